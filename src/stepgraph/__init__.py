@@ -1,0 +1,1 @@
+"""stepgraph compiles a PyTorch training step."""

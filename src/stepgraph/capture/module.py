@@ -1,0 +1,314 @@
+"""Captures a module, its loss and a batch as one functional joint Program.
+
+dynamo captures the Python code whole, AOTAutograd adds the backward and makes it functional
+(``torch/_functorch/aot_autograd.py``); what is left here is to say what every input, output and
+operation is, in the model's own names. Nothing runs: the batch is fake and so is the arithmetic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+
+from stepgraph import torch_internals
+from stepgraph.capture.decompositions import decomposition_table
+from stepgraph.capture.refusals import check_hooks, check_random_operations, graph_break_error
+from stepgraph.errors import CaptureError, LossError
+from stepgraph.program import roles
+from stepgraph.program.names import name_operations
+from stepgraph.program.program import BACKWARD, FORWARD, Program, Value
+
+LossFunction = Callable[[nn.Module, Any], Any]
+
+
+@dataclass(frozen=True)
+class BatchSpec:
+    """Structure and leaves of a batch of the global shape.
+
+    ``leaves`` are fake tensors, or the constants (numbers, strings, None) that the program is
+    specialised to; ``paths`` name them (``input_ids``).
+    """
+
+    leaves: tuple[Any, ...]
+    paths: tuple[str, ...]
+    tree: pytree.TreeSpec
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensor leaves, in order: what the captured program takes."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+
+def default_loss(model: nn.Module, batch: Any) -> Any:
+    """``model(**batch).loss`` for a mapping, ``model(*batch)`` for a sequence, else ``model(batch)``."""
+    if isinstance(batch, dict):
+        result = model(**batch)
+    elif isinstance(batch, (tuple, list)):
+        result = model(*batch)
+    else:
+        result = model(batch)
+    loss = result.get("loss") if isinstance(result, dict) else getattr(result, "loss", None)
+    return result if loss is None else loss
+
+
+def capture(
+    model: nn.Module, loss: LossFunction, batch: BatchSpec, *, training: bool = True
+) -> tuple[Program, pytree.TreeSpec]:
+    """Captures ``loss(model, batch)``, with its backward if ``training``.
+
+    Args:
+        model: parameters may be real, fake or on the meta device; it is not changed.
+        loss: called as ``loss(model, batch)``; its first leaf must be a floating-point scalar where
+            ``training``.
+        batch: leaves of the global shape.
+        training: with gradients; otherwise the module's forward under ``torch.no_grad()``.
+
+    Returns:
+        the Program, with outputs ``Loss`` and ``Grad`` (training) or ``UserOutput``, and ``NewBuffer``;
+        the pytree spec of what ``loss`` returned.
+
+    Raises:
+        GraphBreakError, RandomOperationError, HookError, LossError, CaptureError.
+    """
+    check_hooks(model)
+    module = _StepFunction(model, loss, batch, only_loss=training)
+    with _no_meta_parameters(model, batch), torch.set_grad_enabled(training):
+        try:
+            captured, flat_names = torch_internals.export_graph(module, tuple(batch.tensors))
+            joint, result_tree = torch_internals.joint_graph(
+                captured, tuple(batch.tensors), decomposition_table()
+            )
+        except torch_internals.GraphBreak as error:
+            raise graph_break_error(error) from error
+        except torch_internals.DynamoError as error:
+            cause = error.__cause__
+            if isinstance(cause, LossError):
+                raise cause from None
+            raise graph_break_error(error) from error
+    program = _describe(joint, _canonical_names(model, flat_names), batch, training)
+    check_random_operations(program)
+    return program, result_tree
+
+
+class _StepFunction(nn.Module):
+    """What dynamo traces: flat tensors in, the loss (or all that the loss callable returned) out."""
+
+    def __init__(
+        self, model: nn.Module, loss: LossFunction, batch: BatchSpec, *, only_loss: bool
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+        self.constants = [
+            None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in batch.leaves
+        ]
+        self.tree = batch.tree
+        self.only_loss = only_loss
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        remaining = list(tensors)
+        leaves = [remaining.pop(0) if const is None else const[0] for const in self.constants]
+        result = self.loss(self.model, pytree.tree_unflatten(leaves, self.tree))
+        if not self.only_loss:
+            return result
+        return result if isinstance(result, torch.Tensor) else first_leaf(result)
+
+
+def first_leaf(result: Any) -> Any:
+    """The loss in what a loss callable returned: a mapping's ``loss``, or the first element."""
+    if isinstance(result, dict) and "loss" in result:
+        return result["loss"]
+    loss = getattr(result, "loss", None)
+    if loss is not None:
+        return loss
+    return result[0]
+
+
+@contextlib.contextmanager
+def _no_meta_parameters(model: nn.Module, batch: BatchSpec) -> Iterator[None]:
+    """Gives parameters and buffers on the meta device fake data on the batch's device meanwhile."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if not any(t.is_meta and not torch_internals.is_fake(t) for t in tensors):
+        yield
+        return
+    device = next((t.device for t in batch.tensors), torch.get_default_device())
+    mode = torch_internals.fake_mode_of(batch.tensors) or torch_internals.new_fake_mode()
+    replaced: list[tuple[dict, str, Any]] = []
+    stand_ins: dict[int, torch.Tensor] = {}
+    try:
+        for module in model.modules():
+            for table in (module._parameters, module._buffers):
+                for name, tensor in table.items():
+                    if tensor is None or not tensor.is_meta:
+                        continue
+                    if id(tensor) not in stand_ins:
+                        with mode:
+                            fake = torch.empty_strided(
+                                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+                            )
+                        if isinstance(tensor, nn.Parameter):
+                            fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+                        stand_ins[id(tensor)] = fake
+                    replaced.append((table, name, tensor))
+                    table[name] = stand_ins[id(tensor)]
+        yield
+    finally:
+        for table, name, tensor in replaced:
+            table[name] = tensor
+
+
+def _canonical_names(model: nn.Module, flat_names: dict[str, str]) -> dict[str, str]:
+    """dynamo's flat names -> the first of the model's own names for that tensor (tied weights)."""
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    tensors |= dict(model.named_buffers(remove_duplicate=False))
+    first: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        first.setdefault(id(tensor), name)
+    canonical = {}
+    for flat, full in flat_names.items():
+        own = full.removeprefix("model.")
+        canonical[flat] = first[id(tensors[own])] if own in tensors else own
+    return canonical
+
+
+def _describe(
+    joint: fx.GraphModule, names: dict[str, str], batch: BatchSpec, training: bool
+) -> Program:
+    """Turns descriptors and torch's metadata into roles, phases, module paths and stable names."""
+    tensor_leaves = [i for i, leaf in enumerate(batch.leaves) if isinstance(leaf, torch.Tensor)]
+
+    def input_role(description: tuple[str, Any]) -> roles.Input:
+        match description:
+            case ("param", flat):
+                return roles.Param(names[flat])
+            case ("buffer", flat):
+                return roles.Buffer(names[flat])
+            case ("plain", index):
+                leaf = tensor_leaves[index]
+                return roles.UserInput(leaf, batch.paths[leaf])
+            case ("tangent", ("output", 0)):
+                return roles.Tangent()
+        raise CaptureError(f"an input of the captured graph is not understood: {description}")
+
+    pairs_in, pairs_out = torch_internals.descriptors(joint)
+    inputs, input_values, outputs, output_values, results = [], [], [], [], []
+    for node, descriptor in pairs_in:
+        role = input_role(torch_internals.describe(descriptor))
+        node.meta["name"] = roles.label(role)
+        inputs.append(role)
+        input_values.append(_value(node))
+    for node, descriptor in pairs_out:
+        if node is None:
+            continue
+        role = _output_role(torch_internals.describe(descriptor), input_role, training)
+        if role is None:
+            continue
+        outputs.append(role)
+        results.append(node)
+        output_values.append(_value(node))
+    _set_results(joint.graph, results)
+    if training:
+        _check_loss(outputs, output_values)
+    program = Program("joint", joint, inputs, outputs, input_values, output_values)
+    for node in joint.graph.nodes:
+        _annotate(node)
+    _drop_unused_inputs(program)
+    program.finish()
+    name_operations(program.graph)
+    return program
+
+
+def _output_role(description, input_role, training: bool) -> roles.Output | None:
+    match description:
+        case ("output", index):
+            return roles.Loss() if training else roles.UserOutput(index)
+        case ("mutation", source):
+            written = input_role(source)
+            if not isinstance(written, roles.Buffer):
+                raise CaptureError(
+                    f"the forward pass writes into {roles.label(written)} in place",
+                    do="write into a buffer, or into a copy, instead",
+                )
+            return roles.NewBuffer(written.name)
+        case ("grad", source):
+            role = input_role(source)
+            return roles.Grad(role.name) if isinstance(role, roles.Param) else None
+    raise CaptureError(f"a result of the captured graph is not understood: {description}")
+
+
+def _set_results(graph: fx.Graph, results: list[fx.Node]) -> None:
+    output = graph.output_node()
+    graph.erase_node(output)
+    # The plain code generator returns the tuple as it stands; the joint graph's nests it.
+    graph.set_codegen(fx.graph.CodeGen())
+    graph.output(tuple(results))
+
+
+def _check_loss(outputs: list[roles.Output], values: list[Value]) -> None:
+    value = values[outputs.index(roles.Loss())] if roles.Loss() in outputs else None
+    if value is None or value.shape != () or not value.dtype.is_floating_point:
+        got = "nothing" if value is None else f"shape {list(value.shape)}, {value.dtype}"
+        raise LossError(
+            f"the loss must be a floating-point scalar tensor, got {got}",
+            do="reduce it (`.mean()`), or return it first: `(loss, anything else)`",
+        )
+    if not any(isinstance(role, roles.Grad) for role in outputs):
+        raise LossError(
+            "no parameter gets a gradient from this loss",
+            do="check requires_grad of the parameters, and that the loss is not detached",
+        )
+
+
+def _value(node: fx.Node | None) -> Value:
+    tensor = None if node is None else node.meta.get("val")
+    if not isinstance(tensor, torch.Tensor):
+        return Value((), torch.float32)
+    return Value(tuple(tensor.shape), tensor.dtype)
+
+
+_STEP_PATH = re.compile(r"L\['self'\]\.model\.?")
+
+
+def _annotate(node: fx.Node) -> None:
+    """Keeps of torch's metadata what the Program promises, and drops the rest."""
+    meta = node.meta
+    stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack") or {}
+    path = next(reversed(stack.values()))[0] if stack else ""
+    kept: dict[str, Any] = {"val": meta.get("val")}
+    if "name" in meta:
+        kept["name"] = meta["name"]
+    if node.op in ("call_function", "get_attr"):
+        kept["phase"] = BACKWARD if meta.get("partitioner_tag") == "is_backward" else FORWARD
+        kept["module"] = _STEP_PATH.sub("", path) if path.startswith("L['self'].model") else ""
+        if meta.get("stack_trace"):
+            kept["source"] = _source_line(meta["stack_trace"])
+        if "recompute" in meta and "RECOMPUTE" in str(meta["recompute"]):
+            kept["checkpoint"] = meta.get("ac_graph_id", 0)
+    node.meta = kept
+
+
+def _source_line(stack_trace: str) -> str:
+    """``file.py:12 in forward: y = self.l(x)`` of the innermost frame."""
+    lines = [line.strip() for line in stack_trace.strip().splitlines()]
+    for index in range(len(lines) - 1, -1, -1):
+        if match := re.match(r'File "(.*?)", line (\d+), in (\w+)', lines[index]):
+            code = lines[index + 1] if index + 1 < len(lines) else ""
+            return f"{match[1].rsplit('/', 1)[-1]}:{match[2]} in {match[3]}: {code}"
+    return ""
+
+
+def _drop_unused_inputs(program: Program) -> None:
+    for node, role, value in zip(
+        program.placeholders, list(program.inputs), list(program.input_values), strict=True
+    ):
+        if not node.users and not isinstance(role, roles.UserInput):
+            program.graph.erase_node(node)
+            program.inputs.remove(role)
+            program.input_values.remove(value)

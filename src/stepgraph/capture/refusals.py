@@ -1,0 +1,100 @@
+"""What cannot be captured, each with an error that says where and what to do.
+
+Nothing here is silently dropped: a gradient hook, a random mask or a branch on data that vanished
+from the captured program would train another model than the user wrote.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+
+import torch
+from torch import nn
+
+from stepgraph import torch_internals
+from stepgraph.errors import GraphBreakError, HookError, RandomOperationError
+from stepgraph.program.program import Program
+
+_USER_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Refuses gradient hooks on parameters: a captured program would drop them without a word.
+
+    Raises:
+        HookError: names the parameter or module.
+    """
+    for name, parameter in model.named_parameters():
+        if torch_internals.gradient_hooks(parameter):
+            raise HookError(
+                f"parameter {name!r} has a gradient hook, which a captured step cannot call",
+                why="the whole step is one program; no Python runs between a gradient and its update",
+                do="remove the hook; for clipping use max_grad_norm, for scaling put it into the loss",
+            )
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise HookError(
+                f"module {name or type(module).__name__!r} has a backward hook, which a captured "
+                "step cannot call",
+                do="remove it, or write it as a torch.autograd.Function in the forward",
+            )
+
+
+def check_random_operations(program: Program) -> None:
+    """Refuses random operations, whose masks would differ from mesh to mesh.
+
+    Raises:
+        RandomOperationError: names the operation, its module and source line.
+    """
+    for node in program.operations():
+        if not _is_random(node):
+            continue
+        raise RandomOperationError(
+            f"random operation {node.target} in the training step",
+            where=": ".join(filter(None, (node.meta["name"], node.meta.get("source")))),
+            why="this version cannot yet draw the same global mask on every mesh",
+            do="set the dropout probabilities to 0 (in a transformers config: *_dropout, *_pdrop)",
+        )
+
+
+def _is_random(node) -> bool:
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    # Attention kernels are tagged random whether or not they drop anything.
+    schema = node.target._schema.arguments
+    arguments = {argument.name: argument.default_value for argument in schema}
+    arguments |= dict(zip((argument.name for argument in schema), node.args, strict=False))
+    arguments |= node.kwargs
+    return "dropout_p" not in arguments or arguments["dropout_p"] != 0.0
+
+
+def graph_break_error(error: Exception) -> GraphBreakError:
+    """The line of the user's code that dynamo could not capture, and why."""
+    frames = getattr(error, "real_stack", None)
+    text = str(error)
+    where = None
+    if frames:
+        frame = frames[-1]
+        where = f'{frame.filename}:{frame.lineno} in {frame.name}: {(frame.line or "").strip()}'
+    elif match := list(_USER_FRAME.finditer(text)):
+        last = match[-1]
+        where = f"{last['file']}:{last['line']} in {last['function']}"
+    elif error.__traceback__ is not None:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{last.filename}:{last.lineno} in {last.name}"
+    return GraphBreakError(
+        "the model cannot be captured as one program",
+        where=where,
+        why=_first_paragraph(text),
+        do="make the branch a torch.where (or torch.cond), move prints and .item() out of forward",
+    )
+
+
+def _first_paragraph(text: str) -> str:
+    kept = []
+    for line in text.strip().splitlines():
+        if not line.strip() or line.startswith(("from user code", "Set TORCH", "Developer debug")):
+            break
+        kept.append(line.strip())
+    return " ".join(kept)[:600]

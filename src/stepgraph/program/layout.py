@@ -1,0 +1,103 @@
+"""The layout of a value over a mesh: its placement per mesh dimension and the local shape.
+
+Shards are those of ``torch.chunk`` padded to equal size: a dimension of size 5 on 4 ranks is stored
+as 2 + 2 + 2 + 2 rows, of which the last ranks hold padding. So one Program serves every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+Placements = tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """Names and sizes of the mesh dimensions, outermost first: ``dp=4,tp=2``. No processes."""
+
+    dims: tuple[tuple[str, int], ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the dimensions."""
+        return tuple(name for name, _ in self.dims)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Ranks along each dimension."""
+        return tuple(size for _, size in self.dims)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.sizes)
+
+    def coordinate(self, rank: int) -> tuple[int, ...]:
+        """Position of a rank, row-major (the last dimension varies fastest)."""
+        coordinate = []
+        for size in reversed(self.sizes):
+            coordinate.append(rank % size)
+            rank //= size
+        return tuple(reversed(coordinate))
+
+    def groups(self, dim: str) -> list[list[int]]:
+        """The groups of ranks that differ only in ``dim``."""
+        axis = self.names.index(dim)
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            coordinate = self.coordinate(rank)
+            groups.setdefault(coordinate[:axis] + coordinate[axis + 1 :], []).append(rank)
+        return list(groups.values())
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.dims)
+
+
+def chunk_size(size: int, ranks: int) -> int:
+    """Rows that each rank stores of a dimension of ``size`` rows (the last may be padding)."""
+    return -(-size // ranks)
+
+
+def local_shape(shape: Sequence[int], placements: Placements, mesh: MeshShape) -> tuple[int, ...]:
+    """Shape of one rank's (padded) part of a tensor of global ``shape``."""
+    local = list(shape)
+    for placement, ranks in zip(placements, mesh.sizes, strict=True):
+        if isinstance(placement, Shard):
+            local[placement.dim] = chunk_size(local[placement.dim], ranks)
+    return tuple(local)
+
+
+def is_even(shape: Sequence[int], placements: Placements, mesh: MeshShape) -> bool:
+    """Whether no rank's part holds padding."""
+    local = list(shape)
+    for placement, ranks in zip(placements, mesh.sizes, strict=True):
+        if isinstance(placement, Shard):
+            if local[placement.dim] % ranks:
+                return False
+            local[placement.dim] //= ranks
+    return True
+
+
+def show(placements: Placements) -> str:
+    """``S(0)R`` for (Shard(0), Replicate()); ``P`` is a pending sum, ``P(avg)`` another reduction."""
+    return "".join(_show_one(placement) for placement in placements)
+
+
+def _show_one(placement: Placement) -> str:
+    if isinstance(placement, Replicate):
+        return "R"
+    if isinstance(placement, Shard):
+        return f"S({placement.dim})"
+    if isinstance(placement, Partial):
+        return "P" if placement.reduce_op == "sum" else f"P({placement.reduce_op})"
+    return str(placement)
+
+
+def replicated(mesh: MeshShape) -> Placements:
+    """Replicate on every mesh dimension."""
+    return (Replicate(),) * len(mesh.dims)

@@ -1,0 +1,136 @@
+"""The Program: one training step as a functional graph with typed inputs and outputs.
+
+Metadata that every node carries (``node.meta``):
+
+========== =======================================================================================
+``val``     FakeTensor (or a tuple of them): shape, strides, dtype. Local to a rank once placed.
+``phase``   ``forward``, ``backward`` or ``optimizer``
+``module``  path of the module that ran the operation, in the model's own names ("" outside)
+``name``    the stable name: ``layers.3.self_attn.q_proj/mm``
+``source``  the source line of the operation, where capture knew it
+``placements``  tuple of DTensor placements, or a tuple of such tuples for several results; placed only
+``recompute``   a block number if the memory decision says not to keep the value; tagged only
+========== =======================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from stepgraph.program.layout import MeshShape, Placements
+from stepgraph.program.roles import Input, Output
+
+FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+PHASES = (FORWARD, BACKWARD, OPTIMIZER)
+
+
+@dataclass(frozen=True)
+class Value:
+    """Global shape, dtype and (once placed) placements of one input or output."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    placements: Placements | None = None
+
+
+@dataclass
+class Program:
+    """One function of a training step: ``step``, ``accumulate`` or ``evaluate``.
+
+    ``inputs[i]`` describes the i-th placeholder and ``outputs[i]`` the i-th result of the graph; the
+    ``*_values`` beside them hold global shapes and placements. ``mesh`` is None until placed.
+    """
+
+    name: str
+    module: fx.GraphModule
+    inputs: list[Input]
+    outputs: list[Output]
+    input_values: list[Value]
+    output_values: list[Value]
+    mesh: MeshShape | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The fx graph."""
+        return self.module.graph
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        """Input nodes, aligned with ``inputs``."""
+        return [node for node in self.graph.nodes if node.op == "placeholder"]
+
+    @property
+    def results(self) -> list[fx.Node]:
+        """Result nodes, aligned with ``outputs``."""
+        return list(self.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    def operations(self, phase: str | None = None) -> Iterator[fx.Node]:
+        """All call nodes in order, of one phase if given."""
+        for node in self.graph.nodes:
+            if node.op == "call_function" and phase in (None, node.meta["phase"]):
+                yield node
+
+    def input_node(self, role: Input) -> fx.Node:
+        """The placeholder of a role."""
+        return self.placeholders[self.inputs.index(role)]
+
+    def result(self, role: Output) -> fx.Node:
+        """The result node of a role."""
+        return self.results[self.outputs.index(role)]
+
+    def note(self, text: str) -> None:
+        """Adds a line to the report, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def copy(self) -> Program:
+        """An independent copy: passes may rewrite it in place."""
+        graph = fx.Graph()
+        output = graph.graph_copy(self.graph, val_map={}, return_output_node=True)
+        assert output is not None
+        value, old_output = output
+        graph.output(value).meta.update(old_output.meta)
+        module = fx.GraphModule(self.module, graph)
+        return replace(
+            self,
+            module=module,
+            inputs=list(self.inputs),
+            outputs=list(self.outputs),
+            input_values=list(self.input_values),
+            output_values=list(self.output_values),
+            notes=list(self.notes),
+        )
+
+    def finish(self) -> Program:
+        """Drops operations without effect and regenerates the code; passes end with it."""
+        for node in reversed(list(self.graph.nodes)):
+            if node.op in ("call_function", "get_attr") and not node.users and not is_write(node):
+                self.graph.erase_node(node)
+        self.module.recompile()
+        return self
+
+    def __str__(self) -> str:
+        from stepgraph.program.text import program_text
+
+        return program_text(self)
+
+
+def is_write(node: fx.Node) -> bool:
+    """Whether a node writes into an argument (only lowering makes such nodes)."""
+    return node.op == "call_function" and getattr(node.target, "_schema", None) is not None and (
+        node.target._schema.is_mutable  # type: ignore[union-attr]
+    )
+
+
+def tensors_of(value: object) -> list[torch.Tensor]:
+    """The tensors in a node's ``val``."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in tensors_of(item)]
+    return []

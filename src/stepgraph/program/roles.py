@@ -1,0 +1,137 @@
+"""What each input and output of a Program is.
+
+A Program is a pure function; its arguments and results are typed so that nobody has to guess which
+one is a parameter (principle 3: facts are read, never re-derived).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Param:
+    """A parameter, under the model's own (canonical) name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A buffer, under the model's own name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class UserInput:
+    """Leaf ``index`` of the flattened batch; ``name`` is its path in the batch."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """State ``key`` of parameter ``owner``, or of a whole group (``owner`` = ``"group0"``)."""
+
+    owner: str
+    key: str
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A number of the training step, as a 0-dim float64 tensor: ``group0.lr``."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Seed:
+    """The run's seed and step, from which every random operation derives its bits."""
+
+
+@dataclass(frozen=True)
+class Tangent:
+    """The gradient of the loss with respect to itself, before capture fixes it to one."""
+
+
+@dataclass(frozen=True)
+class Accumulator:
+    """A sum over micro-batches: ``grad:<parameter>``, ``loss`` or ``count``."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The loss of one process on the global batch."""
+
+
+@dataclass(frozen=True)
+class UserOutput:
+    """Leaf ``index`` of what the loss callable returned, for ``evaluate``."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Grad:
+    """The gradient of a parameter."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class NewParam:
+    """The updated parameter."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class NewBuffer:
+    """The buffer after the forward pass wrote it."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class NewOptimizerState:
+    """The updated optimizer state."""
+
+    owner: str
+    key: str
+
+
+@dataclass(frozen=True)
+class NewAccumulator:
+    """The accumulator after this micro-batch."""
+
+    name: str
+
+
+Input = Param | Buffer | UserInput | OptimizerState | Scalar | Seed | Tangent | Accumulator
+Output = (
+    Loss | UserOutput | Grad | NewParam | NewBuffer | NewOptimizerState | NewAccumulator
+)
+
+
+def written_input(output: Output) -> Input | None:
+    """The input whose storage an output replaces, or None for a plain result."""
+    match output:
+        case NewParam(name):
+            return Param(name)
+        case NewBuffer(name):
+            return Buffer(name)
+        case NewOptimizerState(owner, key):
+            return OptimizerState(owner, key)
+        case NewAccumulator(name):
+            return Accumulator(name)
+    return None
+
+
+def label(role: Input | Output) -> str:
+    """A short text: ``Param(lm_head.weight)``."""
+    fields = ".".join(str(v) for v in vars(role).values())
+    return f"{type(role).__name__}({fields})" if fields else type(role).__name__

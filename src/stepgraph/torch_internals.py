@@ -1,0 +1,323 @@
+"""The only file that names a private torch API: the one place to port.
+
+Tried on torch 2.13.0; written to import on 2.11. Where a private name moved or is missing, the
+function here says so; nothing else in stepgraph has to change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._decomp import core_aten_decompositions, get_decompositions
+from torch._dynamo.exc import TorchDynamoException, Unsupported
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, TupleStrategy
+
+collective_ops = torch.ops._c10d_functional
+mutable_copy = torch.ops.aten.copy_.default
+
+ALL_GATHER = collective_ops.all_gather_into_tensor.default
+REDUCE_SCATTER = collective_ops.reduce_scatter_tensor.default
+ALL_REDUCE = collective_ops.all_reduce.default
+ALL_TO_ALL = collective_ops.all_to_all_single.default
+WAIT = collective_ops.wait_tensor.default
+ALL_REDUCE_COALESCED = collective_ops.all_reduce_coalesced.default
+ALL_GATHER_COALESCED = collective_ops.all_gather_into_tensor_coalesced.default
+REDUCE_SCATTER_COALESCED = collective_ops.reduce_scatter_tensor_coalesced.default
+UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+
+GraphBreak = Unsupported
+DynamoError = TorchDynamoException
+
+
+# ---------------------------------------------------------------------------------- fake tensors
+
+
+def new_fake_mode() -> FakeTensorMode:
+    """A mode in which tensors have shapes but no data; real tensors may be mixed in."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_mode_of(values: Sequence[object]) -> FakeTensorMode | None:
+    """The fake mode that the first fake tensor of ``values`` belongs to."""
+    return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no data."""
+    return isinstance(tensor, FakeTensor)
+
+
+# ------------------------------------------------------------------------------------- capture
+
+
+def decomposition(op: Any) -> Callable | None:
+    """torch's own decomposition of an operator, if it has one."""
+    return core_aten_decompositions().get(op) or get_decompositions([op]).get(op)
+
+
+@functools.cache
+def decomposable_operators() -> dict[Any, Callable]:
+    """All operators that torch can express through simpler ones."""
+    return dict(core_aten_decompositions())
+
+
+def has_sharding_rule(op: Any) -> bool:
+    """Whether DTensor knows how to shard an operator."""
+    propagator = _propagator()
+    return (
+        op in propagator.op_strategy_funcs
+        or op in propagator.op_to_rules
+        or op in _single_dim_rules()
+    )
+
+
+def export_graph(module: nn.Module, args: tuple) -> tuple[fx.GraphModule, dict[str, str]]:
+    """Captures ``module(*args)`` whole with dynamo.
+
+    Returns:
+        the graph module, and the flat parameter names mapped to the module's own.
+
+    Raises:
+        GraphBreak: if the Python code cannot be captured whole.
+    """
+    from torch._dynamo.functional_export import _dynamo_graph_capture_for_export
+
+    captured = _dynamo_graph_capture_for_export(module)(*args)
+    return captured, dict(captured.meta["dynamo_flat_name_to_original_fqn"])
+
+
+def joint_graph(
+    captured: fx.GraphModule, args: tuple, decompositions: dict[Any, Callable]
+) -> tuple[fx.GraphModule, Any]:
+    """Forward and backward of a captured module as one functional ATen graph.
+
+    Returns:
+        the joint graph, and the pytree spec of the module's result.
+    """
+    with contextlib.ExitStack() as stack:
+        joint = aot_export_joint_with_descriptors(
+            stack, captured, args, decompositions=decompositions
+        )
+        return joint.graph_module, joint.out_spec
+
+
+def descriptors(graph: fx.GraphModule) -> tuple[list[tuple[fx.Node, Any]], list[tuple[Any, Any]]]:
+    """(placeholder, descriptor) and (result node or None, descriptor) pairs of a joint graph."""
+    inputs, outputs = [], []
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            inputs.append((node, node.meta["desc"]))
+        elif node.op == "output":
+            (results,) = node.args
+            flat = torch.utils._pytree.tree_leaves(results, is_leaf=lambda x: x is None)
+            outputs.extend(zip(flat, node.meta["desc"], strict=True))
+    return inputs, outputs
+
+
+def describe(descriptor: Any) -> tuple[str, Any]:
+    """What a descriptor says, as (kind, payload).
+
+    Kinds: ``param`` / ``buffer`` (flat name), ``plain`` (index), ``tangent``, ``output`` (index),
+    ``mutation`` (the description of the input), ``grad`` (likewise), ``other``.
+    """
+    kind = type(descriptor).__name__
+    if kind == "ParamAOTInput":
+        return "param", descriptor.target
+    if kind == "BufferAOTInput":
+        return "buffer", descriptor.target
+    if kind == "PlainAOTInput":
+        return "plain", descriptor.idx
+    if kind == "TangentAOTInput":
+        return "tangent", describe(descriptor.output)
+    if kind == "PlainAOTOutput":
+        return "output", descriptor.idx
+    if kind == "InputMutationAOTOutput":
+        return "mutation", describe(descriptor.mutated_input)
+    if kind == "GradAOTOutput":
+        return "grad", describe(descriptor.grad_of)
+    return "other", kind
+
+
+@contextlib.contextmanager
+def pretending_to_compile() -> Iterator[None]:
+    """Lets torch.optim take the branches it takes under torch.compile (no ``.item()``)."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has hooks on its gradient (which a captured graph would drop)."""
+    return bool(getattr(tensor, "_backward_hooks", None)) or bool(
+        getattr(tensor, "_post_accumulate_grad_hooks", None)
+    )
+
+
+# ------------------------------------------------------------------------------------ sharding
+
+
+def _propagator():
+    return DTensor._op_dispatcher.sharding_propagator
+
+
+def _single_dim_rules() -> dict:
+    # Newer table; absent on older releases.
+    return getattr(_propagator(), "op_single_dim_strategy_funcs", {})
+
+
+def planning_mesh(size: int) -> Any:
+    """A 1-D DeviceMesh of ``size`` ranks without processes, to ask sharding rules on."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh(
+        "meta", list(range(size)), mesh_dim_names=("d",), _init_backend=False, _rank=0
+    )
+
+
+def shape_argument(op: Any) -> int | None:
+    """Position of the argument that holds an operator's global output shape, if it has one."""
+    index = _propagator().op_to_shape_and_stride_idx.get(op)
+    return index[0] if isinstance(index, tuple) else index
+
+
+def scalar_shape_adjuster(op: Any) -> Callable | None:
+    """DTensor's function that turns scalar size arguments (group norm's N, C) into local ones."""
+    return getattr(_propagator(), "op_to_scalar_shape_adjuster", {}).get(op)
+
+
+def tensor_spec(mesh: Any, placements: tuple, value: torch.Tensor) -> DTensorSpec:
+    """A DTensorSpec for a value of global shape ``value.shape``."""
+    meta = TensorMeta(torch.Size(value.shape), tuple(value.stride()), value.dtype)
+    return DTensorSpec(mesh, placements, tensor_meta=meta)
+
+
+def sharding_strategies(
+    op: Any, args: tuple, kwargs: dict, output: object
+) -> list[tuple[list[Any] | None, list[Any]]]:
+    """DTensor's strategies for one operator call on a 1-D mesh.
+
+    Args:
+        op: the operator.
+        args, kwargs: its arguments, each tensor replaced by a :func:`tensor_spec`.
+        output: the node's ``val``: FakeTensor(s) of global shape.
+
+    Returns:
+        (placement of each tensor argument, placement of each result) per strategy, in the rules' own
+        order; None for the arguments means "like the result".
+
+    Raises:
+        NotImplementedError: where DTensor has no rule. Rules raise all sorts of other errors on
+            arguments they cannot handle; callers treat any exception as "no rule".
+    """
+    propagator = _propagator()
+    single = _single_dim_rules().get(op)
+    info = getattr(propagator, "op_to_schema_info_for_single_dim_strategy", {}).get(
+        op
+    ) or propagator.op_to_schema_info.get(op)
+    schema = OpSchema(op, args, kwargs, schema_info=info)
+    if single is not None:
+        from torch.distributed.tensor._ops.single_dim_strategy import (
+            _expand_single_dim_strategy_to_mesh,
+        )
+
+        wrapped = propagator._wrap_with_op_strategy(schema)
+        mesh = next(spec.mesh for spec in _specs((args, kwargs)))
+        expand = _expand_single_dim_strategy_to_mesh(mesh, wrapped, single, _meta_of(output))
+        found = expand(op, wrapped.args_meta, wrapped.kwargs_meta)
+    elif op in propagator.op_strategy_funcs:
+        found = propagator.op_strategy_funcs[op](propagator._wrap_with_op_strategy(schema))
+    elif op in propagator.op_to_rules:
+        answer = propagator.op_to_rules[op](schema)
+        if answer.output_spec is None:
+            raise NotImplementedError(f"{op}: the rule wants its inputs redistributed")
+        return [([s.placements[0] for s in _specs((args, kwargs))], _placements(answer.output_spec))]
+    else:
+        raise NotImplementedError(f"{op} has no sharding rule")
+    if isinstance(found, TupleStrategy):
+        raise NotImplementedError(f"{op}: strategies over lists are not used")
+    assert isinstance(found, OpStrategy)
+    return [
+        (
+            None if s.input_specs is None else [spec.placements[0] for spec in s.input_specs],
+            _placements(s.output_specs),
+        )
+        for s in found.strategies
+    ]
+
+
+def _specs(tree: object) -> list[DTensorSpec]:
+    leaves = torch.utils._pytree.tree_leaves(tree)
+    return [leaf for leaf in leaves if isinstance(leaf, DTensorSpec)]
+
+
+def _placements(specs: object) -> list[Any]:
+    if isinstance(specs, DTensorSpec):
+        return [specs.placements[0]]
+    if specs is None:
+        return [None]
+    assert isinstance(specs, (tuple, list))
+    return [None if spec is None else spec.placements[0] for spec in specs]
+
+
+def _meta_of(output: object):
+    if isinstance(output, torch.Tensor):
+        return TensorMeta(torch.Size(output.shape), tuple(output.stride()), output.dtype)
+    if isinstance(output, (tuple, list)):
+        return tuple(_meta_of(item) for item in output)
+    return None
+
+
+def adjust_scalar_shapes(
+    op: Any, adjuster: Callable, args: tuple, kwargs: dict, specs: list[DTensorSpec]
+) -> tuple:
+    """Arguments with local sizes where the operator takes sizes as plain numbers."""
+    return adjuster(specs, OpSchema(op, args, kwargs)).args_schema
+
+
+def one_process_mesh(device_type: str, dims: tuple[tuple[str, int], ...]) -> Any:
+    """A DeviceMesh of one rank that needs no process group."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    shape = torch.zeros([size for _, size in dims], dtype=torch.int)
+    return DeviceMesh(
+        device_type, shape, mesh_dim_names=tuple(n for n, _ in dims), _init_backend=False, _rank=0
+    )
+
+
+def local_tensor(tensor: DTensor) -> torch.Tensor:
+    """This rank's part of a DTensor, without recording autograd history."""
+    return tensor._local_tensor
+
+
+# ----------------------------------------------------------------------------------- lowering
+
+
+def compile_with_inductor(module: fx.GraphModule, inputs: list, settings: dict) -> Callable:
+    """Compiles a whole-step graph (with its in-place writes) through inductor.
+
+    ``settings`` are inductor config entries; they hold for everything that is compiled here, lazily
+    or not (a ``with config.patch`` would not).
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    with torch.no_grad():
+        return compile_fx(module, inputs, config_patches=settings)
+
+
+def disable_compiler(function: Callable) -> Callable:
+    """Keeps dynamo from tracing into ``function``."""
+    return torch._dynamo.disable(function)
+
+

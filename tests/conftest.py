@@ -1,0 +1,30 @@
+"""Settings that every test shares."""
+
+import gc
+import os
+
+# Before torch and transformers are imported; rank processes that a test starts inherit them.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(1)
+
+settings.register_profile("ci", derandomize=True, deadline=None, max_examples=20)
+settings.register_profile("nightly", deadline=None, max_examples=300, print_blob=True)
+settings.load_profile(os.environ.get("STEPGRAPH_HYPOTHESIS", "ci"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collect_garbage():
+    """Make a leaked file or socket fail in the module that leaked it, not wherever gc runs next."""
+    yield
+    gc.collect()

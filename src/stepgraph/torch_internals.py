@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._decomp import core_aten_decompositions, get_decompositions
 from torch._dynamo.exc import TorchDynamoException, Unsupported
@@ -181,8 +182,10 @@ def planning_mesh(size: int) -> Any:
     """A 1-D DeviceMesh of ``size`` ranks without processes, to ask sharding rules on."""
     from torch.distributed.device_mesh import DeviceMesh
 
+    # The rules ask the device for its number of devices per host; no tensor is ever placed on it.
+    device_type = torch.get_default_device().type
     return DeviceMesh(
-        "meta", list(range(size)), mesh_dim_names=("d",), _init_backend=False, _rank=0
+        device_type, list(range(size)), mesh_dim_names=("d",), _init_backend=False, _rank=0
     )
 
 

@@ -146,6 +146,12 @@ def test_no_file_is_longer_than_the_limit():
     assert not too_long, f"split what passes {MAX_LINES} lines: {too_long}"
 
 
+def test_every_folder_is_a_package():
+    folders = {path.parent for path in SOURCE.rglob("*.py")}
+    bare = [str(f.relative_to(SOURCE)) for f in folders if not (f / "__init__.py").exists()]
+    assert not bare, f"the import floors are not checked in folders without __init__.py: {bare}"
+
+
 def test_no_module_hides_a_public_name():
     modules = {path.stem for path in SOURCE.iterdir() if path.suffix in ("", ".py")}
     hidden = modules & set(stepgraph.__all__)

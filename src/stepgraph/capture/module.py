@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
+from stepgraph.torch_internals import pytree
 from torch import fx, nn
 
 from stepgraph import torch_internals

@@ -1,0 +1,241 @@
+"""What placements an operator accepts: DTensor's rules, and a table for what they lack.
+
+Questions are asked on one mesh dimension at a time (a 3-D question costs 44 times a 1-D one) and
+cached by operator, shapes, literals and placements, so repeated layers cost one question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from stepgraph import torch_internals
+from stepgraph.program.program import tensors_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Placements on one mesh dimension under which running the operator locally is right.
+
+    ``inputs`` in the order of :func:`tensor_arguments`; ``outputs`` one per result tensor (None for a
+    result that is not a tensor).
+    """
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement | None, ...]
+
+
+def tensor_arguments(node: fx.Node) -> list[fx.Node]:
+    """The nodes an operation reads, in argument order, repeats kept."""
+    found: list[fx.Node] = []
+
+    def visit(argument: Any) -> Any:
+        found.append(argument)
+        return argument
+
+    fx.node.map_arg((node.args, node.kwargs), visit)
+    return found
+
+
+class Rules:
+    """Answers "under which placements can this operator run locally" for one mesh dimension.
+
+    Args:
+        size: ranks along the dimension.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._mesh = torch_internals.planning_mesh(size)
+        self._answers: dict[Any, list[Strategy]] = {}
+        self.without_rule: set[str] = set()
+
+    def strategies(self, node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
+        """All strategies worth considering when the arguments are placed as given.
+
+        Replicating everything is always the last of them.
+        """
+        key = (_signature(node), placements)
+        found = self._answers.get(key)
+        if found is None:
+            found = self._answers[key] = self._ask(node, placements)
+        return found
+
+    def _ask(self, node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
+        arguments = tensor_arguments(node)
+        results = tensors_of(node.meta["val"])
+        replicate = Strategy((Replicate(),) * len(arguments), (Replicate(),) * max(1, len(results)))
+        if node.target in TABLE:
+            found = TABLE[node.target](node, placements)
+        else:
+            try:
+                found = self._ask_dtensor(node, placements)
+            except Exception:  # rules raise all sorts on arguments they cannot handle
+                self.without_rule.add(str(node.target))
+                found = []
+        kept = [s for s in found if self._usable(s, arguments, results)]
+        return [*dict.fromkeys(kept), replicate]
+
+    def _ask_dtensor(self, node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
+        remaining = iter(placements)
+
+        def to_spec(argument: fx.Node):
+            value = argument.meta["val"]
+            if not isinstance(value, torch.Tensor):
+                raise NotImplementedError("a result tuple as an argument")
+            return torch_internals.tensor_spec(self._mesh, (next(remaining),), value)
+
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), to_spec)
+        answers = torch_internals.sharding_strategies(
+            node.target, tuple(args), dict(kwargs), node.meta["val"]
+        )
+        return [
+            Strategy(tuple(inputs) if inputs is not None else tuple(outputs), tuple(outputs))
+            for inputs, outputs in answers
+        ]
+
+    def _usable(self, strategy: Strategy, arguments: list, results: list) -> bool:
+        """Whether a strategy fits the call: one placement per tensor, even shards, known kinds."""
+        if len(strategy.inputs) != len(arguments) or len(strategy.outputs) != max(1, len(results)):
+            return False
+        values = [argument.meta["val"] for argument in arguments]
+        pairs = [*zip(strategy.inputs, values, strict=True)]
+        pairs += [
+            (placement, value)
+            for placement, value in zip(strategy.outputs, results, strict=False)
+            if placement is not None
+        ]
+        return all(self._placeable(placement, value) for placement, value in pairs)
+
+    def _placeable(self, placement: Placement, value: object) -> bool:
+        if type(placement) is Shard:
+            return (
+                isinstance(value, torch.Tensor)
+                and placement.dim < value.dim()
+                and value.shape[placement.dim] % self.size == 0
+            )
+        if isinstance(placement, Partial):
+            # Masked and norm partials carry state that a plain local program does not have.
+            return type(placement) is Partial and placement.reduce_op in ("sum", "avg", "max", "min")
+        return isinstance(placement, Replicate)
+
+
+def _signature(node: fx.Node) -> tuple:
+    """Operator, shapes, dtypes, strides and literals of a call: what a rule's answer depends on."""
+
+    def freeze(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            value = argument.meta["val"]
+            if isinstance(value, torch.Tensor):
+                return ("tensor", tuple(value.shape), value.stride(), value.dtype)
+            return ("values", len(value))
+        if isinstance(argument, (tuple, list)):
+            return tuple(freeze(item) for item in argument)
+        if isinstance(argument, dict):
+            return tuple((key, freeze(item)) for key, item in argument.items())
+        if isinstance(argument, slice):
+            return ("slice", argument.start, argument.stop, argument.step)
+        # 1 == 1.0 == True as dictionary keys, and inf/nan literals: tell them apart.
+        return (type(argument).__name__, str(argument))
+
+    return (node.target, freeze(node.args), freeze(node.kwargs))
+
+
+# ------------------------------------------------------------------------------------------ table
+#
+# One entry an operator: what DTensor has no rule for, or answers in a way that a plain local program
+# cannot follow. An entry takes the node and its arguments' placements and returns strategies.
+
+Entry = Callable[[fx.Node, tuple[Placement, ...]], list[Strategy]]
+
+
+def _same_everywhere(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
+    """Constants and counters: every rank makes its own copy."""
+    return []
+
+
+def _follows_first(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
+    """The result is placed like the only argument, whatever that is."""
+    return [Strategy((placements[0],), (placements[0],))]
+
+
+def _batch_and_heads(outputs: tuple[tuple[int, int] | None, ...]) -> Entry:
+    """Attention: independent over batch and heads.
+
+    ``outputs`` gives each result's (batch, head) dimension; tensor arguments are (batch, head, ...)
+    except an attention mask, whose sizes of 1 are broadcast, and per-row statistics.
+    """
+
+    def entry(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
+        strategies = []
+        arguments = tensor_arguments(node)
+        query = arguments[_ATTENTION_QUERY.get(node.target, 0)].meta["val"]
+        for dim in (0, 1):
+            wanted: list[Placement] = []
+            for argument in arguments:
+                value = argument.meta["val"]
+                # A mask of fewer dimensions aligns at the right, like any broadcast.
+                own = dim - (query.dim() - value.dim()) if _is_mask(node, argument) else dim
+                whole = own < 0 or value.shape[own] == 1
+                wanted.append(Replicate() if whole else Shard(own))
+            results = tuple(None if d is None else Shard(d[dim]) for d in outputs)
+            strategies.append(Strategy(tuple(wanted), results))
+        return strategies
+
+    return entry
+
+
+def _is_mask(node: fx.Node, argument: fx.Node) -> bool:
+    return node.kwargs.get("attn_mask") is argument
+
+
+_ATTENTION_QUERY: dict[Any, int] = {
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 1,
+}
+
+
+def _sorted_into_rows(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
+    """Embedding gradient: every rank adds up its own tokens' rows."""
+    gradient, indices = (argument.meta["val"] for argument in tensor_arguments(node)[:2])
+    strategies = [
+        Strategy((Shard(dim), Shard(dim)), (Partial("sum"),)) for dim in range(indices.dim())
+    ]
+    return [*strategies, Strategy((Shard(gradient.dim() - 1), Replicate()), (Shard(1),))]
+
+
+def _looked_up(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
+    """Embedding: rows of the indices' shards, or columns of the table."""
+    indices = tensor_arguments(node)[1].meta["val"]
+    by_index = [
+        Strategy((Replicate(), Shard(dim)), (Shard(dim),)) for dim in range(indices.dim())
+    ]
+    return [*by_index, Strategy((Shard(1), Replicate()), (Shard(indices.dim()),))]
+
+
+TABLE: dict[Any, Entry] = {
+    aten.arange.default: _same_everywhere,
+    aten.arange.start: _same_everywhere,
+    aten.arange.start_step: _same_everywhere,
+    aten.full.default: _same_everywhere,
+    aten.zeros.default: _same_everywhere,
+    aten.ones.default: _same_everywhere,
+    aten.empty.memory_format: _same_everywhere,
+    aten.scalar_tensor.default: _same_everywhere,
+    aten.eye.default: _same_everywhere,
+    aten.linspace.default: _same_everywhere,
+    aten.lift_fresh_copy.default: _follows_first,
+    aten.embedding.default: _looked_up,
+    aten.embedding_dense_backward.default: _sorted_into_rows,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _batch_and_heads(((0, 1), (0, 1))),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _batch_and_heads(
+        ((0, 1), (0, 1), (0, 1))
+    ),
+}

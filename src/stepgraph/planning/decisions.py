@@ -1,0 +1,43 @@
+"""The four decisions as data. Applying them is mechanical; replaying a plan decides nothing again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from stepgraph.program.layout import Placements
+
+
+@dataclass(frozen=True)
+class OperationPlacement:
+    """Placements of one operation: of each tensor argument as it is read, and of each result."""
+
+    inputs: tuple[Placements, ...]
+    outputs: tuple[Placements | None, ...]
+
+
+@dataclass
+class PlacementDecision:
+    """Where every value of one Program lives.
+
+    Keys are role labels (``Param(lm_head.weight)``) for inputs and outputs, and stable names for
+    operations. ``unruled`` lists operators that no rule could place: they are replicated.
+    """
+
+    preset: str
+    inputs: dict[str, Placements] = field(default_factory=dict)
+    outputs: dict[str, Placements] = field(default_factory=dict)
+    operations: dict[str, OperationPlacement] = field(default_factory=dict)
+    unruled: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class MemoryDecision:
+    """Which forward values are not kept for the backward.
+
+    ``recompute`` maps a stable name to the number of the block it is recomputed in; values that are
+    not named are saved. ``regather`` names gathered parameters that are gathered again instead.
+    """
+
+    policy: str
+    recompute: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)

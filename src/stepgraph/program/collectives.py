@@ -1,0 +1,134 @@
+"""Redistribution as graph nodes: collectives over a named mesh dimension, and local cuts.
+
+A group is written as the name of its mesh dimension, so one Program serves every rank; lowering
+binds names to process groups and cuts to this rank's position. Every collective is followed by the
+``wait_tensor`` that completes it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from stepgraph import torch_internals
+from stepgraph.program.layout import chunk_size
+
+aten = torch.ops.aten
+
+KINDS: dict[Any, str] = {
+    torch_internals.ALL_GATHER: "all_gather",
+    torch_internals.REDUCE_SCATTER: "reduce_scatter",
+    torch_internals.ALL_REDUCE: "all_reduce",
+    torch_internals.ALL_TO_ALL: "all_to_all",
+    torch_internals.ALL_REDUCE_COALESCED: "all_reduce",
+    torch_internals.ALL_GATHER_COALESCED: "all_gather",
+    torch_internals.REDUCE_SCATTER_COALESCED: "reduce_scatter",
+}
+
+
+@torch.library.custom_op("stepgraph::shard_of", mutates_args=())
+def shard_of(x: torch.Tensor, dim: int, ranks: int, mesh_dim: str) -> torch.Tensor:
+    """This rank's part of a replicated value: ``chunk_size`` rows of ``dim``, zero-padded.
+
+    Only a symbol: lowering replaces it by a slice at this rank's position on ``mesh_dim``.
+    """
+    raise RuntimeError("shard_of must be bound to a rank before it runs")
+
+
+@shard_of.register_fake
+def _(x: torch.Tensor, dim: int, ranks: int, mesh_dim: str) -> torch.Tensor:
+    shape = list(x.shape)
+    shape[dim] = chunk_size(shape[dim], ranks)
+    return x.new_empty(shape)
+
+
+SHARD_OF = torch.ops.stepgraph.shard_of.default
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether a node starts communication between ranks."""
+    return node.op == "call_function" and node.target in KINDS
+
+
+def mesh_dim_of(node: fx.Node) -> str:
+    """The mesh dimension that a collective or a cut runs over: always its last argument."""
+    return str(node.args[-1])
+
+
+def redistribute(
+    emit, node: fx.Node, have: Placement, want: Placement, mesh_dim: str, ranks: int, size: int
+) -> fx.Node:
+    """Emits the nodes that change a value's placement along one mesh dimension.
+
+    Args:
+        emit: ``emit(target, *args) -> node`` inserts one operation and computes its ``val``.
+        node: the value.
+        have, want: its placement now and then.
+        mesh_dim, ranks: the dimension and its size.
+        size: global length of the sharded dimension (to remove or add padding), if there is one.
+    """
+    match have, want:
+        case Replicate(), Shard(dim=dim):
+            return emit(SHARD_OF, node, dim, ranks, mesh_dim)
+        case Shard(dim=dim), Replicate():
+            return _all_gather(emit, node, dim, mesh_dim, ranks, size)
+        case Partial(reduce_op=op), Replicate():
+            kind = "sum" if op == "avg" else op
+            whole = emit(torch_internals.ALL_REDUCE, node, kind, mesh_dim)
+            return _averaged(emit, emit(torch_internals.WAIT, whole), op, ranks)
+        case Partial(reduce_op=op), Shard(dim=dim):
+            return _averaged(emit, _reduce_scatter(emit, node, op, dim, mesh_dim, ranks), op, ranks)
+        case Shard(dim=source), Shard():
+            whole = _all_gather(emit, node, source, mesh_dim, ranks, size)
+            return redistribute(emit, whole, Replicate(), want, mesh_dim, ranks, size)
+    raise NotImplementedError(f"redistribution from {have} to {want}")
+
+
+def _averaged(emit, node: fx.Node, op: str, ranks: int) -> fx.Node:
+    return emit(aten.div.Scalar, node, ranks) if op == "avg" else node
+
+
+def _to_front(emit, node: fx.Node, dim: int) -> fx.Node:
+    if dim == 0:
+        return node
+    moved = emit(aten.transpose.int, node, 0, dim)
+    return emit(aten.clone.default, moved, memory_format=torch.contiguous_format)
+
+
+def _back(emit, node: fx.Node, dim: int) -> fx.Node:
+    if dim == 0:
+        return node
+    moved = emit(aten.transpose.int, node, 0, dim)
+    return emit(aten.clone.default, moved, memory_format=torch.contiguous_format)
+
+
+def _contiguous(emit, node: fx.Node) -> fx.Node:
+    if node.meta["val"].is_contiguous():
+        return node
+    return emit(aten.clone.default, node, memory_format=torch.contiguous_format)
+
+
+def _all_gather(emit, node: fx.Node, dim: int, mesh_dim: str, ranks: int, size: int) -> fx.Node:
+    front = _contiguous(emit, _to_front(emit, node, dim))
+    gathered = emit(torch_internals.ALL_GATHER, front, ranks, mesh_dim)
+    whole = emit(torch_internals.WAIT, gathered)
+    if whole.meta["val"].shape[0] != size:
+        whole = emit(aten.slice.Tensor, whole, 0, 0, size)
+    return _back(emit, whole, dim)
+
+
+def _reduce_scatter(emit, node: fx.Node, op: str, dim: int, mesh_dim: str, ranks: int) -> fx.Node:
+    front = _to_front(emit, node, dim)
+    rows = front.meta["val"].shape[0]
+    missing = chunk_size(rows, ranks) * ranks - rows
+    if missing:
+        pads = [0, 0] * (front.meta["val"].dim() - 1) + [0, missing]
+        front = emit(aten.constant_pad_nd.default, front, pads, 0.0)
+    front = _contiguous(emit, front)
+    kind = "sum" if op == "avg" else op
+    scattered = emit(torch_internals.REDUCE_SCATTER, front, kind, ranks, mesh_dim)
+    return _back(emit, emit(torch_internals.WAIT, scattered), dim)

@@ -26,6 +26,7 @@ collective_ops = torch.ops._c10d_functional
 mutable_copy = torch.ops.aten.copy_.default
 
 ALL_GATHER = collective_ops.all_gather_into_tensor.default
+ALL_GATHER_INTO = collective_ops.all_gather_into_tensor_out.default
 REDUCE_SCATTER = collective_ops.reduce_scatter_tensor.default
 ALL_REDUCE = collective_ops.all_reduce.default
 ALL_TO_ALL = collective_ops.all_to_all_single.default

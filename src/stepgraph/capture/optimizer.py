@@ -286,6 +286,12 @@ def _select_first(first, later, n_states: int, fake_mode, examples) -> fx.GraphM
 
 def _trace(function, examples: list[torch.Tensor]) -> fx.GraphModule:
     graph = make_fx(torch.func.functionalize(function, remove="mutations"))(*examples)
+    for node in list(graph.graph.nodes):
+        # A functional copy of like into like is the value copied.
+        if node.target is torch.ops.aten.copy.default:
+            old, new = (argument.meta["val"] for argument in node.args)
+            if old.shape == new.shape and old.dtype == new.dtype:
+                node.replace_all_uses_with(node.args[1])
     graph.graph.eliminate_dead_code()
     return graph
 

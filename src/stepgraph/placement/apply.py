@@ -22,10 +22,11 @@ from stepgraph import torch_internals
 from stepgraph.placement.rules import tensor_arguments
 from stepgraph.planning.decisions import PlacementDecision
 from stepgraph.program import roles
+from stepgraph.program.build import ShapeRunner
 from stepgraph.program.collectives import redistribute
 from stepgraph.program.layout import MeshShape, Placements, local_shape, replicated
 from stepgraph.program.names import name_operations
-from stepgraph.program.program import FORWARD, Program, Value, tensors_of
+from stepgraph.program.program import FORWARD, Program, Value
 
 aten = torch.ops.aten
 
@@ -52,9 +53,7 @@ class _Placer:
         self.graph = fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}
         self.placed: dict[tuple[fx.Node, Placements], fx.Node] = {}
-        self.values: dict[Any, Any] = {}
-        fakes = [node.meta.get("val") for node in program.graph.nodes]
-        self.mode = torch_internals.fake_mode_of(fakes) or torch_internals.new_fake_mode()
+        self.shapes = ShapeRunner(program.graph)
         self.wanted = self._wanted_placements()
 
     def run(self) -> Program:
@@ -113,7 +112,7 @@ class _Placer:
         new = self._copy(node)
         if any(isinstance(placement, Shard) for placement in stored):
             shape = local_shape(value.shape, stored, self.mesh)
-            with self.mode:
+            with self.shapes.mode:
                 new.meta["val"] = torch.empty(
                     shape, dtype=value.dtype, device=node.meta["val"].device
                 )
@@ -187,18 +186,13 @@ class _Placer:
         return new
 
     def _value(self, target: Any, args: tuple, kwargs: dict) -> Any:
-        """The local result, computed on fake tensors once for each distinct call."""
-        key = (target, _freeze(args), _freeze(kwargs))
-        if key not in self.values:
-            fakes, fake_kwargs = fx.node.map_arg((args, kwargs), lambda a: a.meta["val"])
-            try:
-                with self.mode:
-                    self.values[key] = target(*fakes, **fake_kwargs)
-            except (RuntimeError, ValueError):
-                if target not in _VIEWS:
-                    raise
-                self.values[key] = None
-        return self.values[key]
+        """The local result, or None for a view that the local strides do not allow."""
+        try:
+            return self.shapes.run(target, args, kwargs)
+        except (RuntimeError, ValueError):
+            if target not in _VIEWS:
+                raise
+            return None
 
     def _as(self, node: fx.Node, wanted: Placements, reader: fx.Node | None) -> fx.Node:
         """The value of ``node`` placed as ``wanted``, redistributing it at most once."""
@@ -253,15 +247,3 @@ def _squeezed_dims(node: fx.Node) -> list[int]:
         given = node.args[1]
         dims = [given] if isinstance(given, int) else list(given)  # type: ignore[call-overload]
     return [dim for dim in dims if shape[dim] == 1]
-
-
-def _freeze(argument: Any) -> Any:
-    if isinstance(argument, fx.Node):
-        return tuple(
-            (tuple(t.shape), t.stride(), t.dtype, t.device) for t in tensors_of(argument.meta["val"])
-        )
-    if isinstance(argument, (tuple, list)):
-        return tuple(_freeze(item) for item in argument)
-    if isinstance(argument, dict):
-        return tuple((key, _freeze(item)) for key, item in argument.items())
-    return (type(argument).__name__, str(argument))

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph import torch_internals
+from stepgraph.program.build import freeze
 from stepgraph.program.program import tensors_of
 
 aten = torch.ops.aten
@@ -63,7 +64,7 @@ class Rules:
 
         Replicating everything is always the last of them.
         """
-        key = (_signature(node), placements)
+        key = (node.target, freeze(node.args), freeze(node.kwargs), placements)
         found = self._answers.get(key)
         if found is None:
             found = self._answers[key] = self._ask(node, placements)
@@ -126,27 +127,6 @@ class Rules:
             # Masked and norm partials carry state that a plain local program does not have.
             return type(placement) is Partial and placement.reduce_op in ("sum", "avg", "max", "min")
         return isinstance(placement, Replicate)
-
-
-def _signature(node: fx.Node) -> tuple:
-    """Operator, shapes, dtypes, strides and literals of a call: what a rule's answer depends on."""
-
-    def freeze(argument: Any) -> Any:
-        if isinstance(argument, fx.Node):
-            value = argument.meta["val"]
-            if isinstance(value, torch.Tensor):
-                return ("tensor", tuple(value.shape), value.stride(), value.dtype)
-            return ("values", len(value))
-        if isinstance(argument, (tuple, list)):
-            return tuple(freeze(item) for item in argument)
-        if isinstance(argument, dict):
-            return tuple((key, freeze(item)) for key, item in argument.items())
-        if isinstance(argument, slice):
-            return ("slice", argument.start, argument.stop, argument.step)
-        # 1 == 1.0 == True as dictionary keys, and inf/nan literals: tell them apart.
-        return (type(argument).__name__, str(argument))
-
-    return (node.target, freeze(node.args), freeze(node.kwargs))
 
 
 # ------------------------------------------------------------------------------------------ table

@@ -41,3 +41,23 @@ class MemoryDecision:
     policy: str
     recompute: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Normalisation:
+    """How a loss is made of sums over the batch, so that micro-batches give the whole batch's result.
+
+    ``totals`` maps the stable name of each partial result to ``sum`` or ``avg``; adding those up over
+    micro-batches and evaluating ``tail`` (stable names: operations on them, forward and backward) once
+    gives the loss. ``boundary`` is the tail's value that the rest of the backward is proportional to
+    (None: the tangent itself). ``gradient_kind`` says whether gradients add up or average over
+    micro-batches. ``exact`` False: the loss is the mean over micro-batches, because
+    ``reason``.
+    """
+
+    totals: dict[str, str]
+    tail: set[str]
+    boundary: str | None
+    gradient_kind: str
+    exact: bool
+    reason: str = ""

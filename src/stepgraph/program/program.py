@@ -109,7 +109,7 @@ class Program:
     def finish(self) -> Program:
         """Drops operations without effect and regenerates the code; passes end with it."""
         for node in reversed(list(self.graph.nodes)):
-            if node.op in ("call_function", "get_attr") and not node.users and not is_write(node):
+            if node.op in ("call_function", "get_attr") and not node.users and not _has_effect(node):
                 self.graph.erase_node(node)
         self.module.recompile()
         return self
@@ -125,6 +125,12 @@ def is_write(node: fx.Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "_schema", None) is not None and (
         node.target._schema.is_mutable  # type: ignore[union-attr]
     )
+
+
+def _has_effect(node: fx.Node) -> bool:
+    """Whether a node matters without readers: it writes, or waits for a write."""
+    sources = node.all_input_nodes
+    return is_write(node) or any(is_write(source) for source in sources)
 
 
 def tensors_of(value: object) -> list[torch.Tensor]:

@@ -1,0 +1,235 @@
+"""Adds the update to a joint Program: scale, global-norm clipping, and torch's optimizer step.
+
+Everything that depends on numbers and counters alone is emitted once for a parameter group (Adam's
+bias corrections, say), so the update is as few operations per parameter as torch's own formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from stepgraph.capture.optimizer import FunctionalOptimizer, UpdateRule
+from stepgraph.program import roles
+from stepgraph.program.build import Builder
+from stepgraph.program.names import name_operations
+from stepgraph.program.program import OPTIMIZER, Program, Value
+
+aten = torch.ops.aten
+MAX_GRAD_NORM = "max_grad_norm"
+_TINY = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm it divides by
+
+
+def update_parameters(
+    program: Program, optimizer: FunctionalOptimizer, shared: set[tuple[str, str]]
+) -> Program:
+    """Replaces each ``Grad`` output by the parameter's new value and optimizer states.
+
+    Args:
+        program: joint, its gradients complete (scaled, clipped).
+        optimizer: the update rules.
+        shared: (group, state) pairs that are one tensor for the whole group (``step``).
+
+    reads: ``Grad`` outputs. writes: optimizer operations; inputs ``OptimizerState`` and ``Scalar``;
+    outputs ``NewParam`` and ``NewOptimizerState``. preserves: the loss.
+    """
+    adder = _Updates(program, optimizer, shared)
+    gradients = [
+        (role.name, node)
+        for role, node in zip(program.outputs, program.results, strict=True)
+        if isinstance(role, roles.Grad)
+    ]
+    for name, gradient in gradients:
+        if name in optimizer.group_of:
+            adder.update(name, gradient)
+    adder.finish()
+    return program
+
+
+class _Updates:
+    def __init__(
+        self, program: Program, optimizer: FunctionalOptimizer, shared: set[tuple[str, str]]
+    ) -> None:
+        self.program, self.optimizer, self.shared = program, optimizer, shared
+        self.emit = Builder(program, OPTIMIZER)
+        self.inputs = dict(zip(program.inputs, program.placeholders, strict=True))
+        self.new_inputs: list[tuple[roles.Input, fx.Node]] = []
+        self.new: dict[roles.Output, tuple[fx.Node, Value]] = {}
+        self.scalars: dict[Any, fx.Node] = {}
+
+    def update(self, name: str, gradient: fx.Node) -> None:
+        """Instantiates the rule of one parameter."""
+        parameter = self.inputs[roles.Param(name)]
+        value = parameter.meta["val"]
+        rule = self.optimizer.rule(name, value)
+        group = f"group{self.optimizer.group_of[name]}"
+        owners = {k: group if (group, k) in self.shared else name for k in rule.states}
+        device = value.device
+        states = [
+            self._input(roles.OptimizerState(owners[key], key), spec.shape, spec.dtype, device)
+            for key, spec in rule.states.items()
+        ]
+        numbers = [
+            self._input(roles.Scalar(f"{group}.{number}"), (), torch.float64, device)
+            for number in rule.numbers
+        ]
+        self.emit.module = name.rpartition(".")[0]
+        results = self._instantiate(rule, [parameter, gradient, *states, *numbers])
+        self._set(roles.NewParam(name), results[0])
+        for key, result in zip(rule.states, results[1:], strict=True):
+            role = roles.NewOptimizerState(owners[key], key)
+            if role not in self.new:
+                self._set(role, result)
+
+    def _set(self, role: roles.Output, node: fx.Node) -> None:
+        value = node.meta["val"]
+        self.new[role] = (node, Value(tuple(value.shape), value.dtype))
+
+    def _input(self, role: roles.Input, shape: Sequence[int], dtype, device) -> fx.Node:
+        if role not in self.inputs:
+            self.inputs[role] = self.emit.input(
+                roles.label(role), lambda: torch.empty(shape, dtype=dtype, device=device)
+            )
+            self.new_inputs.append((role, self.inputs[role]))
+        return self.inputs[role]
+
+    def _instantiate(self, rule: UpdateRule, arguments: list[fx.Node]) -> list[fx.Node]:
+        remaining = iter(arguments)
+        node_of: dict[fx.Node, fx.Node] = {}
+        for node in rule.graph.graph.nodes:
+            if node.op == "placeholder":
+                node_of[node] = next(remaining)
+            elif node.op == "output":
+                return [node_of[result] for result in node.args[0]]
+            else:
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), node_of.__getitem__)
+                node_of[node] = self._operation(node, tuple(args), dict(kwargs))
+        raise AssertionError("a rule without an output")
+
+    def _operation(self, node: fx.Node, args: tuple, kwargs: dict) -> fx.Node:
+        if node.meta["val"].dim():
+            return self.emit(node.target, *args, **kwargs)
+        # Numbers and counters: the same for all parameters of a group, so computed once.
+        key = (node.target, _key(args), _key(kwargs))
+        if key not in self.scalars:
+            self.scalars[key] = self.emit(node.target, *args, **kwargs)
+        return self.scalars[key]
+
+    def finish(self) -> None:
+        """Rewrites inputs and outputs of the Program."""
+        program = self.program
+        roles_of = {node: role for role, node in self.inputs.items()}
+        values = dict(zip(program.placeholders[: len(program.inputs)], program.input_values, strict=False))
+        program.inputs = [roles_of[node] for node in program.placeholders]
+        program.input_values = [
+            values.get(node) or Value(tuple(node.meta["val"].shape), node.meta["val"].dtype)
+            for node in program.placeholders
+        ]
+        kept = [
+            (role, node, value)
+            for role, node, value in zip(
+                program.outputs, program.results, program.output_values, strict=True
+            )
+            if not (isinstance(role, roles.Grad) and roles.NewParam(role.name) in self.new)
+        ]
+        kept += [(role, node, value) for role, (node, value) in self.new.items()]
+        program.outputs = [role for role, _, _ in kept]
+        program.output_values = [value for _, _, value in kept]
+        program.graph.output_node().args = (tuple(node for _, node, _ in kept),)
+        name_operations(program.graph)
+        program.finish()
+
+
+def _key(argument: Any) -> Any:
+    if isinstance(argument, fx.Node):
+        return argument
+    if isinstance(argument, (tuple, list)):
+        return tuple(_key(item) for item in argument)
+    if isinstance(argument, dict):
+        return tuple((name, _key(item)) for name, item in argument.items())
+    return (type(argument).__name__, str(argument))
+
+
+def shared_states(
+    optimizer: FunctionalOptimizer, present: dict[tuple[str, str], torch.Tensor]
+) -> set[tuple[str, str]]:
+    """The (group, state) pairs that are the same number for every parameter of the group.
+
+    A 0-dim state whose new value depends on numbers and 0-dim states only (a step counter), and whose
+    ``present`` values, if the optimizer has stepped before, agree.
+    """
+    candidates: dict[tuple[str, str], bool] = {}
+    for (group, shape, _), rule in optimizer.rules.items():
+        free = _independent_states(rule) if shape else set()
+        for key, spec in rule.states.items():
+            pair = (f"group{group}", key)
+            candidates[pair] = candidates.get(pair, True) and key in free and spec.shape == ()
+    for pair in [pair for pair, shared in candidates.items() if shared]:
+        values = {
+            float(tensor)
+            for (name, key), tensor in present.items()
+            if key == pair[1] and f"group{optimizer.group_of.get(name)}" == pair[0]
+        }
+        owners = [n for n, g in optimizer.group_of.items() if f"group{g}" == pair[0]]
+        held = [n for n in owners if (n, pair[1]) in present]
+        candidates[pair] = len(values) <= 1 and len(held) in (0, len(owners))
+    return {pair for pair, shared in candidates.items() if shared}
+
+
+def _independent_states(rule: UpdateRule) -> set[str]:
+    """States whose new value reads neither the parameter nor the gradient."""
+    nodes = list(rule.graph.graph.nodes)
+    depends = set(nodes[:2])
+    for node in nodes[2:]:
+        if any(argument in depends for argument in node.all_input_nodes):
+            depends.add(node)
+    results = nodes[-1].args[0]
+    return {key for key, node in zip(rule.states, results[1:], strict=True) if node not in depends}
+
+
+def clip_gradients(program: Program) -> Program:
+    """Scales all gradients so that their global 2-norm is at most the input ``max_grad_norm``.
+
+    The formula is that of ``torch.nn.utils.clip_grad_norm_``; the squares are summed so that sharded
+    gradients cost one reduction of one number.
+
+    reads: ``Grad`` outputs. writes: optimizer operations; the input ``Scalar(max_grad_norm)``.
+    preserves: the loss.
+    """
+    emit = Builder(program, OPTIMIZER)
+    gradients = {
+        role: node
+        for role, node in zip(program.outputs, program.results, strict=True)
+        if isinstance(role, roles.Grad)
+    }
+    device = next(iter(gradients.values())).meta["val"].device
+    limit = emit.input(
+        roles.label(roles.Scalar(MAX_GRAD_NORM)),
+        lambda: torch.empty((), dtype=torch.float64, device=device),
+    )
+    program.inputs.insert(program.placeholders.index(limit), roles.Scalar(MAX_GRAD_NORM))
+    program.input_values.insert(program.placeholders.index(limit), Value((), torch.float64))
+    # 0-dim gradients last: they are whole on every rank, unlike the sums before them.
+    total = None
+    for gradient in sorted(gradients.values(), key=lambda node: node.meta["val"].dim() == 0):
+        wide = gradient
+        if gradient.meta["val"].dtype.itemsize < 4:
+            wide = emit(aten._to_copy.default, gradient, dtype=torch.float32)
+        squares = emit(aten.sum.default, emit(aten.mul.Tensor, wide, wide))
+        # Padding of an uneven shard is zero, and so is its square: it may be summed.
+        squares.meta["padding_is_zero"] = True
+        total = squares if total is None else emit(aten.add.Tensor, total, squares)
+    assert total is not None
+    norm = emit(aten.sqrt.default, total)
+    wanted = emit(aten.div.Tensor, limit, emit(aten.add.Scalar, norm, _TINY))
+    coefficient = emit(aten.clamp.default, wanted, None, 1.0)
+    results = list(program.results)
+    for role, gradient in gradients.items():
+        clipped = emit(aten.mul.Tensor, gradient, coefficient)
+        results[program.outputs.index(role)] = clipped
+    program.graph.output_node().args = (tuple(results),)
+    name_operations(program.graph)
+    return program.finish()

@@ -1,0 +1,65 @@
+"""The last pass: state is written where it lives, and is no longer a result."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from stepgraph import torch_internals
+from stepgraph.cost.memory import storage_roots
+from stepgraph.program import roles
+from stepgraph.program.program import Program
+
+
+def write_state_in_place(program: Program) -> Program:
+    """Writes each ``New*`` result into its input, right behind its producer.
+
+    Not before the last reader of the input's old value (or of a view of it). Where the new value is an
+    all-gather, the gather writes straight into the input: no buffer, no copy.
+
+    reads: roles. writes: ``copy_`` and ``all_gather_into_tensor_out``; drops ``New*`` outputs.
+    preserves: every result and every new state, bitwise. The Program is not functional any more.
+    """
+    inputs = dict(zip(program.inputs, program.placeholders, strict=True))
+    position = {node: i for i, node in enumerate(program.graph.nodes)}
+    order = list(program.graph.nodes)
+    root = storage_roots(program)
+    last_read: dict[fx.Node, int] = {}
+    for node in program.operations():
+        for source in node.all_input_nodes:
+            last_read[root[source]] = position[node]
+    kept = []
+    for role, node, value in zip(
+        program.outputs, program.results, program.output_values, strict=True
+    ):
+        written = roles.written_input(role)
+        if written is None or written not in inputs:
+            kept.append((role, node, value))
+            continue
+        target = inputs[written]
+        if node is target:
+            continue
+        behind = max(position[node], last_read.get(target, 0))
+        if not _gather_into(program, node, target, position, last_read):
+            with program.graph.inserting_after(order[behind]):
+                copy = program.graph.call_function(torch_internals.mutable_copy, (target, node))
+            copy.meta = {key: node.meta[key] for key in ("val", "phase", "module") if key in node.meta}
+            copy.meta.setdefault("phase", "optimizer")
+            copy.meta["name"] = f"{roles.label(written)}/write"
+    program.outputs = [role for role, _, _ in kept]
+    program.output_values = [value for _, _, value in kept]
+    program.graph.output_node().args = (tuple(node for _, node, _ in kept),)
+    return program.finish()
+
+
+def _gather_into(program: Program, node: fx.Node, target: fx.Node, position, last_read) -> bool:
+    """Lets the all-gather behind ``node`` write into ``target``, if nothing reads either later."""
+    if node.target is not torch_internals.WAIT:
+        return False
+    gather = node.args[0]
+    if not isinstance(gather, fx.Node) or gather.target is not torch_internals.ALL_GATHER:
+        return False
+    if last_read.get(target, 0) > position[gather] or len(node.users) > 1:
+        return False
+    gather.target = torch_internals.ALL_GATHER_INTO
+    gather.kwargs = {"out": target}
+    return True

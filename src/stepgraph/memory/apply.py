@@ -1,0 +1,60 @@
+"""Applies a memory decision: what is not kept is computed again in the backward.
+
+reads: the stable names in a :class:`MemoryDecision`.
+writes: copies of forward operations, in the backward phase, right before their first reader; a copy is
+    shared by all readers in the backward. ``meta["recomputed_from"]`` names the original.
+preserves: every result, bitwise: the Program is functional, so a copy computes the same bits, also
+    of what was an in-place operation in the user's code.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from stepgraph.planning.decisions import MemoryDecision
+from stepgraph.program.names import name_operations
+from stepgraph.program.program import BACKWARD, FORWARD, Program
+
+
+def recompute_in_backward(program: Program, decision: MemoryDecision) -> Program:
+    """Duplicates what the decision does not keep; see the module docstring."""
+    dropped = {
+        node for node in program.operations(FORWARD) if node.meta["name"] in decision.recompute
+    }
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in list(program.operations(BACKWARD)):
+        for source in node.all_input_nodes:
+            if source in dropped:
+                _copy_before(program.graph, source, node, dropped, copies)
+        node.args, node.kwargs = fx.node.map_arg(
+            (node.args, node.kwargs), lambda a: copies.get(a, a)
+        )
+    for note in decision.notes:
+        program.note(note)
+    name_operations(program.graph)
+    return program.finish()
+
+
+def _copy_before(
+    graph: fx.Graph,
+    value: fx.Node,
+    reader: fx.Node,
+    dropped: set[fx.Node],
+    copies: dict[fx.Node, fx.Node],
+) -> None:
+    """Copies ``value`` and the dropped values it needs, sources first, before ``reader``."""
+    stack = [value]
+    while stack:
+        node = stack[-1]
+        needed = [s for s in node.all_input_nodes if s in dropped and s not in copies]
+        if node in copies:
+            stack.pop()
+        elif needed:
+            stack += needed
+        else:
+            stack.pop()
+            with graph.inserting_before(reader):
+                copy = graph.node_copy(node, lambda a: copies.get(a, a))
+            copy.meta = {key: v for key, v in node.meta.items() if key not in ("name", "checkpoint")}
+            copy.meta |= {"phase": BACKWARD, "recomputed_from": node.meta["name"]}
+            copies[node] = copy

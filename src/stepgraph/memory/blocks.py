@@ -1,0 +1,104 @@
+"""Finds repeated blocks in a forward graph, from its operations alone.
+
+The forward is read as a text whose letters are (operator, shape, dtype); repeated layers are a
+stretch that equals itself shifted by one period. Periods are tried among the distances at which
+letters recur; the one that covers most of the text wins, the smallest on a tie. Within the freedom
+that a repetition leaves (it may be cut anywhere in its period), blocks are cut where the fewest bytes
+cross: at the residual stream.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from torch import fx
+
+from stepgraph.program.program import FORWARD, Program, tensors_of
+
+_CANDIDATES = 48  # periods tried per stretch: bounds the work by a constant times the graph
+_SHORTEST = 4  # operations in a block
+
+
+@dataclass(frozen=True)
+class Block:
+    """Operations ``start`` to ``stop`` (exclusive) of the forward, in graph order."""
+
+    start: int
+    stop: int
+
+
+def find_blocks(program: Program) -> list[Block]:
+    """All repeated blocks of the forward, in order; empty where nothing repeats."""
+    nodes = list(program.operations(FORWARD))
+    letters = [_letter(node) for node in nodes]
+    crossing = _crossing_bytes(nodes)
+    blocks: list[Block] = []
+    stretches = [(0, len(nodes))]
+    while stretches:
+        low, high = stretches.pop()
+        found = _longest_repetition(letters, low, high)
+        if found is None:
+            continue
+        start, period, covered = found
+        count = covered // period
+        slack = covered - count * period
+        offset = min(
+            range(slack + 1),
+            key=lambda o: sum(crossing[start + o + k * period] for k in range(count + 1)),  # noqa: B023
+        )
+        first = start + offset
+        blocks += [Block(first + k * period, first + (k + 1) * period) for k in range(count)]
+        stretches += [(low, start), (start + covered, high)]
+    return sorted(blocks, key=lambda block: block.start)
+
+
+def _letter(node: fx.Node) -> tuple:
+    shapes = tuple((tuple(t.shape), t.dtype) for t in tensors_of(node.meta["val"]))
+    return (str(node.target), shapes)
+
+
+def _longest_repetition(letters: list, low: int, high: int) -> tuple[int, int, int] | None:
+    """(start, period, operations covered) of the repetition that covers most of a stretch."""
+    if high - low < 2 * _SHORTEST:
+        return None
+    gaps: Counter[int] = Counter()
+    last: dict[tuple, int] = {}
+    for i in range(low, high):
+        if letters[i] in last:
+            gaps[i - last[letters[i]]] += 1
+        last[letters[i]] = i
+    # The distance between layers shows up for letters that occur once per layer; weigh it by length.
+    candidates = sorted(gaps, key=lambda gap: -gap * gaps[gap])[:_CANDIDATES]
+    best: tuple[int, int, int] | None = None
+    for period in sorted(candidates):
+        if period < _SHORTEST:
+            continue
+        run = 0
+        for i in range(low, high - period + 1):
+            if i < high - period and letters[i] == letters[i + period]:
+                run += 1
+                continue
+            if run >= period and (best is None or run + period > best[2]):
+                best = (i - run, period, run + period)
+            run = 0
+    if best is None or best[2] * 10 < high - low:
+        return None
+    return best
+
+
+def _crossing_bytes(nodes: list[fx.Node]) -> list[int]:
+    """Bytes of forward values alive between operation i - 1 and operation i."""
+    position = {node: i for i, node in enumerate(nodes)}
+    change = [0] * (len(nodes) + 2)
+    for node, i in position.items():
+        readers = [position[user] for user in node.users if user in position]
+        if readers:
+            size = sum(t.numel() * t.element_size() for t in tensors_of(node.meta["val"]))
+            change[i + 1] += size
+            change[max(readers) + 1] -= size
+    alive, total = [], 0
+    for delta in change:
+        total += delta
+        alive.append(total)
+    return alive

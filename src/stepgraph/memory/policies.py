@@ -1,0 +1,125 @@
+"""The named memory policies: ``none``, ``full``, ``layers:N``, and the user's own checkpoint regions.
+
+Every policy answers one question for every forward value: is it kept for the backward, or recomputed
+there in which block? Values that cross from one block to another are always kept. Whatever the
+policy, regions under ``torch.utils.checkpoint`` are recomputed, and parameters that were gathered for
+the forward (zero3) are gathered again for the backward instead of being kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx
+
+from stepgraph import torch_internals
+from stepgraph.errors import MemoryPolicyError, UsageError, near_misses
+from stepgraph.memory.blocks import Block, find_blocks
+from stepgraph.planning.decisions import MemoryDecision
+from stepgraph.program import roles
+from stepgraph.program.collectives import is_collective
+from stepgraph.program.program import FORWARD, Program
+
+POLICIES = ("none", "full", "layers:N")
+
+
+def parse_policy(policy: str) -> tuple[str, int]:
+    """``("layers", 2)`` for ``layers:2``; the number is 1 for ``full`` and 0 for ``none``.
+
+    Raises:
+        UsageError: unknown policy; the message lists the known ones.
+    """
+    name, _, number = policy.partition(":")
+    if name == "none" and not number:
+        return name, 0
+    if name == "full" and not number:
+        return name, 1
+    if name == "layers" and number.isdigit() and int(number) > 0:
+        return name, int(number)
+    raise UsageError(f"unknown memory policy {policy!r}", do=near_misses(policy, POLICIES))
+
+
+def decide(program: Program, policy: str) -> MemoryDecision:
+    """Which forward values of a (placed) Program are recomputed.
+
+    Args:
+        policy: ``none``; ``full``: every block is recomputed from its inputs; ``layers:N``: every N-th
+            block is.
+
+    Raises:
+        UsageError: unknown policy.
+        MemoryPolicyError: ``layers:N`` where no block repeats.
+    """
+    name, every = parse_policy(policy)
+    decision = MemoryDecision(policy)
+    nodes = list(program.operations(FORWARD))
+    regions: list[list[fx.Node]] = list(_checkpoint_regions(nodes))
+    taken = {node for region in regions for node in region}
+    if every:
+        blocks = find_blocks(program)
+        if not blocks and name == "layers":
+            raise MemoryPolicyError(
+                f"memory policy {policy!r} needs repeated blocks, and no block of this model repeats",
+                do="use 'full' (the whole forward as one block) or torch.utils.checkpoint regions",
+            )
+        if not blocks:
+            blocks = [Block(0, len(nodes))]
+            decision.notes.append("memory 'full': no block repeats, the whole forward is one block")
+        for block in blocks[every - 1 :: every]:
+            regions.append([n for n in nodes[block.start : block.stop] if n not in taken])
+    for number, region in enumerate(regions):
+        for node in _not_crossing(region, program):
+            decision.recompute[node.meta["name"]] = number
+    _regather(program, decision)
+    return decision
+
+
+def _checkpoint_regions(nodes: list[fx.Node]) -> Iterable[list[fx.Node]]:
+    regions: dict[int, list[fx.Node]] = {}
+    for node in nodes:
+        if "checkpoint" in node.meta:
+            regions.setdefault(node.meta["checkpoint"], []).append(node)
+    return regions.values()
+
+
+def _not_crossing(region: list[fx.Node], program: Program) -> list[fx.Node]:
+    """Values of a region that no other part of the forward reads, and that are not results.
+
+    Communicated activations are kept: recomputing is not to communicate them twice.
+    """
+    inside = set(region)
+    results = set(program.results)
+    return [
+        node
+        for node in region
+        if node not in results
+        and not is_collective(node)
+        and node.target is not torch_internals.WAIT
+        and all(user in inside or user.meta.get("phase") != FORWARD for user in node.users)
+    ]
+
+
+def _regather(program: Program, decision: MemoryDecision) -> None:
+    """Gathered parameters, and what is only a view or cast of them, are not kept."""
+    parameters = {
+        node
+        for node, role in zip(program.placeholders, program.inputs, strict=True)
+        if isinstance(role, roles.Param)
+    }
+    chain: set[fx.Node] = set()
+    for node in program.operations(FORWARD):
+        sources = node.all_input_nodes
+        gathers = is_collective(node) and _comes_from(node.args[0], parameters)
+        follows = len(sources) == 1 and sources[0] in chain
+        if gathers or follows:
+            chain.add(node)
+            decision.recompute.setdefault(node.meta["name"], -1)
+
+
+def _comes_from(node: object, parameters: set[fx.Node]) -> bool:
+    """Whether a value is a parameter, or views and casts of one alone."""
+    while isinstance(node, fx.Node) and node not in parameters:
+        if len(node.all_input_nodes) != 1:
+            return False
+        node = node.all_input_nodes[0]
+    return isinstance(node, fx.Node)

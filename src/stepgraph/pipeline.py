@@ -1,0 +1,215 @@
+"""Capture, decide, passes: a module becomes the programs of its training step, one rank's own.
+
+The one pass driver is here too: it gives each pass its name in logs, timings, invariants and bisect.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from stepgraph.capture.micro_batches import (
+    accumulate_gradients,
+    finish_accumulation,
+    start_backward_at_one,
+)
+from stepgraph.capture.module import BatchSpec, LossFunction, capture
+from stepgraph.capture.optimizer import FunctionalOptimizer, functionalize_optimizer
+from stepgraph.capture.simplify import (
+    drop_empty_cat_operands,
+    drop_identities,
+    index_rows_in_place,
+)
+from stepgraph.capture.update import clip_gradients, shared_states, update_parameters
+from stepgraph.memory import policies as memory_policies
+from stepgraph.memory.apply import recompute_in_backward
+from stepgraph.placement import policies as placement_policies
+from stepgraph.placement.apply import place_values
+from stepgraph.placement.normalisation import find_normalisation
+from stepgraph.planning.decisions import Normalisation
+from stepgraph.planning.plan import Plan
+from stepgraph.program import roles
+from stepgraph.program.invariants import check_invariants
+from stepgraph.program.program import Program
+from stepgraph.program.text import program_text
+
+log = logging.getLogger("stepgraph")
+
+Pass = Callable[..., Program]
+
+
+@dataclass
+class PassRecord:
+    """One pass that ran: on which program, for how long (seconds), and the text after it, if kept."""
+
+    program: str
+    name: str
+    seconds: float
+    text: str | None = None
+
+
+@dataclass
+class PassDriver:
+    """Runs passes one by one.
+
+    Args:
+        invariants: check every invariant after each pass.
+        keep_text: keep the program's text after each pass.
+        observe: called as ``observe(pass name, before, after)``; gets copies it may keep.
+        replaced: passes to run in place of others, by name (tests plant bugs with it).
+    """
+
+    invariants: bool = False
+    keep_text: bool = False
+    observe: Callable[[str, Program, Program], None] | None = None
+    replaced: dict[str, Pass] = field(default_factory=dict)
+    records: list[PassRecord] = field(default_factory=list)
+
+    def run(self, rewrite: Pass, program: Program, *args: Any) -> Program:
+        """Applies one pass; it may rewrite ``program`` in place."""
+        name = rewrite.__name__
+        before = program.copy() if self.observe is not None else None
+        start = time.perf_counter()
+        program = self.replaced.get(name, rewrite)(program, *args)
+        seconds = time.perf_counter() - start
+        text = None
+        if self.keep_text:
+            text = program_text(program, f"after {name}, {seconds * 1e3:.0f} ms")
+        self.records.append(PassRecord(program.name, name, seconds, text))
+        log.debug("%s: %s took %.0f ms", program.name, name, seconds * 1e3)
+        if self.invariants:
+            check_invariants(program, after=name)
+        if self.observe is not None and before is not None:
+            self.observe(name, before, program.copy())
+        return program
+
+
+@dataclass
+class StepRequest:
+    """Everything that the programs of a training step depend on.
+
+    ``batch`` has the global shape of one micro-batch. ``parameters`` and ``optimizer_states`` describe
+    what the optimizer updates; ``optimizer`` None: gradients only.
+    """
+
+    model: nn.Module
+    loss: LossFunction
+    batch: BatchSpec
+    plan: Plan
+    optimizer: torch.optim.Optimizer | None = None
+    micro_batches: int = 1
+    clip: bool = False
+
+
+@dataclass
+class StepPrograms:
+    """The compiled step before lowering: programs by name, and what runtime needs beside them."""
+
+    programs: dict[str, Program]
+    optimizer: FunctionalOptimizer | None
+    normalisation: Normalisation | None
+    notes: list[str]
+
+
+def compile_step(request: StepRequest, driver: PassDriver) -> StepPrograms:
+    """From a module to one rank's programs: ``step``, and ``accumulate`` with micro-batches."""
+    joint, _ = capture(request.model, request.loss, request.batch)
+    joint = _simplify(joint, driver)
+    notes = _parameters_without_gradient(request.model, joint)
+    optimizer = None
+    shared: set[tuple[str, str]] = set()
+    if request.optimizer is not None:
+        optimizer, shared = _functional(request, joint)
+    programs: dict[str, Program] = {}
+    normalisation = None
+    if request.micro_batches > 1:
+        normalisation = find_normalisation(joint)
+        if not normalisation.exact:
+            notes.append(
+                "micro-batches: the loss is the mean over micro-batches, because "
+                f"{normalisation.reason}"
+            )
+        accumulate = joint.copy()
+        accumulate.name = "accumulate"
+        programs["accumulate"] = driver.run(accumulate_gradients, accumulate, normalisation)
+        step = _named(joint, "step")
+        step = driver.run(finish_accumulation, step, normalisation, request.micro_batches)
+    else:
+        step = driver.run(start_backward_at_one, _named(joint, "step"))
+    if request.clip:
+        step = driver.run(clip_gradients, step)
+    if optimizer is not None:
+        step = driver.run(update_parameters, step, optimizer, shared)
+    programs["step"] = step
+    for name, program in programs.items():
+        programs[name] = apply_plan(program, request.plan, driver)
+    for program in programs.values():
+        notes += [note for note in program.notes if note not in notes]
+    return StepPrograms(programs, optimizer, normalisation, notes)
+
+
+def compile_evaluation(request: StepRequest, driver: PassDriver) -> tuple[Program, Any]:
+    """The forward alone: the program ``evaluate`` and the structure of what the loss callable returns."""
+    program, result_tree = capture(request.model, request.loss, request.batch, training=False)
+    program = _simplify(_named(program, "evaluate"), driver)
+    return apply_plan(program, request.plan, driver), result_tree
+
+
+def apply_plan(program: Program, plan: Plan, driver: PassDriver) -> Program:
+    """Places and tags a global Program by the plan: replayed where it holds decisions, else decided."""
+    if program.name not in plan.placements:
+        plan.placements[program.name] = placement_policies.decide(
+            program, plan.mesh, plan.placement
+        )
+    program = driver.run(place_values, program, plan.placements[program.name], plan.mesh)
+    if program.name not in plan.recomputation:
+        plan.recomputation[program.name] = memory_policies.decide(program, plan.memory)
+    return driver.run(recompute_in_backward, program, plan.recomputation[program.name])
+
+
+def _named(program: Program, name: str) -> Program:
+    program.name = name
+    return program
+
+
+def _simplify(program: Program, driver: PassDriver) -> Program:
+    for rewrite in (drop_identities, drop_empty_cat_operands, index_rows_in_place):
+        program = driver.run(rewrite, program)
+    return program
+
+
+def _parameters_without_gradient(model: nn.Module, joint: Program) -> list[str]:
+    with_gradient = {role.name for role in joint.outputs if isinstance(role, roles.Grad)}
+    missing = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and name not in with_gradient
+    ]
+    if not missing:
+        return []
+    shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+    return [f"parameters that get no gradient are neither updated nor decayed: {shown}"]
+
+
+def _functional(
+    request: StepRequest, joint: Program
+) -> tuple[FunctionalOptimizer, set[tuple[str, str]]]:
+    assert request.optimizer is not None
+    named = dict(request.model.named_parameters())
+    learned = {
+        role.name: named[role.name] for role in joint.outputs if isinstance(role, roles.Grad)
+    }
+    optimizer = functionalize_optimizer(request.optimizer, learned)
+    present = {
+        (name, key): value
+        for name, parameter in learned.items()
+        for key, value in request.optimizer.state.get(parameter, {}).items()
+        if isinstance(value, torch.Tensor) and value.dim() == 0
+    }
+    return optimizer, shared_states(optimizer, present)

@@ -1,0 +1,171 @@
+"""Reads off a joint Program how its loss is normalised over the batch.
+
+Micro-batches are data parallelism in time, so the question is put as one of placement: cut the batch
+along an imaginary mesh dimension and follow the rules. Values that come out as pending sums or means
+of single numbers can be added up over micro-batches; operations that need such a number whole (the
+division of a sum by a count) form the tail, which runs once, on the totals. If anything else would
+have to be communicated, micro-batches cannot be exact and the mean over them is what users know.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from stepgraph.placement.rules import Rules, tensor_arguments
+from stepgraph.planning.decisions import Normalisation
+from stepgraph.program import roles
+from stepgraph.program.program import BACKWARD, FORWARD, Program
+
+TAIL = "tail"  # a single number that is known only once all micro-batches are
+
+
+def find_normalisation(program: Program) -> Normalisation:
+    """How the loss of a joint Program adds up over slices of its batch."""
+    return _Walk(program).run()
+
+
+class _Inexact(Exception):
+    pass
+
+
+class _Walk:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        # On a dimension of one rank every size divides; the rules answer as on any other.
+        self.rules = Rules(1)
+        self.state: dict[fx.Node, tuple[Placement | str | None, ...]] = {}
+        self.varies: set[fx.Node] = set()  # depends on the batch
+        self.learns: set[fx.Node] = set()  # depends on a parameter
+
+    def run(self) -> Normalisation:
+        loss = self.program.result(roles.Loss())
+        try:
+            self._forward()
+            return self._read_off(loss)
+        except _Inexact as error:
+            return Normalisation({loss.meta["name"]: "avg"}, set(), None, "avg", False, str(error))
+
+    def _forward(self) -> None:
+        rows = zip(
+            self.program.placeholders, self.program.inputs, self.program.input_values, strict=True
+        )
+        for node, role, value in rows:
+            batched = isinstance(role, roles.UserInput) and bool(value.shape)
+            self.state[node] = (Shard(0) if batched else Replicate(),)
+            if batched:
+                self.varies.add(node)
+            if isinstance(role, roles.Param):
+                self.learns.add(node)
+        for node in self.program.graph.nodes:
+            if node.op == "get_attr":
+                self.state[node] = (Replicate(),)
+            elif node.op == "call_function" and node.meta["phase"] == FORWARD:
+                self._visit(node)
+
+    def _visit(self, node: fx.Node) -> None:
+        arguments = tensor_arguments(node)
+        if any(argument in self.varies for argument in arguments):
+            self.varies.add(node)
+        if any(argument in self.learns for argument in arguments):
+            self.learns.add(node)
+        if node.target.__name__ == "getitem":  # type: ignore[union-attr]
+            self.state[node] = (self.state[arguments[0]][node.args[1]],)  # type: ignore[index]
+            return
+        states = [self.state[argument][0] for argument in arguments]
+        if TAIL not in states:
+            placements = tuple(s if isinstance(s, Placement) else Replicate() for s in states)
+            for strategy in self.rules.strategies(node, placements):
+                if all(
+                    have == want or (isinstance(have, Replicate) and isinstance(want, Shard))
+                    for have, want in zip(placements, strategy.inputs, strict=True)
+                ):
+                    self.state[node] = strategy.outputs
+                    return
+        single = all(
+            argument.meta["val"].dim() == 0 and (s == TAIL or isinstance(s, Partial))
+            for argument, s in zip(arguments, states, strict=True)
+            if argument in self.varies
+        )
+        if not single or node.meta["val"].dim():
+            raise _Inexact(f"{node.meta['name']} needs the whole batch at once")
+        self.state[node] = (TAIL,)
+
+    def _read_off(self, loss: fx.Node) -> Normalisation:
+        (state,) = self.state[loss]
+        tail = {node for node, states in self.state.items() if states == (TAIL,)}
+        if state != TAIL and not isinstance(state, Partial):
+            raise _Inexact("the loss is not a sum or mean over the batch")
+        totals = {loss} if state != TAIL else {
+            argument for node in tail for argument in node.all_input_nodes
+            if argument in self.varies and argument not in tail
+        }  # fmt: skip
+        tail |= self._constants_behind(tail)
+        boundary = self._backward_tail(tail, totals)
+        kinds = {
+            node.meta["name"]: self.state[node][0].reduce_op  # type: ignore[union-attr]
+            for node in totals
+        }
+        if not set(kinds.values()) <= {"sum", "avg"}:
+            raise _Inexact("the loss is a maximum or minimum over the batch")
+        names = {node.meta["name"] for node in tail if node.op == "call_function"}
+        learned = {kinds[node.meta["name"]] for node in totals if node in self.learns}
+        if len(learned) != 1:
+            raise _Inexact("parts of the loss are normalised in different ways")
+        return Normalisation(kinds, names, boundary, learned.pop(), True)
+
+    def _constants_behind(self, tail: set[fx.Node]) -> set[fx.Node]:
+        """Constants that only the tail reads belong to it."""
+        return {
+            argument
+            for node in tail
+            for argument in node.all_input_nodes
+            if argument.op == "call_function"
+            and argument not in self.varies
+            and all(user in tail for user in argument.users)
+        }
+
+    def _backward_tail(self, tail: set[fx.Node], totals: set[fx.Node]) -> str | None:
+        """Extends the tail by the backward's part on single numbers; returns its boundary's name."""
+        if roles.Tangent() not in self.program.inputs:
+            return None
+        tangent = self.program.input_node(roles.Tangent())
+        inside = {tangent}
+        for node in self.program.operations(BACKWARD):
+            value = node.meta["val"]
+            sources = node.all_input_nodes
+            if (
+                isinstance(value, torch.Tensor)
+                and value.dim() == 0
+                and any(source in inside for source in sources)
+                and all(s in inside or s in tail or s in totals or not self._varies(s) for s in sources)
+            ):
+                inside.add(node)
+        outputs = set(self.program.results)
+        boundary = [
+            node
+            for node in inside
+            if any(user not in inside and user.op == "call_function" for user in node.users)
+            or (node in outputs and node is not tangent)
+        ]
+        for node in self.program.operations(BACKWARD):
+            if node not in inside and any(
+                source in tail and source in self.varies or source in totals - inside
+                for source in node.all_input_nodes
+            ):
+                raise _Inexact(f"{node.meta['name']} reads a sum over the whole batch")
+        if boundary == [tangent]:
+            return None
+        if len(boundary) != 1:
+            raise _Inexact("parts of the loss are normalised in different ways")
+        tail |= inside - {tangent}
+        return boundary[0].meta["name"]
+
+    def _varies(self, node: fx.Node) -> bool:
+        if node in self.varies:
+            return True
+        return any(self._varies(source) for source in node.all_input_nodes) if (
+            node.op == "call_function" and node.meta["phase"] == BACKWARD
+        ) else False

@@ -1,0 +1,80 @@
+"""Adding operations to a graph, with shapes computed on fake tensors once per distinct call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from stepgraph import torch_internals
+from stepgraph.program.program import Program, tensors_of
+
+
+class ShapeRunner:
+    """Computes the ``val`` of operations on fake tensors; repeated layers cost one run."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        values = [node.meta.get("val") for node in graph.nodes]
+        self.mode = torch_internals.fake_mode_of(values) or torch_internals.new_fake_mode()
+        self._known: dict[Any, Any] = {}
+
+    def run(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """The result of ``target`` on the ``val`` of the nodes among its arguments."""
+        key = (target, freeze(args), freeze(kwargs))
+        if key not in self._known:
+            fakes, fake_kwargs = fx.node.map_arg((args, kwargs), lambda a: a.meta["val"])
+            with self.mode:
+                self._known[key] = target(*fakes, **fake_kwargs)
+        return self._known[key]
+
+
+class Builder:
+    """Appends operations of one phase to a Program's graph, before ``point``.
+
+    Args:
+        program: rewritten in place.
+        phase: phase of the new operations.
+        point: the node that they go before; the end of the graph by default.
+    """
+
+    def __init__(self, program: Program, phase: str, point: fx.Node | None = None) -> None:
+        self.graph, self.phase = program.graph, phase
+        self.point = point or program.graph.output_node()
+        self.shapes = ShapeRunner(program.graph)
+        self.module = ""
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Emits one operation."""
+        with self.graph.inserting_before(self.point):
+            node = self.graph.call_function(target, args, kwargs)
+        node.meta = {
+            "val": self.shapes.run(target, args, kwargs),
+            "phase": self.phase,
+            "module": self.module,
+        }
+        return node
+
+    def input(self, label: str, like: Any) -> fx.Node:
+        """Adds a placeholder behind the last one; ``like`` gives shape, dtype and device."""
+        last = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
+        with self.graph.inserting_after(last):
+            node = self.graph.placeholder(f"input_{len(self.graph.nodes)}")
+        with self.shapes.mode:
+            node.meta = {"val": like(), "name": label}
+        return node
+
+
+def freeze(argument: Any) -> Any:
+    """A hashable stand-in for an argument: what the shape of a result can depend on."""
+    if isinstance(argument, fx.Node):
+        return tuple(
+            (tuple(t.shape), t.stride(), t.dtype, t.device) for t in tensors_of(argument.meta["val"])
+        )
+    if isinstance(argument, (tuple, list)):
+        return tuple(freeze(item) for item in argument)
+    if isinstance(argument, dict):
+        return tuple((key, freeze(item)) for key, item in argument.items())
+    if isinstance(argument, slice):
+        return (argument.start, argument.stop, argument.step)
+    # The type, because 1 == 1.0 == True; the text, because nan != nan.
+    return (type(argument).__name__, str(argument))

@@ -79,7 +79,10 @@ def _usual_step(call: nn.Module, owner: nn.Module) -> Step:
 
 
 def _ddp(module: nn.Module) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
+    # Its fastest settings: no copies into buckets, and no broadcast of buffers that never change.
+    return nn.parallel.DistributedDataParallel(
+        module, gradient_as_bucket_view=True, broadcast_buffers=False
+    )
 
 
 def _compiled(module: nn.Module) -> nn.Module:

@@ -215,11 +215,11 @@ def _compiled_graphs() -> int:
 CATEGORIES = {
     "optimizer": ("adam", "optimizer."),
     "collectives": ("c10d", "gloo", "all_reduce", "allreduce", "all_gather", "allgather")
-    + ("reduce_scatter", "wait_tensor", "record_param_comms"),
+    + ("reduce_scatter", "wait_tensor", "record_param_comms", "fsdp::"),
     "attention": ("scaled_dot_product", "flash_attention"),
     "matmul": ("aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "aten::matmul", "mkl"),
     "generated code": ("compiledfxgraph", "cpp_fused", "graph_"),
-    "other operators": ("aten::", "inductor::", "fsdp::"),
+    "other operators": ("aten::", "inductor::"),
 }
 
 

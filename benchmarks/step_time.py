@@ -184,6 +184,7 @@ def main() -> int:
     arguments = parse()
     # Read by the ranks when they import torch.
     os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TORCHINDUCTOR_COMPILE_THREADS="1")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own chatter
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     settings = {k: v for k, v in vars(arguments).items() if k != "json"}

@@ -320,8 +320,33 @@ def compile_with_inductor(module: fx.GraphModule, inputs: list, settings: dict) 
         return compile_fx(module, inputs, config_patches=settings)
 
 
+def zero_all(tensors: list[torch.Tensor]) -> None:
+    """Zeroes tensors in place, in one call."""
+    torch._foreach_zero_(tensors)
+
+
 def disable_compiler(function: Callable) -> Callable:
     """Keeps dynamo from tracing into ``function``."""
     return torch._dynamo.disable(function)
 
 
+
+
+# ------------------------------------------------------------------------------------- pytrees
+
+
+def flatten_with_paths(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
+    """(path, leaf) pairs of a pytree in order, and its structure; ``{"x": t}`` gives ``"x"``."""
+    pairs, spec = pytree.tree_flatten_with_path(tree)
+
+    def text(path: Any) -> str:
+        keys = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", ""))) for key in path]
+        return ".".join(str(key) for key in keys) or "batch"
+
+    return [(text(path), leaf) for path, leaf in pairs], spec
+
+
+def is_fsdp(module: nn.Module) -> bool:
+    """Whether a module, or a part of it, was wrapped by FSDP (either version)."""
+    names = {cls.__name__ for part in module.modules() for cls in type(part).__mro__}
+    return bool(names & {"FSDPModule", "FullyShardedDataParallel"})

@@ -79,7 +79,7 @@ def capture(
     """
     check_hooks(model)
     module = _StepFunction(model, loss, batch, only_loss=training)
-    with _no_meta_parameters(model, batch), torch.set_grad_enabled(training):
+    with _fake_parameters(model, batch), torch.set_grad_enabled(training):
         try:
             captured, flat_names = torch_internals.export_graph(module, tuple(batch.tensors))
             joint, result_tree = torch_internals.joint_graph(
@@ -132,12 +132,11 @@ def first_leaf(result: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _no_meta_parameters(model: nn.Module, batch: BatchSpec) -> Iterator[None]:
-    """Gives parameters and buffers on the meta device fake data on the batch's device meanwhile."""
-    tensors = [*model.parameters(), *model.buffers()]
-    if not any(t.is_meta and not torch_internals.is_fake(t) for t in tensors):
-        yield
-        return
+def _fake_parameters(model: nn.Module, batch: BatchSpec) -> Iterator[None]:
+    """Lends the model fake parameters and buffers of their global shapes on the batch's device.
+
+    So capture never sees shards, DTensors or the meta device, and computes nothing.
+    """
     device = next((t.device for t in batch.tensors), torch.get_default_device())
     mode = torch_internals.fake_mode_of(batch.tensors) or torch_internals.new_fake_mode()
     replaced: list[tuple[dict, str, Any]] = []
@@ -146,22 +145,26 @@ def _no_meta_parameters(model: nn.Module, batch: BatchSpec) -> Iterator[None]:
         for module in model.modules():
             for table in (module._parameters, module._buffers):
                 for name, tensor in table.items():
-                    if tensor is None or not tensor.is_meta:
+                    if tensor is None:
                         continue
                     if id(tensor) not in stand_ins:
-                        with mode:
-                            fake = torch.empty_strided(
-                                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
-                            )
-                        if isinstance(tensor, nn.Parameter):
-                            fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-                        stand_ins[id(tensor)] = fake
+                        stand_ins[id(tensor)] = _stand_in(tensor, mode, device)
                     replaced.append((table, name, tensor))
                     table[name] = stand_ins[id(tensor)]
         yield
     finally:
         for table, name, tensor in replaced:
             table[name] = tensor
+
+
+def _stand_in(tensor: torch.Tensor, mode: Any, device: torch.device) -> torch.Tensor:
+    with mode:
+        fake = torch.empty_strided(
+            tuple(tensor.shape), tuple(tensor.stride()), dtype=tensor.dtype, device=device
+        )
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake
 
 
 def _canonical_names(model: nn.Module, flat_names: dict[str, str]) -> dict[str, str]:

@@ -11,20 +11,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.distributed.tensor import Partial, Replicate, Shard
 
 from stepgraph import torch_internals
 from stepgraph.program.collectives import SHARD_OF, is_collective, mesh_dim_of
-from stepgraph.program.layout import MeshShape, Placements, chunk_size
+from stepgraph.program.layout import MeshShape
 from stepgraph.program.program import Program
-
-_REDUCE = {
-    "sum": lambda stack: stack.sum(0),
-    "avg": lambda stack: stack.sum(0) / stack.shape[0],
-    "max": lambda stack: stack.amax(0),
-    "min": lambda stack: stack.amin(0),
-}
-
+from stepgraph.program.shards import REDUCTIONS, cut
 
 def run_lockstep(
     program: Program, inputs: Sequence[Sequence[torch.Tensor]], observe: Any = None
@@ -98,74 +90,13 @@ def _run_collective(node: fx.Node, values: list[torch.Tensor], mesh: MeshShape) 
             whole = torch.cat(members, 0)
             answers = [whole] * len(group)
         elif node.target is torch_internals.ALL_REDUCE:
-            reduced = _REDUCE[str(node.args[1])](torch.stack(members))
+            reduced = REDUCTIONS[str(node.args[1])](torch.stack(members))
             answers = [reduced] * len(group)
         elif node.target is torch_internals.REDUCE_SCATTER:
-            reduced = _REDUCE[str(node.args[1])](torch.stack(members))
+            reduced = REDUCTIONS[str(node.args[1])](torch.stack(members))
             answers = list(reduced.chunk(len(group), 0))
         else:
             raise NotImplementedError(f"lockstep execution of {node.target}")
         for rank, answer in zip(group, answers, strict=True):
             results[rank] = answer
     return results
-
-
-def cut(value: torch.Tensor, dim: int, ranks: int, index: int) -> torch.Tensor:
-    """Rank ``index``'s part of a whole tensor: equal rows of ``dim``, zero-padded at the end."""
-    rows = chunk_size(value.shape[dim], ranks)
-    start = min(index * rows, value.shape[dim])
-    part = value.narrow(dim, start, min(rows, value.shape[dim] - start))
-    if part.shape[dim] == rows:
-        return part.contiguous()
-    shape = list(part.shape)
-    shape[dim] = rows - shape[dim]
-    return torch.cat([part, part.new_zeros(shape)], dim)
-
-
-def split(value: torch.Tensor, placements: Placements, mesh: MeshShape) -> list[torch.Tensor]:
-    """All ranks' local parts of a global tensor (a pending sum: whole on the first rank)."""
-    parts = []
-    for rank in range(mesh.world_size):
-        part = value
-        for axis, placement in enumerate(placements):
-            index = mesh.coordinate(rank)[axis]
-            if isinstance(placement, Shard):
-                part = cut(part, placement.dim, mesh.sizes[axis], index)
-            elif isinstance(placement, Partial) and index:
-                part = torch.zeros_like(part)
-        parts.append(part.clone())
-    return parts
-
-
-def join(
-    parts: Sequence[torch.Tensor], shape: Sequence[int], placements: Placements, mesh: MeshShape
-) -> torch.Tensor:
-    """The global tensor that local parts stand for; replicas must agree bit for bit.
-
-    Raises:
-        AssertionError: if ranks that hold the same replica differ.
-    """
-    held = {mesh.coordinate(rank): part for rank, part in enumerate(parts)}
-    for axis in reversed(range(len(placements))):
-        placement = placements[axis]
-        merged: dict[tuple[int, ...], torch.Tensor] = {}
-        for prefix in dict.fromkeys(key[:axis] for key in held):
-            members = [held[(*prefix, i)] for i in range(mesh.sizes[axis])]
-            if isinstance(placement, Shard):
-                merged[prefix] = torch.cat(members, placement.dim)
-            elif isinstance(placement, Partial):
-                merged[prefix] = _REDUCE[placement.reduce_op](torch.stack(members))
-            else:
-                assert isinstance(placement, Replicate)
-                same = all(torch.equal(members[0], m) or _both_nan(members[0], m) for m in members)
-                assert same, "ranks that hold the same replica differ"
-                merged[prefix] = members[0]
-        held = merged
-    whole = held[()]
-    for dim, size in enumerate(shape):
-        whole = whole.narrow(dim, 0, size)
-    return whole
-
-
-def _both_nan(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.is_floating_point() and torch.equal(a.nan_to_num(), b.nan_to_num())

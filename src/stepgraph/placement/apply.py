@@ -219,13 +219,17 @@ class _Placer:
         for axis, target in _steps(current, wanted):
             mesh_dim, ranks = self.mesh.dims[axis]
             have = current[axis]
+            if ranks == 1:  # the one rank's part is the whole, whatever the placement says
+                current = (*current[:axis], target, *current[axis + 1 :])
+                continue
             before = (*current[:axis], Replicate(), *current[axis + 1 :])
             size = (
                 local_shape(shape, before, self.mesh)[have.dim] if isinstance(have, Shard) else 0
             )
             value = redistribute(emit, value, have, target, mesh_dim, ranks, size)
             current = (*current[:axis], target, *current[axis + 1 :])
-        value.meta["placements"] = (wanted,)
+        if value is not new:
+            value.meta["placements"] = (wanted,)
         self.placed[node, wanted] = value
         return value
 

@@ -65,6 +65,13 @@ def check_preset(name: str, mesh: MeshShape) -> Preset:
     return PRESETS[name]
 
 
+def stored_parameter(preset_name: str, shape: tuple[int, ...], mesh: MeshShape) -> Placements:
+    """Where a preset stores a parameter of a global shape."""
+    preset = check_preset(preset_name, mesh)
+    placement = Shard(0) if preset.shard_parameters and shape else REPLICATE
+    return (placement,) * len(mesh.dims)
+
+
 def decide(program: Program, mesh: MeshShape, preset_name: str) -> PlacementDecision:
     """Places every value of a Program by a preset.
 
@@ -114,7 +121,7 @@ class _DataParallel:
     def _stored(self, role: roles.Input, shape: tuple[int, ...]) -> Placement:
         match role:
             case roles.Param():
-                return Shard(0) if self.preset.shard_parameters and shape else REPLICATE
+                return stored_parameter(self.decision.preset, shape, self.mesh)[0]
             case roles.OptimizerState():
                 return self._update_placement(shape)
             case roles.UserInput():

@@ -1,0 +1,361 @@
+"""Engine: what a training script holds."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from stepgraph import torch_internals
+from stepgraph.capture.module import LossFunction, default_loss
+from stepgraph.capture.refusals import check_hooks
+from stepgraph.errors import BatchError, ShapeLimitError, StrictError, UsageError
+from stepgraph.lowering.lower import check_lowering
+from stepgraph.memory.policies import parse_policy
+from stepgraph.pipeline import PassDriver, StepRequest, compile_evaluation, compile_step
+from stepgraph.placement.policies import check_preset, stored_parameter
+from stepgraph.planning.plan import Plan
+from stepgraph.program import roles
+from stepgraph.program.program import Program
+from stepgraph.report.text import engine_report
+from stepgraph.runtime.batches import LocalBatch, cut_micro_batches, flatten_batch, global_spec
+from stepgraph.runtime.executor import LoweredProgram, lower_for_rank
+from stepgraph.runtime.ranks import join_ranks
+from stepgraph.runtime.recompiles import Stats, before_compiling, count_call
+from stepgraph.runtime.state import State
+from stepgraph.torch_internals import pytree
+
+log = logging.getLogger("stepgraph")
+
+MAX_SHAPES = 8
+
+
+@dataclass
+class _Compiled:
+    """One entry point for one batch shape: its programs in the order they run, and the result's tree."""
+
+    programs: dict[str, LoweredProgram]
+    result_tree: Any = None
+
+
+class Engine:
+    """Compiles and runs a training step.
+
+    Args:
+        model: any ``nn.Module``, unmodified; may be on the meta device. Its parameters become DTensors
+            under their own names, in place; ranks start from the first rank's values.
+        loss: ``(model, batch) -> scalar``; by default ``model(**batch).loss`` or ``model(*batch)``.
+        optimizer: a ``torch.optim`` instance over ``model.parameters()``; None leaves gradients in
+            ``.grad``.
+        mesh: ``"dp=4"``, a DeviceMesh, or None for every launched rank on ``dp``.
+        plan: a preset (``ddp``, ``zero1``, ``zero2``, ``zero3``), a Plan, or the path of a plan file.
+        memory: ``none``, ``full`` or ``layers:N``; None: the plan's own.
+        schedule: ``"none"``; None: the plan's own.
+        max_grad_norm: clips gradients to this global 2-norm, inside the program.
+        micro_batches: gradient accumulation, inside the program: each rank's batch is cut in so many.
+        lowering: ``inductor`` or ``eager``; None: the plan's own (presets: ``inductor``).
+        strict: a fallback that would be reported becomes an error.
+        seed: of random operations.
+        max_shapes: distinct batch shapes to keep compiled programs for.
+
+    Raises:
+        UsageError, MeshError, OptimizerError, HookError: from the constructor, before anything is
+            changed; CaptureError and others from the first step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        loss: LossFunction | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        mesh: str | DeviceMesh | None = None,
+        plan: str | Path | Plan = "zero3",
+        memory: str | None = None,
+        schedule: str | None = None,
+        compute_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
+        micro_batches: int = 1,
+        lowering: str | None = None,
+        strict: bool = False,
+        seed: int = 0,
+        max_shapes: int = MAX_SHAPES,
+    ) -> None:
+        _check_arguments(model, optimizer, micro_batches, schedule, compute_dtype, reduce_dtype)
+        if memory is not None:
+            parse_policy(memory)
+        if lowering is not None:
+            check_lowering(lowering)
+        check_hooks(model)
+        device = _device_of(model)
+        ranks = join_ranks(mesh, device)
+        try:
+            self.plan = _make_plan(plan, ranks.shape, memory, lowering)
+        except Exception:
+            if ranks.owns_group:
+                dist.destroy_process_group()
+            raise
+        self.model = model
+        self.stats = Stats()
+        self.programs: dict[str, Program] = {}
+        self.notes: list[str] = []
+        self._ranks, self._device = ranks, device
+        self._loss = loss or default_loss
+        self._optimizer = optimizer
+        self._max_grad_norm = max_grad_norm
+        self._micro_batches = micro_batches
+        self._strict, self._seed, self._max_shapes = strict, seed, max_shapes
+        preset = self.plan.placement
+        self._state = State(
+            model,
+            optimizer,
+            ranks,
+            lambda shape: stored_parameter(preset, shape, ranks.shape),
+            device,
+        )
+        self._parameters = list(model.parameters())
+        self._compiled: dict[str, dict[tuple, _Compiled]] = {"step": {}, "evaluate": {}}
+        if ranks.owns_group:
+            weakref.finalize(self, _leave_group)
+
+    # -- training
+
+    def step(self, batch: Any) -> torch.Tensor:
+        """Forward, backward and optimizer on one batch.
+
+        Args:
+            batch: this rank's part, a pytree of tensors; dimension 0 is the batch.
+
+        Returns:
+            the loss of one process on the global batch: a detached 0-dim tensor.
+        """
+        local = flatten_batch(batch, self._device)
+        pieces = cut_micro_batches(local, self._micro_batches)
+        compiled = self._entry("step", local)
+        self._state.update_numbers()
+        if self._micro_batches > 1:
+            self._state.clear_accumulators()
+            for leaves in pieces[:-1]:
+                compiled.programs["accumulate"].run(leaves)
+        results = compiled.programs["step"].run(pieces[-1])
+        self._set_gradients(results)
+        self.stats.steps += 1
+        return results[roles.Loss()]
+
+    def evaluate(self, batch: Any) -> Any:
+        """What the loss callable returns for the global batch, in evaluation mode, no gradients.
+
+        Args:
+            batch: this rank's part of the batch.
+
+        Returns:
+            the loss callable's result; tensors are those of the global batch.
+        """
+        local = flatten_batch(batch, self._device)
+        compiled = self._entry("evaluate", local)
+        results = compiled.programs["evaluate"].run(local.leaves)
+        leaves = {role.index: value for role, value in results.items() if isinstance(role, roles.UserOutput)}
+        return pytree.tree_unflatten([leaves[i] for i in sorted(leaves)], compiled.result_tree)
+
+    def _set_gradients(self, results: Mapping[roles.Output, torch.Tensor]) -> None:
+        if self._optimizer is not None:
+            return
+        for role, tensor in results.items():
+            if isinstance(role, roles.Grad):
+                self._state.set_gradient(role.name, tensor, self.programs["step"])
+
+    # -- compiling
+
+    def _entry(self, entry: str, batch: LocalBatch) -> _Compiled:
+        """The compiled programs of an entry point for this batch's shapes."""
+        count_call(self, entry)
+        check_hooks(self.model)
+        flags = tuple(parameter.requires_grad for parameter in self._parameters)
+        modes = self.model.training if entry == "step" else None
+        key = (batch.key, flags, modes)
+        known = self._compiled[entry]
+        if key not in known:
+            self._state.check_filled()
+            reason = self._reason(entry, batch, key)
+            if reason is not None:
+                before_compiling(self, entry, reason)
+            if len({k[0] for k in known} | {key[0]}) > self._max_shapes:
+                raise ShapeLimitError(
+                    f"{len(known) + 1} different batch shapes; programs are kept for "
+                    f"{self._max_shapes}",
+                    why="so far: " + "; ".join(_shown(k) for k in known),
+                    do="pad batches to a few lengths, or raise max_shapes",
+                )
+            start = time.perf_counter()
+            known[key] = self._compile(entry, batch)
+            self.stats.compiles += 1
+            self.stats.compile_seconds += time.perf_counter() - start
+            if reason is not None:
+                self.stats.recompiles.append(reason)
+        return known[key]
+
+    def _reason(self, entry: str, batch: LocalBatch, key: tuple) -> str | None:
+        known = self._compiled[entry]
+        if not known:
+            return None
+        last = list(known)[-1]
+        if key[0] != last[0] and all(key[0] != k[0] for k in known):
+            return f"{entry}: new batch shape: {batch.shapes()}"
+        if key[1] != last[1]:
+            names = [name for name, _ in self.model.named_parameters()]
+            changed = [n for n, a, b in zip(names, key[1], last[1], strict=True) if a != b]
+            return f"{entry}: requires_grad changed: {', '.join(changed[:5])}"
+        return f"{entry}: train/eval mode changed"
+
+    def _compile(self, entry: str, batch: LocalBatch) -> _Compiled:
+        micro = self._micro_batches if entry == "step" else 1
+        request = StepRequest(
+            self.model,
+            self._loss,
+            global_spec(batch, micro, self._ranks.shape.world_size),
+            self.plan,
+            self._optimizer,
+            micro,
+            self._max_grad_norm is not None,
+        )
+        driver = PassDriver()
+        tree = None
+        if entry == "step":
+            compiled = compile_step(request, driver)
+            programs, notes, functional = compiled.programs, compiled.notes, compiled.optimizer
+        else:
+            with _evaluation_mode(self.model):
+                program, tree = compile_evaluation(request, driver)
+            programs, notes, functional = {entry: program}, program.notes, None
+        self._report_notes(notes)
+        lowered = {}
+        for name, program in programs.items():
+            inputs = dict(zip(program.inputs, program.input_values, strict=True))
+            self._state.prepare(inputs, functional, self._max_grad_norm)
+            lowered[name] = lower_for_rank(
+                program, self.plan.lowering, self._ranks, self._state, driver
+            )
+            self.programs[name] = program
+        return _Compiled(lowered, tree)
+
+    def _report_notes(self, notes: list[str]) -> None:
+        new = [note for note in notes if note not in self.notes]
+        if new and self._strict:
+            raise StrictError(
+                "strict=True, and the step would fall back: " + "; ".join(new),
+                do="remove the cause, or strict=False to accept and report it",
+            )
+        for note in new:
+            log.warning("%s", note)
+        self.notes += new
+
+    # -- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plain module's keys, tied names and buffers included; DTensor values."""
+        return self._state.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Fills the model from whole or distributed tensors.
+
+        Raises:
+            CheckpointError: keys or shapes that do not fit.
+        """
+        self._state.load_state_dict(state_dict)
+
+    def report(self) -> str:
+        """The plan, collectives, memory, compilations and every fallback, as text."""
+        return engine_report(
+            self.plan, self.programs, self.notes, self.stats, self._micro_batches
+        )
+
+
+def _check_arguments(model, optimizer, micro_batches, schedule, compute_dtype, reduce_dtype) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model must be an nn.Module, got {type(model).__name__}")
+    if isinstance(model, nn.parallel.DistributedDataParallel) or torch_internals.is_fsdp(model):
+        raise UsageError(
+            f"the model is wrapped in {type(model).__name__} already",
+            do="give Engine the plain module",
+        )
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"optimizer must be a torch.optim optimizer, got {type(optimizer).__name__}")
+    if not isinstance(micro_batches, int) or micro_batches < 1:
+        raise BatchError(f"micro_batches must be a positive whole number, got {micro_batches!r}")
+    if schedule not in (None, "none"):
+        raise UsageError(f"unknown schedule {schedule!r}", do="known: none")
+    if compute_dtype is not None or reduce_dtype is not None:
+        raise UsageError(
+            "compute_dtype and reduce_dtype are not available yet",
+            do="leave them out, or convert the model (`model.bfloat16()`)",
+        )
+
+
+def _make_plan(plan, mesh, memory: str | None, lowering: str | None) -> Plan:
+    """The plan in force: explicit arguments win over its own values."""
+    if isinstance(plan, Plan):
+        made = plan
+    elif isinstance(plan, Path) or str(plan).endswith(".json"):
+        made = Plan.load(plan)
+    else:
+        made = Plan(str(plan), mesh)
+    check_preset(made.placement, mesh)
+    if made.mesh != mesh:
+        raise UsageError(
+            f"the plan is for mesh {made.mesh}, the ranks form {mesh}",
+            do="launch that mesh, or make a plan for this one",
+        )
+    if memory is not None and memory != made.memory:
+        made.memory, made.recomputation = memory, {}
+    made.lowering = lowering or made.lowering
+    return made
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
+    real = [device for device in devices if device.type != "meta"]
+    if len(real) > 1:
+        raise UsageError(
+            f"the model is on several devices: {', '.join(sorted(map(str, real)))}",
+            do="move it to one device",
+        )
+    if real:
+        return real[0]
+    return torch.accelerator.current_accelerator() or torch.get_default_device()
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class _evaluation_mode:
+    """The model in evaluation mode, every submodule's flag put back afterwards."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.flags = [(module, module.training) for module in model.modules()]
+        self.model = model
+
+    def __enter__(self) -> None:
+        self.model.eval()
+
+    def __exit__(self, *error: object) -> None:
+        for module, training in self.flags:
+            module.training = training
+
+
+def _shown(key: tuple) -> str:
+    (leaves, paths), _, _ = key
+    return ", ".join(
+        f"{path} {list(leaf[0])}" for path, leaf in zip(paths, leaves, strict=True) if leaf[0] != "constant"
+    )

@@ -1,0 +1,101 @@
+"""Batches: pytrees of tensors, cut into micro-batches, and the global shape that they are part of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stepgraph import torch_internals
+from stepgraph.capture.module import BatchSpec
+from stepgraph.errors import BatchError
+from stepgraph.torch_internals import pytree
+
+
+@dataclass(frozen=True)
+class LocalBatch:
+    """One rank's part of a batch, flattened. ``key`` is what a compiled program is specialised to."""
+
+    leaves: tuple[Any, ...]
+    paths: tuple[str, ...]
+    tree: pytree.TreeSpec
+    key: tuple
+
+    def shapes(self) -> str:
+        """``input_ids [4, 128] int64, ...`` for messages."""
+        parts = [
+            f"{path} {list(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}"
+            for path, leaf in zip(self.paths, self.leaves, strict=True)
+            if isinstance(leaf, torch.Tensor)
+        ]
+        return ", ".join(parts)
+
+
+def flatten_batch(batch: Any, device: torch.device) -> LocalBatch:
+    """Flattens a batch and moves its tensors to the device.
+
+    Raises:
+        BatchError: no tensor in it, or tensors that differ in dimension 0.
+    """
+    pairs, tree = torch_internals.flatten_with_paths(batch)
+    leaves = tuple(
+        leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
+        for _, leaf in pairs
+    )
+    paths = tuple(path for path, _ in pairs)
+    sizes = {
+        path: leaf.shape[0]
+        for path, leaf in zip(paths, leaves, strict=True)
+        if isinstance(leaf, torch.Tensor) and leaf.dim()
+    }
+    if not sizes:
+        raise BatchError(
+            f"a batch must hold tensors whose dimension 0 is the batch, got {type(batch).__name__}"
+        )
+    if len(set(sizes.values())) > 1:
+        raise BatchError(
+            "the tensors of a batch must agree in dimension 0, which is the batch: "
+            + ", ".join(f"{path} has {size}" for path, size in sizes.items())
+        )
+    key = tuple(
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else ("constant", leaf)
+        for leaf in leaves
+    )
+    return LocalBatch(leaves, paths, tree, (key, paths))
+
+
+def cut_micro_batches(batch: LocalBatch, count: int) -> list[list[Any]]:
+    """The leaves of each micro-batch: equal slices of dimension 0.
+
+    Raises:
+        BatchError: the batch does not divide.
+    """
+    size = next(leaf.shape[0] for leaf in batch.leaves if isinstance(leaf, torch.Tensor) and leaf.dim())
+    if size % count or size == 0:
+        raise BatchError(
+            f"this rank's part of the batch has {size} rows, which do not divide into {count} "
+            "micro-batches",
+            do="choose a batch size per rank that is a multiple of micro_batches",
+        )
+    cuts = [
+        leaf.chunk(count) if isinstance(leaf, torch.Tensor) and leaf.dim() else [leaf] * count
+        for leaf in batch.leaves
+    ]
+    return [[cut[i] for cut in cuts] for i in range(count)]
+
+
+def global_spec(batch: LocalBatch, micro_batches: int, data_parallel: int) -> BatchSpec:
+    """The batch of the global shape of one micro-batch, as fake tensors."""
+    mode = torch_internals.new_fake_mode()
+
+    def whole(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        shape = list(leaf.shape)
+        if shape:
+            shape[0] = shape[0] // micro_batches * data_parallel
+        with mode:
+            return torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+
+    return BatchSpec(tuple(whole(leaf) for leaf in batch.leaves), batch.paths, batch.tree)

@@ -1,0 +1,108 @@
+"""The ranks of a run: mesh strings, the process group, the device mesh."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from stepgraph import torch_internals
+from stepgraph.errors import MeshError
+from stepgraph.program.layout import MeshShape
+
+
+def parse_mesh(text: str) -> MeshShape:
+    """``"dp=4,tp=2"`` as a MeshShape.
+
+    Raises:
+        MeshError: not of that form, a size below one, or a name that occurs twice.
+    """
+    dims: list[tuple[str, int]] = []
+    for part in text.split(","):
+        name, equals, size = part.strip().partition("=")
+        if not equals or not name.isidentifier() or not size.isdigit() or int(size) < 1:
+            raise MeshError(
+                f"mesh {text!r} is not understood at {part.strip()!r}",
+                do="write names and sizes: 'dp=4' or 'dp=4,tp=2'",
+            )
+        dims.append((name, int(size)))
+    if len({name for name, _ in dims}) != len(dims):
+        raise MeshError(f"mesh {text!r} names a dimension twice")
+    return MeshShape(tuple(dims))
+
+
+@dataclass
+class Ranks:
+    """This process's place among the ranks.
+
+    ``groups`` are the names of its process groups, one per mesh dimension (empty for one process).
+    ``owns_group``: the process group was made here and must be destroyed here.
+    """
+
+    shape: MeshShape
+    device_mesh: DeviceMesh
+    rank: int
+    groups: dict[str, str]
+    owns_group: bool
+
+
+def join_ranks(mesh: str | DeviceMesh | None, device: torch.device) -> Ranks:
+    """Joins the launched ranks, or stands alone where none were launched.
+
+    Args:
+        mesh: names and sizes, a DeviceMesh, or None for every rank on ``dp``.
+        device: of the model; says which backend communicates.
+
+    Raises:
+        MeshError: the mesh does not multiply to the number of ranks.
+    """
+    if isinstance(mesh, str):
+        parse_mesh(mesh)  # a bad string is an error before anything is set up
+    owns_group = False
+    if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(dist.get_default_backend_for_device(device.type))
+        owns_group = True
+    try:
+        return _ranks_of(mesh, device, owns_group)
+    except Exception:
+        if owns_group:
+            dist.destroy_process_group()
+        raise
+
+
+def _ranks_of(mesh: str | DeviceMesh | None, device: torch.device, owns_group: bool) -> Ranks:
+    launched = dist.is_initialized()
+    world_size = dist.get_world_size() if launched else 1
+    rank = dist.get_rank() if launched else 0
+    if isinstance(mesh, DeviceMesh):
+        names = mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(mesh.ndim))
+        shape = MeshShape(tuple(zip(names, mesh.shape, strict=True)))
+    else:
+        shape = parse_mesh(mesh) if mesh is not None else MeshShape((("dp", world_size),))
+    if shape.world_size != world_size:
+        raise MeshError(
+            f"mesh {shape} has {shape.world_size} ranks, but {world_size} "
+            f"{'is' if world_size == 1 else 'are'} running",
+            do=f"launch {shape.world_size} ranks, for example "
+            f"`torchrun --nproc-per-node {shape.world_size} script.py`",
+        )
+    if not launched:
+        device_mesh = torch_internals.one_process_mesh(device.type, shape.dims)
+        return Ranks(shape, device_mesh, 0, {}, False)
+    if not isinstance(mesh, DeviceMesh):
+        mesh = init_device_mesh(device.type, shape.sizes, mesh_dim_names=shape.names)
+    groups = {name: mesh.get_group(i).group_name for i, name in enumerate(shape.names)}
+    return Ranks(shape, mesh, rank, groups, owns_group)
+
+
+def agree_on(tensors: list[torch.Tensor], ranks: Ranks) -> None:
+    """Gives every rank the first rank's values, in place."""
+    if ranks.shape.world_size == 1:
+        return
+    pending: list[Any] = [dist.broadcast(tensor, src=0, async_op=True) for tensor in tensors]
+    for work in pending:
+        work.wait()

@@ -1,0 +1,71 @@
+"""Counting compilations where they happen, and making one past warm-up an error if asked."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from stepgraph.errors import RecompilationError
+
+
+@dataclass
+class Stats:
+    """What an engine has done: steps run, compilations, and why it compiled again.
+
+    ``recompiles`` holds one reason for each compilation after the first of its entry point.
+    """
+
+    steps: int = 0
+    compiles: int = 0
+    recompiles: list[str] = field(default_factory=list)
+    compile_seconds: float = 0.0
+
+
+@dataclass
+class _Guard:
+    after: int
+    calls: Counter = field(default_factory=Counter)
+
+
+_guards: contextvars.ContextVar[tuple[_Guard, ...]] = contextvars.ContextVar(
+    "stepgraph_recompilation_guards", default=()
+)
+
+
+@contextlib.contextmanager
+def no_recompiles(after: int = 2) -> Iterator[None]:
+    """Inside, a compilation past warm-up raises, with its reason.
+
+    Args:
+        after: calls of each entry point (``step``, ``evaluate``) of each engine that are its warm-up.
+
+    Raises:
+        RecompilationError: from the call that would compile, before anything is compiled.
+    """
+    guard = _Guard(after)
+    token = _guards.set((*_guards.get(), guard))
+    try:
+        yield
+    finally:
+        _guards.reset(token)
+
+
+def count_call(engine: object, entry: str) -> None:
+    """Notes one call of an entry point."""
+    for guard in _guards.get():
+        guard.calls[id(engine), entry] += 1
+
+
+def before_compiling(engine: object, entry: str, reason: str) -> None:
+    """Refuses a compilation that a :func:`no_recompiles` block forbids."""
+    for guard in _guards.get():
+        if guard.calls[id(engine), entry] > guard.after:
+            raise RecompilationError(
+                f"engine.{entry} compiles again at call {guard.calls[id(engine), entry]}",
+                why=reason,
+                do="keep shapes, requires_grad and train/eval mode fixed after warm-up; "
+                "stepgraph compiles once for each",
+            )

@@ -1,0 +1,310 @@
+"""The state of a run: parameters, buffers, optimizer states and numbers, as this rank stores them.
+
+Local tensors are stored padded to equal shards (one Program serves all ranks). What the user sees are
+DTensors that view their unpadded part: a step writes the storage in place, so they are always current.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from stepgraph import torch_internals
+from stepgraph.capture.optimizer import FunctionalOptimizer, group_numbers
+from stepgraph.capture.update import MAX_GRAD_NORM
+from stepgraph.errors import CheckpointError, FrozenNumberError, OptimizerError, UnfilledModelError
+from stepgraph.program import roles
+from stepgraph.program.layout import Placements, local_shape
+from stepgraph.program.program import Program, Value
+from stepgraph.program.shards import local_part, rows_held
+from stepgraph.runtime.ranks import Ranks, agree_on
+
+StoredAs = Callable[[tuple[int, ...]], Placements]
+
+
+class State:
+    """All tensors that outlive a step.
+
+    Args:
+        model: its parameters are replaced by DTensors, in place, under their own names.
+        optimizer: over the model's parameters; its groups are pointed at the new ones.
+        ranks: this process's place.
+        stored_as: the placement of a parameter of a given global shape.
+        device: where everything lives.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        ranks: Ranks,
+        stored_as: StoredAs,
+        device: torch.device,
+    ) -> None:
+        self.model, self.optimizer, self.ranks, self.device = model, optimizer, ranks, device
+        self.tensors: dict[roles.Input, torch.Tensor] = {}
+        self.unfilled: set[str] = set()
+        self.functional: FunctionalOptimizer | None = None
+        self._numbers: dict[str, float] = {}
+        self._accumulators: list[torch.Tensor] | None = None
+        named = dict(model.named_parameters())
+        _check_optimizer(optimizer, named)
+        replaced = {
+            tensor: self._shard_parameter(name, tensor, stored_as(tuple(tensor.shape)))
+            for name, tensor in named.items()
+        }
+        for name, buffer in model.named_buffers():
+            if buffer.is_meta:
+                self.unfilled.add(name)
+                buffer = torch.empty_like(buffer, device=device)
+            else:
+                buffer = buffer.to(device)
+                agree_on([buffer], ranks)
+            self.tensors[roles.Buffer(name)] = buffer
+            _replace(model, "_buffers", name, buffer)
+        _replace_parameters(model, optimizer, replaced)
+
+    def _shard_parameter(self, name: str, tensor: nn.Parameter, stored: Placements) -> nn.Parameter:
+        if isinstance(tensor, DTensor):
+            raise OptimizerError(
+                f"parameter {name!r} is a DTensor already",
+                do="give Engine the plain module: it shards by its own plan",
+            )
+        if tensor.is_meta:
+            self.unfilled.add(name)
+            shape = local_shape(tensor.shape, stored, self.ranks.shape)
+            local = torch.zeros(shape, dtype=tensor.dtype, device=self.device)
+        else:
+            whole = tensor.detach().to(self.device).contiguous()
+            agree_on([whole], self.ranks)
+            local = local_part(whole, stored, self.ranks.shape, self.ranks.rank)
+            if any(isinstance(p, Shard) for p in stored):
+                local = local.clone()  # a view would keep the whole parameter alive
+        self.tensors[roles.Param(name)] = local
+        shown = self._as_dtensor(local, Value(tuple(tensor.shape), tensor.dtype, stored))
+        return nn.Parameter(shown, requires_grad=tensor.requires_grad)
+
+    def _as_dtensor(self, local: torch.Tensor, value: Value) -> DTensor:
+        """A DTensor that views the unpadded part of a local tensor."""
+        assert value.placements is not None
+        coordinate = self.ranks.shape.coordinate(self.ranks.rank)
+        for axis, placement in enumerate(value.placements):
+            if isinstance(placement, Shard):
+                held = rows_held(
+                    value.shape[placement.dim], self.ranks.shape.sizes[axis], coordinate[axis]
+                )
+                local = local.narrow(placement.dim, 0, min(held, local.shape[placement.dim]))
+        stride = torch.empty(value.shape, device="meta").stride()
+        return DTensor.from_local(
+            local,
+            self.ranks.device_mesh,
+            value.placements,
+            run_check=False,
+            shape=torch.Size(value.shape),
+            stride=stride,
+        )
+
+    # -- what programs take
+
+    def prepare(
+        self,
+        inputs: Mapping[roles.Input, Value],
+        functional: FunctionalOptimizer | None,
+        max_grad_norm: float | None,
+    ) -> None:
+        """Makes the tensors that a compiled program takes and that do not exist yet."""
+        if functional is not None:
+            self.functional = functional
+        for role, value in inputs.items():
+            if role in self.tensors or isinstance(role, roles.UserInput):
+                continue
+            assert value.placements is not None
+            shape = local_shape(value.shape, value.placements, self.ranks.shape)
+            match role:
+                case roles.OptimizerState(owner, key):
+                    tensor = self._first_state(owner, key, value, shape)
+                case roles.Scalar(name) if name == MAX_GRAD_NORM:
+                    tensor = torch.full((), max_grad_norm or 0.0, dtype=value.dtype)
+                case _:
+                    tensor = torch.zeros(shape, dtype=value.dtype)
+            self.tensors[role] = tensor.to(self.device)
+        self._accumulators = None
+
+    def _first_state(self, owner: str, key: str, value: Value, shape) -> torch.Tensor:
+        """An optimizer state's starting value: what the optimizer holds already, or its first fill."""
+        assert self.functional is not None and self.optimizer is not None
+        assert value.placements is not None
+        for name, group in self.functional.group_of.items():
+            if owner not in (name, f"group{group}"):
+                continue
+            parameter = self.model.get_parameter(name)
+            held = self.optimizer.state.get(parameter, {}).get(key)
+            if isinstance(held, DTensor):
+                held = held.full_tensor()
+            if isinstance(held, torch.Tensor):
+                part = held.detach().to(self.device)
+                return local_part(
+                    part, value.placements, self.ranks.shape, self.ranks.rank
+                ).clone()
+            spec = self.functional.rule(name, parameter).states[key]
+            return torch.full(shape, spec.fill or 0.0, dtype=value.dtype)
+        raise AssertionError(f"optimizer state {owner}:{key} has no owner")
+
+    def clear_accumulators(self) -> None:
+        """Zeroes every accumulator, before the first micro-batch of a step."""
+        if self._accumulators is None:
+            self._accumulators = [
+                tensor
+                for role, tensor in self.tensors.items()
+                if isinstance(role, roles.Accumulator)
+            ]
+        torch_internals.zero_all(self._accumulators)
+
+    def set_gradient(self, name: str, local: torch.Tensor, program: Program) -> None:
+        """Puts a local gradient into the parameter's ``.grad`` as a DTensor."""
+        value = program.output_values[program.outputs.index(roles.Grad(name))]
+        self.model.get_parameter(name).grad = self._as_dtensor(local, value)
+
+    def check_filled(self) -> None:
+        """Refuses to compute with a model on the meta device that nobody filled.
+
+        Raises:
+            UnfilledModelError: names what is missing.
+        """
+        if self.unfilled:
+            missing = sorted(self.unfilled)
+            more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+            raise UnfilledModelError(
+                f"the model was on the meta device, and has no values for: "
+                f"{', '.join(missing[:8])}{more}",
+                do="call engine.load_state_dict(...) before the first step",
+            )
+
+    def update_numbers(self) -> None:
+        """Copies the numbers of the optimizer's parameter groups (learning rates) into inputs.
+
+        Raises:
+            FrozenNumberError: a number changed that the program holds as a constant.
+        """
+        if self.optimizer is None or self.functional is None:
+            return
+        for index, group in enumerate(self.optimizer.param_groups):
+            numbers = group_numbers(group)
+            for name, value in numbers.items():
+                full = f"group{index}.{name}"
+                if self._numbers.get(full) == value:
+                    continue
+                self._check_number(index, name, value)
+                self._numbers[full] = value
+                tensor = self.tensors.get(roles.Scalar(full))
+                if tensor is not None:
+                    tensor.fill_(value)
+
+    def _check_number(self, group: int, name: str, value: float) -> None:
+        assert self.functional is not None
+        for (of_group, _, _), rule in self.functional.rules.items():
+            if of_group != group:
+                continue
+            burnt = rule.constants.get(name)
+            broken = any(c.number == name and not c.holds(value) for c in rule.conditions)
+            if broken or (burnt is not None and burnt != value):
+                raise FrozenNumberError(
+                    f"{name!r} of parameter group {group} changed to {value} after the step was "
+                    "compiled, which took it as fixed",
+                    why="the compiled update has another form for the new value"
+                    if broken
+                    else f"this optimizer needs {name!r} as a plain number",
+                    do="set it before the first step, or make a new Engine",
+                )
+
+    # -- state dicts
+
+    def state_dict(self) -> dict[str, Any]:
+        """The module's own keys, tied names and buffers included, as DTensors."""
+        whole = (Replicate(),) * len(self.ranks.shape.dims)
+        found = {}
+        for name, value in self.model.state_dict().items():
+            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+                value = self._as_dtensor(value, Value(tuple(value.shape), value.dtype, whole))
+            found[name] = value
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Copies whole or distributed tensors into the stored parts.
+
+        Raises:
+            CheckpointError: a key is missing or unknown, or a shape differs.
+        """
+        own = self.model.state_dict(keep_vars=True)
+        optional = dict(self.model.named_buffers())  # buffers outside the state dict may come too
+        unknown = [key for key in state if key not in own and key not in optional]
+        missing = [key for key in own if key not in state]
+        if unknown or missing:
+            raise CheckpointError(
+                f"the state dict does not fit the model: missing {missing[:5]}, unknown {unknown[:5]}"
+            )
+        names = {id(tensor): name for name, tensor in self.model.named_parameters()}
+        names |= {id(tensor): name for name, tensor in self.model.named_buffers()}
+        for key, value in state.items():
+            target = own.get(key, optional.get(key))
+            if not isinstance(target, torch.Tensor) or not isinstance(value, torch.Tensor):
+                continue
+            if tuple(target.shape) != tuple(value.shape):
+                raise CheckpointError(
+                    f"{key!r} has shape {list(value.shape)} in the state dict and "
+                    f"{list(target.shape)} in the model"
+                )
+            if isinstance(value, DTensor):
+                value = value.full_tensor()
+            name = names[id(target)]
+            self._fill(name, value.detach(), target)
+            self.unfilled.discard(name)
+
+    def _fill(self, name: str, value: torch.Tensor, target: torch.Tensor) -> None:
+        if isinstance(target, DTensor):
+            part = local_part(value, target.placements, self.ranks.shape, self.ranks.rank)
+            self.tensors[roles.Param(name)].copy_(part)
+        else:
+            self.tensors[roles.Buffer(name)].copy_(value)
+
+
+def _check_optimizer(
+    optimizer: torch.optim.Optimizer | None, named: dict[str, nn.Parameter]
+) -> None:
+    if optimizer is None:
+        return
+    known = {id(tensor) for tensor in named.values()}
+    for index, group in enumerate(optimizer.param_groups):
+        foreign = [tensor for tensor in group["params"] if id(tensor) not in known]
+        if foreign:
+            raise OptimizerError(
+                f"parameter group {index} of the optimizer holds {len(foreign)} tensors that are not "
+                f"parameters of the model (the first has shape {list(foreign[0].shape)})",
+                do="build the optimizer from model.parameters() of the model given to Engine",
+            )
+
+
+def _replace(model: nn.Module, table: str, name: str, value: Any) -> None:
+    path, _, leaf = name.rpartition(".")
+    getattr(model.get_submodule(path), table)[leaf] = value
+
+
+def _replace_parameters(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    replaced: dict[nn.Parameter, nn.Parameter],
+) -> None:
+    """Puts new parameters wherever the old ones were: modules (tied ones too), groups, states."""
+    for module in model.modules():
+        for name, tensor in module._parameters.items():
+            if tensor is not None and tensor in replaced:
+                module._parameters[name] = replaced[tensor]
+    if optimizer is not None:
+        for group in optimizer.param_groups:
+            group["params"] = [replaced[tensor] for tensor in group["params"]]
+        for old in [tensor for tensor in optimizer.state if tensor in replaced]:
+            optimizer.state[replaced[old]] = optimizer.state.pop(old)

@@ -81,7 +81,7 @@ def _usual_step(call: nn.Module, owner: nn.Module) -> Step:
 def _ddp(module: nn.Module) -> nn.Module:
     # Its fastest settings: no copies into buckets, and no broadcast of buffers that never change.
     return nn.parallel.DistributedDataParallel(
-        module, gradient_as_bucket_view=True, broadcast_buffers=False
+        module, gradient_as_bucket_view=True, forward_sync_buffers=False
     )
 
 

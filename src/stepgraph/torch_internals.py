@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch._inductor.config as _inductor_config
 import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._decomp import core_aten_decompositions, get_decompositions
@@ -308,16 +309,39 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
 # ----------------------------------------------------------------------------------- lowering
 
 
-def compile_with_inductor(module: fx.GraphModule, inputs: list, settings: dict) -> Callable:
+def compile_with_inductor(
+    module: fx.GraphModule, examples: list[torch.Tensor], settings: dict[str, Any]
+) -> Callable[[list], Sequence[Any]]:
     """Compiles a whole-step graph (with its in-place writes) through inductor.
 
-    ``settings`` are inductor config entries; they hold for everything that is compiled here, lazily
-    or not (a ``with config.patch`` would not).
-    """
-    from torch._inductor.compile_fx import compile_fx
+    The graph is decomposed and handed to inductor's inner compiler as it stands: AOTAutograd has
+    differentiated and functionalised it already, and would only undo the in-place writes again.
 
-    with torch.no_grad():
-        return compile_fx(module, inputs, config_patches=settings)
+    Args:
+        module: a graph whose only mutations are its own writes into inputs.
+        examples: fake inputs.
+        settings: inductor config entries. Nothing is compiled lazily, so they need not outlive the call.
+
+    Returns:
+        a callable that takes the list of inputs (and empties it) and returns the results.
+    """
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mode = fake_mode_of(examples) or new_fake_mode()
+    with (
+        torch.no_grad(),
+        V.set_fake_mode(mode),
+        tracing(TracingContext(mode)),
+        _inductor_config.patch(settings),
+    ):
+        graph = make_fx(module, decomposition_table=select_decomp_table())(*examples)
+        joint_graph_passes(graph)
+        return compile_fx_inner(graph, examples, is_inference=True)
 
 
 def zero_all(tensors: list[torch.Tensor]) -> None:

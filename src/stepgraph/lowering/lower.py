@@ -36,11 +36,9 @@ INDUCTOR_SETTINGS: dict[str, Any] = {}
 def _lower_inductor(program: Program) -> Executable:
     examples = [node.meta["val"] for node in program.placeholders]
     run = torch_internals.compile_with_inductor(program.module, examples, INDUCTOR_SETTINGS)
-    run = torch_internals.disable_compiler(run)
 
     def execute(inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
-        with torch.no_grad():
-            return run(*inputs)
+        return run(list(inputs))
 
     return execute
 

@@ -61,13 +61,13 @@ class PassDriver:
     Args:
         invariants: check every invariant after each pass.
         keep_text: keep the program's text after each pass.
-        observe: called as ``observe(pass name, before, after)``; gets copies it may keep.
+        observe: called as ``observe(pass name, before, after, arguments)``; gets copies it may keep.
         replaced: passes to run in place of others, by name (tests plant bugs with it).
     """
 
     invariants: bool = False
     keep_text: bool = False
-    observe: Callable[[str, Program, Program], None] | None = None
+    observe: Callable[[str, Program, Program, tuple], None] | None = None
     replaced: dict[str, Pass] = field(default_factory=dict)
     records: list[PassRecord] = field(default_factory=list)
 
@@ -86,7 +86,7 @@ class PassDriver:
         if self.invariants:
             check_invariants(program, after=name)
         if self.observe is not None and before is not None:
-            self.observe(name, before, program.copy())
+            self.observe(name, before, program.copy(), args)
         return program
 
 

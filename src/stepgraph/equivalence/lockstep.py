@@ -1,102 +1,138 @@
-"""Runs one SPMD Program on all ranks in one process, collectives computed on the list of ranks.
+"""Runs the programs of all ranks in one process, stepped in lockstep.
 
-Every operation is executed for rank 0, 1, ... before the next one; a collective sees all its inputs
-at once. No process group, no tensor subclass: a few microseconds an operation more than running it.
+Each rank interprets its own graph up to its next collective; when all stand at one, it is computed on
+the list of their values and they go on. No process group, no tensor subclass: a few microseconds an
+operation more than running it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from stepgraph import torch_internals
-from stepgraph.program.collectives import SHARD_OF, is_collective, mesh_dim_of
+from stepgraph.program.collectives import KINDS, SHARD_OF, is_collective, mesh_dim_of
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.program import Program
 from stepgraph.program.shards import REDUCTIONS, cut
 
+Observer = Callable[[int, fx.Node, Any], None]
+
+
 def run_lockstep(
-    program: Program, inputs: Sequence[Sequence[torch.Tensor]], observe: Any = None
+    programs: Program | Sequence[Program],
+    inputs: Sequence[Sequence[torch.Tensor]],
+    observe: Observer | None = None,
 ) -> list[list[Any]]:
-    """Executes a Program on all ranks of its mesh.
+    """Executes one Program on all ranks of its mesh, or every rank's own.
 
     Args:
-        program: placed, or global (then one rank runs it).
+        programs: one for all ranks, or one per rank. Groups are named by mesh dimensions.
         inputs: for every rank, its local inputs in the Program's order.
-        observe: called as ``observe(node, values of all ranks)`` after every operation.
+        observe: called as ``observe(rank, node, value)`` after every operation.
 
     Returns:
         for every rank, its local results.
-    """
-    mesh = program.mesh or MeshShape((("dp", 1),))
-    ranks = range(len(inputs))
-    environment: dict[fx.Node, list[Any]] = {}
-    last_use: dict[fx.Node, fx.Node] = {}
-    for node in program.graph.nodes:
-        for argument in node.all_input_nodes:
-            last_use[argument] = node
-    dying: dict[fx.Node, list[fx.Node]] = {}
-    for value, reader in last_use.items():
-        dying.setdefault(reader, []).append(value)
 
-    position = 0
+    Raises:
+        AssertionError: ranks stand at different collectives (on real ranks: a deadlock).
+    """
+    if isinstance(programs, Program):
+        programs = [programs] * len(inputs)
+    mesh = programs[0].mesh or MeshShape((("dp", 1),))
+    runs = [
+        _interpret(program, rank, mesh, inputs[rank], observe)
+        for rank, program in enumerate(programs)
+    ]
+    answers: list[Any] = [None] * len(runs)
+    while True:
+        waiting: list[tuple[fx.Node, torch.Tensor]] = []
+        finished: list[list[Any]] = []
+        for run, answer in zip(runs, answers, strict=True):
+            try:
+                waiting.append(run.send(answer))
+            except StopIteration as stop:
+                finished.append(stop.value)
+        if finished:
+            assert not waiting, "some ranks wait at a collective that others never reach"
+            return finished
+        answers = _collective([node for node, _ in waiting], [value for _, value in waiting], mesh)
+
+
+def _interpret(
+    program: Program,
+    rank: int,
+    mesh: MeshShape,
+    inputs: Sequence[torch.Tensor],
+    observe: Observer | None,
+) -> Generator[tuple[fx.Node, torch.Tensor], Any, list[Any]]:
+    """One rank: yields (collective, its input), takes the collective's result."""
+    values: dict[fx.Node, Any] = {}
+    dying = _last_readers(program.graph)
+    remaining = iter(inputs)
     for node in program.graph.nodes:
+        if node.op == "output":
+            return [values[result] for result in node.args[0]]
         if node.op == "placeholder":
-            environment[node] = [inputs[rank][position] for rank in ranks]
-            position += 1
-        elif node.op == "get_attr":
-            environment[node] = [getattr(program.module, node.target)] * len(inputs)
-        elif node.op == "call_function":
-            environment[node] = _run_node(node, environment, mesh, len(inputs))
-            if observe is not None:
-                observe(node, environment[node])
+            values[node] = next(remaining)
+            continue
+        if node.op == "get_attr":
+            values[node] = getattr(program.module, node.target)
+        elif is_collective(node):
+            result = yield node, values[node.args[0]]
+            if "out" in node.kwargs:
+                result = values[node.kwargs["out"]].copy_(result)
+            values[node] = result
+        elif node.target is torch_internals.WAIT:
+            values[node] = values[node.args[0]]
+        elif node.target is SHARD_OF:
+            value, dim, ranks, mesh_dim = node.args
+            index = mesh.coordinate(rank)[mesh.names.index(mesh_dim)]
+            values[node] = cut(values[value], dim, ranks, index)
         else:
-            results = node.args[0]
-            return [[environment[result][rank] for result in results] for rank in ranks]
-        for value in dying.get(node, ()):
-            environment.pop(value, None)
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = node.target(*args, **kwargs)
+        if observe is not None:
+            observe(rank, node, values[node])
+        for dead in dying.get(node, ()):
+            del values[dead]
     raise AssertionError("a graph without an output")
 
 
-def _run_node(node: fx.Node, environment: dict, mesh: MeshShape, ranks: int) -> list[Any]:
-    if is_collective(node):
-        return _run_collective(node, environment[node.args[0]], mesh)
-    if node.target is torch_internals.WAIT:
-        return environment[node.args[0]]
-    if node.target is SHARD_OF:
-        _, dim, size, mesh_dim = node.args
-        axis = mesh.names.index(mesh_dim)
-        return [
-            cut(value, dim, size, mesh.coordinate(rank)[axis])
-            for rank, value in enumerate(environment[node.args[0]])
-        ]
-    return [
-        node.target(
-            *fx.node.map_arg(node.args, lambda a, rank=rank: environment[a][rank]),
-            **fx.node.map_arg(node.kwargs, lambda a, rank=rank: environment[a][rank]),
-        )
-        for rank in range(ranks)
-    ]
+def _last_readers(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For every operation, the values that nobody reads after it."""
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            last[source] = node
+    dying: dict[fx.Node, list[fx.Node]] = {}
+    for value, reader in last.items():
+        dying.setdefault(reader, []).append(value)
+    return dying
 
 
-def _run_collective(node: fx.Node, values: list[torch.Tensor], mesh: MeshShape) -> list[Any]:
+def _collective(nodes: list[fx.Node], values: list[torch.Tensor], mesh: MeshShape) -> list[Any]:
+    kinds = {(KINDS[node.target], mesh_dim_of(node)) for node in nodes}
+    assert len(kinds) == 1, f"ranks stand at different collectives: {kinds}"
+    ((kind, mesh_dim),) = kinds
+    node = nodes[0]
     results: list[Any] = [None] * len(values)
-    for group in mesh.groups(mesh_dim_of(node)):
+    for group in mesh.groups(mesh_dim):
         members = [values[rank] for rank in group]
-        if node.target is torch_internals.ALL_GATHER:
-            whole = torch.cat(members, 0)
-            answers = [whole] * len(group)
-        elif node.target is torch_internals.ALL_REDUCE:
-            reduced = REDUCTIONS[str(node.args[1])](torch.stack(members))
-            answers = [reduced] * len(group)
-        elif node.target is torch_internals.REDUCE_SCATTER:
+        assert len({member.shape for member in members}) == 1, "ranks bring different shapes"
+        if kind == "all_gather":
+            answers = [torch.cat(members, 0)] * len(group)
+        elif kind == "all_reduce":
+            answers = [REDUCTIONS[str(node.args[1])](torch.stack(members))] * len(group)
+        elif kind == "reduce_scatter":
             reduced = REDUCTIONS[str(node.args[1])](torch.stack(members))
             answers = list(reduced.chunk(len(group), 0))
         else:
             raise NotImplementedError(f"lockstep execution of {node.target}")
         for rank, answer in zip(group, answers, strict=True):
-            results[rank] = answer
+            # Each rank gets memory of its own, as it would: somebody may write into it.
+            results[rank] = answer.clone()
     return results

@@ -21,6 +21,7 @@ aten = torch.ops.aten
 
 KINDS: dict[Any, str] = {
     torch_internals.ALL_GATHER: "all_gather",
+    torch_internals.ALL_GATHER_INTO: "all_gather",
     torch_internals.REDUCE_SCATTER: "reduce_scatter",
     torch_internals.ALL_REDUCE: "all_reduce",
     torch_internals.ALL_TO_ALL: "all_to_all",

@@ -1,0 +1,272 @@
+"""Starts the ranks of a run on this machine, by torch's own elastic launcher.
+
+The only file that chooses a device and a communication backend. When one rank fails the others are
+stopped, and what is raised is the error of the rank that failed first: the later ones, which only lost
+their connection to it, are not shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import pickle
+import resource
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from stepgraph.errors import LaunchError, StepgraphError
+
+LOCALHOST = "127.0.0.1"
+MONITOR_SECONDS = 0.1
+# A rank that raised lives on for this long: a rank that was killed meanwhile is seen to be gone first.
+LINGER_SECONDS = 3 * MONITOR_SECONDS
+SHUTDOWN_SECONDS = 3
+_NOISY_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
+
+
+def launch(function: Callable[..., Any], *args: Any, ranks: int = 1) -> list[Any]:
+    """Runs ``function(*args)`` on every rank.
+
+    Args:
+        function: importable by name, as its arguments and result must be picklable.
+        ranks: how many; one runs in this process, without a process group. Where this process is
+            a rank already (``torchrun``), the function runs in place and ``ranks`` is not read.
+
+    Returns:
+        the results of the ranks that were started here, in order: one in place, else ``ranks``.
+
+    Raises:
+        LaunchError: a rank failed; its own message is that of the first that did, and its cause is
+            that rank's error where stepgraph raised it.
+        KeyboardInterrupt, SystemExit: this process was told to stop; the ranks are stopped before.
+    """
+    if "RANK" in os.environ:
+        return [_run_in_group(function, args)]
+    if ranks == 1:
+        return [function(*args)]
+    known = set(multiprocessing.active_children())
+    with tempfile.TemporaryDirectory(prefix="stepgraph-") as directory:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint=f"{LOCALHOST}:0",
+            local_addr=LOCALHOST,
+            max_restarts=0,
+            monitor_interval=MONITOR_SECONDS,
+            start_method="spawn",
+            shutdown_timeout=SHUTDOWN_SECONDS,
+            logs_specs=DefaultLogsSpecs(log_dir=directory),
+        )
+        with _environment_of_ranks(ranks), _signal_handlers_kept(), _quiet_loggers():
+            try:
+                results = elastic_launch(config, _run_rank)(directory, function, args)
+            except ChildFailedError as error:
+                raise _launch_error(Path(directory), *error.get_first_failure()) from None
+            except SignalException as error:
+                if error.sigval == signal.SIGINT:
+                    raise KeyboardInterrupt from None
+                sys.exit(128 + error.sigval)
+            finally:
+                _kill(set(multiprocessing.active_children()) - known)
+        return [results[rank] for rank in range(ranks)]
+
+
+# -- devices
+
+
+def rank_device() -> torch.device:
+    """This rank's device: a GPU of its own where the machine has enough of them, else the CPU."""
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks:
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory used so far: of the allocator on a GPU, of this process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) counts KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def threads_per_rank(ranks: int) -> int:
+    """The cores that this process may use, divided over the ranks; at least one."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on every system
+        cores = os.cpu_count() or 1
+    return max(1, cores // ranks)
+
+
+# -- in a rank
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What a failed rank leaves behind. ``error`` is the error itself, if stepgraph raised it."""
+
+    time_ns: int
+    summary: str
+    where: str
+    traceback: str
+    error: StepgraphError | None
+
+
+def _run_rank(directory: str, function: Callable[..., Any], args: tuple) -> Any:
+    # A Python handler would wait for a collective to return, which may never happen.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        return _run_in_group(function, args)
+    except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:
+            return None
+        _record(Path(directory), error)
+        time.sleep(LINGER_SECONDS)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # threads of a broken process group could keep the interpreter from ending
+
+
+def _run_in_group(function: Callable[..., Any], args: tuple) -> Any:
+    device = rank_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if dist.is_initialized():
+        return function(*args)
+    on_gpu = device.type == "cuda"
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    result = function(*args)
+    dist.barrier()  # nobody hangs up on a rank that is still talking
+    dist.destroy_process_group()
+    return result
+
+
+def _record(directory: Path, error: BaseException) -> None:
+    frames = traceback.extract_tb(error.__traceback__)
+    where = ""
+    if frames:
+        where = f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}: {frames[-1].line}"
+    failure = _Failure(
+        time.time_ns(),
+        f"{type(error).__name__}: {error}".rstrip(": "),
+        where,
+        "".join(traceback.format_exception(error)),
+        error if isinstance(error, StepgraphError) else None,
+    )
+    path = _failure_file(directory, int(os.environ["RANK"]))
+    unfinished = path.with_suffix(".part")
+    unfinished.write_bytes(pickle.dumps(failure))
+    unfinished.rename(path)
+
+
+def _failure_file(directory: Path, rank: int) -> Path:
+    return directory / f"failure-{rank}.pickle"
+
+
+# -- in the parent
+
+
+def _launch_error(directory: Path, rank: int, seen: ProcessFailure) -> LaunchError:
+    """The error of the rank that failed first: the earliest recorded, or one that was killed."""
+    failures = {}
+    for path in directory.glob("failure-*.pickle"):
+        failures[int(path.stem.removeprefix("failure-"))] = pickle.loads(path.read_bytes())
+    if rank not in failures:
+        what = f"rank {rank} ended with exit code {seen.exitcode}"
+        if seen.exitcode < 0:
+            what = f"rank {rank} was killed by signal {-seen.exitcode} ({seen.signal_name()})"
+        killed = seen.exitcode == -signal.SIGKILL
+        return LaunchError(
+            what,
+            why="it left no error" + (": the machine may have run out of memory" if killed else ""),
+        )
+    first = min(failures, key=lambda rank: failures[rank].time_ns)
+    failure: _Failure = failures[first]
+    error = failure.error
+    if error is None:
+        raised = LaunchError(f"rank {first} failed: {failure.summary}", where=failure.where)
+    else:
+        raised = LaunchError(
+            f"rank {first} failed: {type(error).__name__}: {error.what}",
+            where=error.where or failure.where,
+            why=error.why,
+            do=error.do,
+        )
+    raised.__cause__ = error
+    raised.add_note(f"on rank {first}:\n{failure.traceback}")
+    return raised
+
+
+def _kill(processes: set[Any]) -> None:
+    """Ends ranks that the launcher lost track of: a signal came while it was starting them."""
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join(SHUTDOWN_SECONDS)
+
+
+@contextlib.contextmanager
+def _environment_of_ranks(ranks: int) -> Iterator[None]:
+    """Ranks inherit a share of the cores; this process gets its own environment back."""
+    before = dict(os.environ)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _signal_handlers_kept() -> Iterator[None]:
+    """The elastic launcher installs handlers and leaves them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _quiet_loggers() -> Iterator[None]:
+    """What the elastic launcher logs about a failure is said by :class:`LaunchError`."""
+    silence = logging.NullHandler()
+    loggers = [logging.getLogger(name) for name in _NOISY_LOGGERS]
+    before = [logger.propagate for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(silence)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger, propagate in zip(loggers, before, strict=True):
+            logger.removeHandler(silence)
+            logger.propagate = propagate

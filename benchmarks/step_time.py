@@ -129,9 +129,10 @@ def show(console: Console, size: str, records: dict[str, Any]) -> None:
         error = record.get("error") or record.get("memory", {}).get("error")
         if error:
             console.print(f"{name}: {error}", style="red", markup=False, highlight=False)
-    profiles = {
-        n: r["profile"] for n, r in records.items() if "stepping_thread_ms" in r.get("profile", {})
-    }
+        if extra := record.get("graphs_compiled_in_turns"):
+            console.print(f"{name}: {extra} graphs compiled while it took turns", style="yellow")
+    taken = {name: record.get("profile", {}) for name, record in records.items()}
+    profiles = {name: p for name, p in taken.items() if "stepping_thread_ms" in p}
     if profiles:
         show_profiles(console, size, profiles)
 
@@ -140,8 +141,9 @@ def show_profiles(console: Console, size: str, profiles: dict[str, Any]) -> None
     """Print where each contestant's step spends its time."""
     table = Table(title=f"{size}: self time of a profiled step on the stepping thread, ms")
     kinds = {kind: None for p in profiles.values() for kind in p["stepping_thread_ms"]}
-    for column in ("contestant", *kinds, "other threads"):
-        table.add_column(column, justify="left" if column == "contestant" else "right")
+    table.add_column("contestant", no_wrap=True)
+    for column in (*kinds, "other threads"):
+        table.add_column(column, justify="right")
     for name, profile in profiles.items():
         here = profile["stepping_thread_ms"]
         cells = [f"{here[kind]:.2f}" if kind in here else "" for kind in kinds]

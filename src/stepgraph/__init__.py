@@ -1,8 +1,10 @@
 """stepgraph compiles a PyTorch training step."""
 
+from stepgraph.equivalence.check import CheckReport
 from stepgraph.errors import StepgraphError
+from stepgraph.frontends.checking import check
 from stepgraph.frontends.engine import Engine
 from stepgraph.planning.plan import Plan
 from stepgraph.runtime.recompiles import no_recompiles
 
-__all__ = ["Engine", "Plan", "StepgraphError", "no_recompiles"]
+__all__ = ["CheckReport", "Engine", "Plan", "StepgraphError", "check", "no_recompiles"]

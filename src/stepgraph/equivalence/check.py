@@ -19,6 +19,7 @@ from stepgraph.capture.module import LossFunction, default_loss, first_leaf
 from stepgraph.equivalence.values import GlobalValues
 from stepgraph.errors import InvariantError
 from stepgraph.lowering.bind import bind_to_rank
+from stepgraph.lowering.merge import merge_small_collectives
 from stepgraph.lowering.state import write_state_in_place
 from stepgraph.pipeline import Pass, PassDriver, StepRequest, compile_step
 from stepgraph.planning.decisions import Normalisation
@@ -115,7 +116,7 @@ def check_model(
     request = StepRequest(
         model,
         loss or default_loss,
-        global_spec(local, micro_batches, 1),
+        global_spec(local, micro_batches, 1),  # the batch is global already
         made,
         optimizer,
         micro_batches,
@@ -176,6 +177,7 @@ class _Checker:
         driver = PassDriver(replaced=replaced)
         groups = {name: name for name in mesh.names}
         before = self._execute(program)
+        name = "bind_to_rank"
         try:
             bound = [
                 driver.run(bind_to_rank, program.copy(), rank, groups)
@@ -183,12 +185,15 @@ class _Checker:
             ]
             after = self.values.execute(bound)
             self._record("bind_to_rank", program, before, after)
-            if self.report.ok:
-                written = [driver.run(write_state_in_place, each.copy()) for each in bound]
-                after = self.values.execute(written, in_place=True)
-                self._record("write_state_in_place", program, before, after)
+            for rewrite in (merge_small_collectives, write_state_in_place):
+                if not self.report.ok:
+                    return
+                name = rewrite.__name__
+                bound = [driver.run(rewrite, each) for each in bound]
+                after = self.values.execute(bound, in_place=rewrite is write_state_in_place)
+                self._record(name, program, before, after)
         except AssertionError as error:
-            self._fail("bind_to_rank", program.name, str(error))
+            self._fail(name, program.name, str(error))
 
     # -- what passes that change the meaning of results must make of them
 

@@ -273,6 +273,15 @@ class Engine:
         """
         self._state.load_state_dict(state_dict)
 
+    def settings(self) -> dict[str, Any]:
+        """What the step was asked to be, besides model, mesh and plan."""
+        return {
+            "loss": self._loss,
+            "optimizer": self._optimizer,
+            "micro_batches": self._micro_batches,
+            "max_grad_norm": self._max_grad_norm,
+        }
+
     def report(self) -> str:
         """The plan, collectives, memory, compilations and every fallback, as text."""
         return engine_report(

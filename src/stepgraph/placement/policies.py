@@ -274,6 +274,8 @@ def redistribution_bytes(value: object, have: Placement, want: Placement, ranks:
         return 1e-3 * size if isinstance(want, Shard) else float("inf")
     if isinstance(want, Partial):
         return float("inf")
+    # A mesh of one rank moves nothing; cost it as two, so that its plan is the same kind of plan.
+    ranks = max(ranks, 2)
     share = size * (ranks - 1) / ranks
     if isinstance(have, Partial):
         return share if isinstance(want, Shard) else 2 * share

@@ -10,6 +10,7 @@ import torch
 
 from stepgraph.lowering.bind import bind_to_rank
 from stepgraph.lowering.lower import Executable, lower
+from stepgraph.lowering.merge import merge_small_collectives
 from stepgraph.lowering.state import write_state_in_place
 from stepgraph.pipeline import PassDriver
 from stepgraph.program import roles
@@ -48,6 +49,7 @@ def lower_for_rank(
     The Program that is passed in stays as it is: it is what ``engine.programs`` shows.
     """
     bound = driver.run(bind_to_rank, program.copy(), ranks.rank, ranks.groups)
+    bound = driver.run(merge_small_collectives, bound)
     unchecked = PassDriver(keep_text=driver.keep_text, records=driver.records)
     final = unchecked.run(write_state_in_place, bound)
     execute = lower(final, lowering)

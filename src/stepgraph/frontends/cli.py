@@ -1,0 +1,200 @@
+"""The command line: results on standard output, progress and errors on standard error.
+
+Exit codes: 0 fine, 1 failed, 2 bad usage.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+import torch
+
+from stepgraph.errors import StepgraphError, UsageError
+from stepgraph.frontends import models
+from stepgraph.frontends.training import Summary, TrainOptions, train
+from stepgraph.runtime.ranks import parse_mesh
+
+FAILED, BAD_USAGE = 1, 2
+
+_AnyFunction = TypeVar("_AnyFunction", bound=Callable[..., Any])
+
+
+class _Commands(click.Group):
+    """Turns an error that stepgraph raised on purpose into its message and an exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except StepgraphError as error:
+            # On a rank, bad usage arrives as the cause of the launcher's error.
+            cause = error.__cause__ if isinstance(error.__cause__, UsageError) else error
+            click.echo(f"stepgraph: {cause}", err=True)
+            ctx.exit(BAD_USAGE if isinstance(cause, UsageError) else FAILED)
+
+
+def _shared_options(seq: int, batch_per_rank: int) -> Callable[[_AnyFunction], _AnyFunction]:
+    """Options that mean the same in every command that compiles a step."""
+    positive = click.IntRange(min=1)
+    options = [
+        click.option(
+            "--model",
+            required=True,
+            metavar="MODEL",
+            help=f"{', '.join(models.BUILT_IN)}; a config.json; or package.module:factory.",
+        ),
+        click.option("--plan", default="zero3", show_default=True, help="A preset or a plan file."),
+        click.option("--memory", help="none, full or layers:N. Default: the plan's own."),
+        click.option("--batch-per-rank", type=positive, default=batch_per_rank, show_default=True),
+        click.option("--seq", type=click.IntRange(min=2), default=seq, show_default=True),
+        click.option("--micro-batches", type=positive, default=1, show_default=True),
+        click.option(
+            "--max-grad-norm",
+            type=click.FloatRange(min=0, min_open=True),
+            help="Clip gradients to this norm.",
+        ),
+        click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True),
+        click.option(
+            "--lr",
+            type=click.FloatRange(min=0),
+            default=1e-3,
+            show_default=True,
+            help="Learning rate of AdamW.",
+        ),
+    ]
+
+    def decorate(command: _AnyFunction) -> _AnyFunction:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="stepgraph")
+def main() -> None:
+    """Compiles a PyTorch training step: forward, backward and optimizer as one program.
+
+    \b
+    Example:
+      stepgraph train --model llama-tiny --text notes.txt --ranks 2
+    """
+
+
+@main.command("train")
+@_shared_options(seq=128, batch_per_rank=8)
+@click.option("--text", required=True, metavar="PATH", help="A file, or a folder of text files.")
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=1),
+    help="Processes to start on this machine. Default: what the mesh holds, else 1.",
+)
+@click.option("--mesh", help="Names and sizes, as in dp=2. Default: every rank on dp.")
+@click.option("--steps", type=click.IntRange(min=1), default=200, show_default=True)
+@click.option("--lowering", help="inductor or eager. Default: the plan's own.")
+@click.option("--metrics", metavar="FILE", help="Append one JSON object per step.")
+@click.option("--sample", type=click.IntRange(min=0), default=0, help="Then write N bytes of text.")
+@click.option("--strict", is_flag=True, help="A fallback that would be reported is an error.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+def train_command(as_json: bool, **options: Any) -> None:
+    """Trains MODEL on the bytes of a text, on ranks of this machine or under torchrun.
+
+    \b
+    Example:
+      stepgraph train --model llama-tiny --text notes.txt --ranks 2 --plan zero3 \\
+          --steps 200 --metrics run.jsonl --sample 200
+    """
+    summary = train(TrainOptions(**options))
+    if summary is None:
+        return
+    click.echo(json.dumps(summary.to_json()) if as_json else show_summary(summary))
+
+
+@main.command("check")
+@_shared_options(seq=64, batch_per_rank=2)
+@click.option("--mesh", required=True, help="Names and sizes, as in dp=4; all in this process.")
+def check_command(
+    model: str,
+    plan: str,
+    memory: str | None,
+    batch_per_rank: int,
+    seq: int,
+    micro_batches: int,
+    max_grad_norm: float | None,
+    seed: int,
+    lr: float,
+    mesh: str,
+) -> None:
+    """Runs a step before and after every pass, all ranks in this process, and compares.
+
+    Exits with 1 and names the first pass whose result differs.
+
+    \b
+    Example:
+      stepgraph check --model llama-tiny --mesh dp=4 --plan zero3 --memory full
+    """
+    from stepgraph.equivalence.check import check_model
+
+    shape = parse_mesh(mesh)
+    made = models.build_model(model, seed).train()
+    generator = torch.Generator().manual_seed(seed)
+    rows = batch_per_rank * shape.world_size
+    vocabulary = models.vocabulary_size(made, otherwise=256)
+    ids = torch.randint(vocabulary, (rows, seq), generator=generator)
+    report = check_model(
+        made,
+        loss=models.language_model_loss,
+        optimizer=torch.optim.AdamW(made.parameters(), lr=lr),
+        batch={"input_ids": ids, "labels": ids.clone()},
+        mesh=mesh,
+        plan=plan,
+        memory=memory,
+        micro_batches=micro_batches,
+        max_grad_norm=max_grad_norm,
+    )
+    click.echo(str(report))
+    if not report.ok:
+        click.echo(f"stepgraph: the first pass that differs: {report.first_difference}", err=True)
+        sys.exit(FAILED)
+
+
+# -- results
+
+
+def show_summary(summary: Summary) -> str:
+    """The summary, the loss curve and the sample as text."""
+    rows = [
+        ("model", f"{summary.model}, {summary.parameters / 1e6:,.1f} million parameters"),
+        ("plan", f"{summary.plan} on {summary.mesh} ({summary.device})"),
+        ("loss", f"{summary.first_loss:.3f} -> {summary.last_loss:.3f} in {summary.steps} steps"),
+        ("speed", f"{summary.tokens_per_second:,.0f} tokens/s (median step)"),
+        ("peak memory", f"{summary.peak_bytes / 2**30:.2f} GiB on the first rank"),
+        ("compilation", f"{summary.compile_seconds:.1f} s of {summary.seconds:.1f} s"),
+    ]
+    parts = ["\n".join(f"{name:<12} {text}" for name, text in rows)]
+    parts.append(loss_curve(summary.losses))
+    if summary.sample is not None:
+        parts.append(f"sample:\n{summary.sample}")
+    return "\n\n".join(parts)
+
+
+def loss_curve(losses: list[float], width: int = 60, height: int = 8) -> str:
+    """A plot in characters: each column is the mean of a stretch of steps."""
+    columns = min(width, len(losses))
+    edges = [len(losses) * i // columns for i in range(columns + 1)]
+    means = [sum(losses[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    low, high = min(means), max(means)
+    span = (high - low) or 1.0
+    levels = [round((mean - low) / span * (height - 1)) for mean in means]
+    lines = []
+    for level in reversed(range(height)):
+        label = f"{low + span * level / (height - 1):8.3f}"
+        marks = "".join("*" if level == mine else " " for mine in levels)
+        lines.append(f"{label} |{marks}".rstrip())
+    axis = " " * 9 + "+" + "-" * columns
+    ends = " " * 10 + "1" + str(len(losses)).rjust(columns - 1)
+    return "\n".join([*lines, axis, ends if columns > 1 else " " * 10 + "1"])

@@ -1,0 +1,302 @@
+"""What ``stepgraph train`` runs: on every rank the same loop, watched and recorded by the first."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from stepgraph.errors import BatchError, MeshError, UsageError
+from stepgraph.frontends.engine import Engine
+from stepgraph.frontends.launcher import launch, peak_bytes, rank_device
+from stepgraph.frontends.models import build_model, find_model, language_model_loss
+from stepgraph.frontends.text import BatchShape, TextBatches, count_bytes, generate, read_text
+from stepgraph.lowering.lower import check_lowering
+from stepgraph.memory.policies import parse_policy
+from stepgraph.placement.policies import check_preset
+from stepgraph.planning.plan import Plan
+from stepgraph.program.layout import MeshShape
+from stepgraph.runtime.ranks import parse_mesh
+
+# Ranks that differ only along these mesh dimensions train on the same rows.
+MODEL_PARALLEL = ("tp",)
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """The options of ``stepgraph train``, under their own names."""
+
+    model: str
+    text: str
+    ranks: int | None = None
+    plan: str = "zero3"
+    steps: int = 200
+    mesh: str | None = None
+    memory: str | None = None
+    lowering: str | None = None
+    seed: int = 0
+    metrics: str | None = None
+    batch_per_rank: int = 8
+    seq: int = 128
+    lr: float = 1e-3
+    micro_batches: int = 1
+    max_grad_norm: float | None = None
+    sample: int = 0
+    strict: bool = False
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run came to. Rates are of the whole run's tokens, memory is the first rank's."""
+
+    model: str
+    parameters: int
+    plan: str
+    mesh: str
+    ranks: int
+    device: str
+    steps: int
+    first_loss: float
+    last_loss: float
+    tokens_per_second: float
+    peak_bytes: int
+    compile_seconds: float
+    seconds: float
+    losses: list[float]
+    sample: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        """The summary as plain data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One line of the metrics file. ``seconds`` and the rate are this step's, compilation included."""
+
+    step: int
+    loss: float
+    tokens_per_second: float
+    peak_bytes: int
+    seconds: float
+
+
+def train(options: TrainOptions) -> Summary | None:
+    """Checks the options, then trains on the ranks they ask for.
+
+    Returns:
+        the summary; None on ranks other than the first, where this process is one already.
+
+    Raises:
+        UsageError: options that cannot work, before anything is started.
+        LaunchError: a rank failed.
+    """
+    mesh = check_options(options)
+    return launch(_train_on_rank, options, mesh, ranks=mesh.world_size)[0]
+
+
+def check_options(options: TrainOptions) -> MeshShape:
+    """Raises UsageError for options that cannot work together; returns the mesh they ask for."""
+    plan = Plan.load(options.plan) if options.plan.endswith(".json") else None
+    mesh = _mesh_of(options, plan)
+    check_preset(options.plan if plan is None else plan.placement, mesh)
+    if plan is not None and plan.mesh != mesh:
+        raise MeshError(
+            f"the plan is for mesh {plan.mesh}, not {mesh}", do="leave --mesh and --ranks out"
+        )
+    if options.memory is not None:
+        parse_policy(options.memory)
+    if options.lowering is not None:
+        check_lowering(options.lowering)
+    if options.batch_per_rank % options.micro_batches:
+        raise BatchError(
+            f"--batch-per-rank {options.batch_per_rank} does not divide into "
+            f"--micro-batches {options.micro_batches}"
+        )
+    if options.metrics is not None and not Path(options.metrics).absolute().parent.is_dir():
+        raise UsageError(f"there is no folder for --metrics {options.metrics!r}", do="create it")
+    find_model(options.model)
+    _batch_shape(options, mesh).check_fits(count_bytes(options.text), options.text)
+    return mesh
+
+
+def _mesh_of(options: TrainOptions, plan: Plan | None) -> MeshShape:
+    """The mesh asked for: --mesh, the plan file's own, or every rank on ``dp``."""
+    ranks = options.ranks
+    if "WORLD_SIZE" in os.environ:
+        launched = int(os.environ["WORLD_SIZE"])
+        if ranks not in (None, launched):
+            raise UsageError(
+                f"--ranks {ranks} was asked for, but {launched} ranks were launched already",
+                do="leave --ranks out under torchrun",
+            )
+        ranks = launched
+    mesh = parse_mesh(options.mesh) if options.mesh is not None else None
+    if mesh is None:
+        mesh = plan.mesh if plan is not None else MeshShape((("dp", ranks or 1),))
+    if ranks not in (None, mesh.world_size):
+        raise MeshError(
+            f"mesh {mesh} has {mesh.world_size} ranks, but --ranks is {ranks}",
+            do=f"use --ranks {mesh.world_size}, or leave it out",
+        )
+    return mesh
+
+
+def _batch_shape(options: TrainOptions, mesh: MeshShape) -> BatchShape:
+    sharing = [size for name, size in mesh.dims if name not in MODEL_PARALLEL]
+    parts = MeshShape(tuple((str(i), size) for i, size in enumerate(sharing))).world_size
+    return BatchShape(options.batch_per_rank, options.seq, parts)
+
+
+def _data_rank(mesh: MeshShape, rank: int) -> int:
+    """Which part of the batch a rank trains on."""
+    index = 0
+    for (name, size), position in zip(mesh.dims, mesh.coordinate(rank), strict=True):
+        if name not in MODEL_PARALLEL:
+            index = index * size + position
+    return index
+
+
+def _train_on_rank(options: TrainOptions, mesh: MeshShape) -> Summary | None:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if rank:
+        logging.getLogger("stepgraph").setLevel(logging.ERROR)  # what is said once is said by rank 0
+    device = rank_device()
+    shape = _batch_shape(options, mesh)
+    batches = TextBatches(read_text(options.text), shape, options.seed, _data_rank(mesh, rank))
+    model = build_model(options.model, options.seed).to(device).train()
+    count = sum(parameter.numel() for parameter in model.parameters())
+    engine = Engine(
+        model,
+        loss=language_model_loss,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=options.lr),
+        mesh=str(mesh) if dist.is_initialized() else None,
+        plan=options.plan,
+        memory=options.memory,
+        lowering=options.lowering,
+        max_grad_norm=options.max_grad_norm,
+        micro_batches=options.micro_batches,
+        strict=options.strict,
+        seed=options.seed,
+    )
+    history: list[StepMetrics] = []
+    with _Watch(options, show=rank == 0) as watch:
+        for step in range(1, options.steps + 1):
+            start = time.perf_counter()
+            loss = float(engine.step(batches.batch(step)))
+            seconds = time.perf_counter() - start
+            done = StepMetrics(step, loss, shape.bytes / seconds, peak_bytes(device), seconds)
+            history.append(done)
+            watch.step(done)
+    sample = _sample(engine, options, rank, device) if options.sample else None
+    if rank:
+        return None
+    settled = history[1:] or history  # the first step compiles
+    return Summary(
+        model=options.model,
+        parameters=count,
+        plan=engine.plan.placement,
+        mesh=str(mesh),
+        ranks=mesh.world_size,
+        device=device.type,
+        steps=options.steps,
+        first_loss=history[0].loss,
+        last_loss=history[-1].loss,
+        tokens_per_second=statistics.median(done.tokens_per_second for done in settled),
+        peak_bytes=max(done.peak_bytes for done in history),
+        compile_seconds=engine.stats.compile_seconds,
+        seconds=sum(done.seconds for done in history),
+        losses=[done.loss for done in history],
+        sample=sample,
+    )
+
+
+def _sample(
+    engine: Engine, options: TrainOptions, rank: int, device: torch.device
+) -> str | None:
+    """Text from the trained weights, by a plain copy of the model on the first rank."""
+    whole = {}
+    for name, value in engine.state_dict().items():  # every rank takes part in each gathering
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        if rank == 0:
+            whole[name] = full
+    if rank:
+        return None
+    plain: nn.Module = build_model(options.model, options.seed).to(device)
+    plain.load_state_dict(whole)
+    return generate(plain, options.sample, window=options.seq, seed=options.seed)
+
+
+class _Watch:
+    """Progress on standard error, metrics in their file: on the first rank, else nothing.
+
+    A terminal gets a bar; a log file gets a line now and then.
+    """
+
+    def __init__(self, options: TrainOptions, *, show: bool) -> None:
+        self.options, self.show = options, show
+        self.console = Console(stderr=True, quiet=not show)
+        self.every = max(1, options.steps // 10)
+        self.stack = contextlib.ExitStack()
+        self.file: IO[str] | None = None
+        self.progress: Progress | None = None
+
+    def __enter__(self) -> _Watch:
+        if self.show and self.options.metrics is not None:
+            self.file = self.stack.enter_context(open(self.options.metrics, "a"))
+        if self.console.is_terminal and self.show:
+            self.stack.enter_context(self._bar())
+        else:
+            self.console.print("compiling the first step")
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.stack.close()
+
+    @contextlib.contextmanager
+    def _bar(self) -> Iterator[None]:
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeElapsedColumn(),
+        )
+        with Progress(*columns, console=self.console) as self.progress:
+            self.task = self.progress.add_task("compiling", total=None, numbers="")
+            yield
+
+    def step(self, done: StepMetrics) -> None:
+        """Shows and records a step."""
+        if self.file is not None:
+            self.file.write(json.dumps(asdict(done)) + "\n")
+            self.file.flush()
+        numbers = (
+            f"loss {done.loss:.3f}  {done.tokens_per_second:,.0f} tokens/s  "
+            f"{done.peak_bytes / 2**30:.2f} GiB"
+        )
+        steps = self.options.steps
+        if self.progress is not None:
+            self.progress.update(
+                self.task,
+                description=f"step {done.step}/{steps}",
+                total=steps,
+                completed=done.step,
+                numbers=numbers,
+            )
+        elif done.step in (1, steps) or done.step % self.every == 0:
+            self.console.print(f"step {done.step}/{steps}  {numbers}", highlight=False)

@@ -94,8 +94,23 @@ def export_graph(module: nn.Module, args: tuple) -> tuple[fx.GraphModule, dict[s
     """
     from torch._dynamo.functional_export import _dynamo_graph_capture_for_export
 
-    captured = _dynamo_graph_capture_for_export(module)(*args)
+    with _keeping_compiled_code():
+        captured = _dynamo_graph_capture_for_export(module)(*args)
     return captured, dict(captured.meta["dynamo_flat_name_to_original_fqn"])
+
+
+@contextlib.contextmanager
+def _keeping_compiled_code() -> Iterator[None]:
+    """torch's export begins with ``torch._dynamo.reset()``, which would throw away whatever else the
+    process has compiled (the user's other models recompile without a word). Capture does not use
+    dynamo's code cache, so nothing is lost by leaving it alone meanwhile.
+    """
+    reset = torch._dynamo.reset
+    torch._dynamo.reset = lambda: None
+    try:
+        yield
+    finally:
+        torch._dynamo.reset = reset
 
 
 def joint_graph(
@@ -166,6 +181,16 @@ def gradient_hooks(tensor: torch.Tensor) -> bool:
     return bool(getattr(tensor, "_backward_hooks", None)) or bool(
         getattr(tensor, "_post_accumulate_grad_hooks", None)
     )
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks would run around the optimizer's own ``step()``."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Lets learning-rate schedulers know that a step was taken (they warn about the order)."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 # ------------------------------------------------------------------------------------ sharding

@@ -19,12 +19,21 @@ from stepgraph.program.program import Program
 _USER_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
 
-def check_hooks(model: nn.Module) -> None:
-    """Refuses gradient hooks on parameters: a captured program would drop them without a word.
+def check_hooks(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Refuses hooks that a captured program would drop without a word.
+
+    Those on gradients of parameters, on a module's backward and around the optimizer's step. (A hook
+    that the forward itself registers on an activation is captured with it.)
 
     Raises:
-        HookError: names the parameter or module.
+        HookError: names the parameter, module or optimizer.
     """
+    if optimizer is not None and torch_internals.step_hooks(optimizer):
+        raise HookError(
+            f"the optimizer ({type(optimizer).__name__}) has step hooks, which a captured step "
+            "cannot call",
+            do="call what they do after engine.step(batch)",
+        )
     for name, parameter in model.named_parameters():
         if torch_internals.gradient_hooks(parameter):
             raise HookError(

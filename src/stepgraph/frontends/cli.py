@@ -16,6 +16,9 @@ import torch
 from stepgraph.errors import StepgraphError, UsageError
 from stepgraph.frontends import models
 from stepgraph.frontends.training import Summary, TrainOptions, train
+from stepgraph.memory.policies import parse_policy
+from stepgraph.placement.policies import check_preset
+from stepgraph.planning.plan import Plan
 from stepgraph.runtime.ranks import parse_mesh
 
 FAILED, BAD_USAGE = 1, 2
@@ -140,6 +143,10 @@ def check_command(
     from stepgraph.equivalence.check import check_model
 
     shape = parse_mesh(mesh)
+    if not plan.endswith(".json"):
+        check_preset(plan, shape)
+    if memory is not None:
+        parse_policy(memory)
     made = models.build_model(model, seed).train()
     generator = torch.Generator().manual_seed(seed)
     rows = batch_per_rank * shape.world_size
@@ -151,7 +158,7 @@ def check_command(
         optimizer=torch.optim.AdamW(made.parameters(), lr=lr),
         batch={"input_ids": ids, "labels": ids.clone()},
         mesh=mesh,
-        plan=plan,
+        plan=Plan.load(plan) if plan.endswith(".json") else plan,
         memory=memory,
         micro_batches=micro_batches,
         max_grad_norm=max_grad_norm,
@@ -195,6 +202,5 @@ def loss_curve(losses: list[float], width: int = 60, height: int = 8) -> str:
         label = f"{low + span * level / (height - 1):8.3f}"
         marks = "".join("*" if level == mine else " " for mine in levels)
         lines.append(f"{label} |{marks}".rstrip())
-    axis = " " * 9 + "+" + "-" * columns
-    ends = " " * 10 + "1" + str(len(losses)).rjust(columns - 1)
-    return "\n".join([*lines, axis, ends if columns > 1 else " " * 10 + "1"])
+    ends = f"steps 1 to {len(losses)}"
+    return "\n".join([*lines, " " * 9 + "+" + "-" * columns, " " * 10 + ends])

@@ -96,7 +96,7 @@ class Engine:
             parse_policy(memory)
         if lowering is not None:
             check_lowering(lowering)
-        check_hooks(model)
+        check_hooks(model, optimizer)
         device = _device_of(model)
         ranks = join_ranks(mesh, device)
         try:
@@ -149,6 +149,8 @@ class Engine:
                 compiled.programs["accumulate"].run(leaves)
         results = compiled.programs["step"].run(pieces[-1])
         self._set_gradients(results)
+        if self._optimizer is not None:
+            torch_internals.mark_stepped(self._optimizer)
         self.stats.steps += 1
         return results[roles.Loss()]
 
@@ -179,7 +181,7 @@ class Engine:
     def _entry(self, entry: str, batch: LocalBatch) -> _Compiled:
         """The compiled programs of an entry point for this batch's shapes."""
         count_call(self, entry)
-        check_hooks(self.model)
+        check_hooks(self.model, self._optimizer)
         flags = tuple(parameter.requires_grad for parameter in self._parameters)
         modes = self.model.training if entry == "step" else None
         key = (batch.key, flags, modes)

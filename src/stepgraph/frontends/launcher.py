@@ -81,7 +81,8 @@ def launch(function: Callable[..., Any], *args: Any, ranks: int = 1) -> list[Any
             try:
                 results = elastic_launch(config, _run_rank)(directory, function, args)
             except ChildFailedError as error:
-                raise _launch_error(Path(directory), *error.get_first_failure()) from None
+                failed = _launch_error(Path(directory), *error.get_first_failure())
+                raise failed from failed.__cause__
             except SignalException as error:
                 if error.sigval == signal.SIGINT:
                     raise KeyboardInterrupt from None
@@ -167,7 +168,9 @@ def _record(directory: Path, error: BaseException) -> None:
     frames = traceback.extract_tb(error.__traceback__)
     where = ""
     if frames:
-        where = f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}: {frames[-1].line}"
+        where = (
+            f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}: {frames[-1].line}"
+        )
     failure = _Failure(
         time.time_ns(),
         f"{type(error).__name__}: {error}".rstrip(": "),

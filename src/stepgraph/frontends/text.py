@@ -33,7 +33,9 @@ def text_files(path: str | Path) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.exists():
-        raise UsageError(f"there is no text at {str(path)!r}", do="give a file or a folder to --text")
+        raise UsageError(
+            f"there is no text at {str(path)!r}", do="give a file or a folder to --text"
+        )
     found = []
     for folder, _, names in os.walk(path):
         for name in names:

@@ -174,7 +174,9 @@ def _data_rank(mesh: MeshShape, rank: int) -> int:
 def _train_on_rank(options: TrainOptions, mesh: MeshShape) -> Summary | None:
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank:
-        logging.getLogger("stepgraph").setLevel(logging.ERROR)  # what is said once is said by rank 0
+        logging.getLogger("stepgraph").setLevel(
+            logging.ERROR
+        )  # what is said once is said by rank 0
     device = rank_device()
     shape = _batch_shape(options, mesh)
     batches = TextBatches(read_text(options.text), shape, options.seed, _data_rank(mesh, rank))
@@ -225,9 +227,7 @@ def _train_on_rank(options: TrainOptions, mesh: MeshShape) -> Summary | None:
     )
 
 
-def _sample(
-    engine: Engine, options: TrainOptions, rank: int, device: torch.device
-) -> str | None:
+def _sample(engine: Engine, options: TrainOptions, rank: int, device: torch.device) -> str | None:
     """Text from the trained weights, by a plain copy of the model on the first rank."""
     whole = {}
     for name, value in engine.state_dict().items():  # every rank takes part in each gathering

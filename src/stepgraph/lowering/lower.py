@@ -19,6 +19,7 @@ Executable = Callable[[Sequence[torch.Tensor]], Sequence[Any]]
 
 
 def _lower_eager(program: Program) -> Executable:
+    program.module.recompile()
     run = torch_internals.disable_compiler(program.module.forward)
 
     def execute(inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
@@ -34,6 +35,7 @@ INDUCTOR_SETTINGS: dict[str, Any] = {}
 
 
 def _lower_inductor(program: Program) -> Executable:
+    program.module.recompile()
     examples = [node.meta["val"] for node in program.placeholders]
     run = torch_internals.compile_with_inductor(program.module, examples, INDUCTOR_SETTINGS)
 

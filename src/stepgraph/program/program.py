@@ -107,11 +107,10 @@ class Program:
         )
 
     def finish(self) -> Program:
-        """Drops operations without effect and regenerates the code; passes end with it."""
+        """Drops operations without effect; passes end with it. (Lowering generates the code.)"""
         for node in reversed(list(self.graph.nodes)):
             if node.op in ("call_function", "get_attr") and not node.users and not _has_effect(node):
                 self.graph.erase_node(node)
-        self.module.recompile()
         return self
 
     def __str__(self) -> str:

@@ -27,7 +27,7 @@ def tiny_llama(layers: int = 2, checkpoint: bool = False) -> LlamaForCausalLM:
         )
     )
     if checkpoint:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
         model.train()
     return model
 

@@ -3,7 +3,6 @@ import logging
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
-import click
 import pytest
 from click.testing import CliRunner
 
@@ -97,12 +96,13 @@ def usage_error(*args):
     return result.stderr
 
 
+def default_of(option):
+    return option.to_info_dict()["default"]
+
+
 def test_the_command_line_is_frozen():
     found = {
-        name: {
-            option.opts[0]: (option.get_default(click.Context(command)), option.required)
-            for option in command.params
-        }
+        name: {option.opts[0]: (default_of(option), option.required) for option in command.params}
         for name, command in cli.main.commands.items()
     }
     assert found == COMMANDS

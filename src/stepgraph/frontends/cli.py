@@ -39,6 +39,11 @@ class _Commands(click.Group):
             ctx.exit(BAD_USAGE if isinstance(cause, UsageError) else FAILED)
 
 
+def _example(first: str, *rest: str) -> str:
+    """A help page's example; click keeps the line breaks after its mark."""
+    return "\n".join(["\b", "Example:", f"  stepgraph {first}", *(f"  {line}" for line in rest)])
+
+
 def _shared_options(seq: int, batch_per_rank: int) -> Callable[[_AnyFunction], _AnyFunction]:
     """Options that mean the same in every command that compiles a step."""
     positive = click.IntRange(min=1)
@@ -77,18 +82,23 @@ def _shared_options(seq: int, batch_per_rank: int) -> Callable[[_AnyFunction], _
     return decorate
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=_example("train --model llama-tiny --text notes.txt --ranks 2"),
+)
 @click.version_option(package_name="stepgraph")
 def main() -> None:
-    """Compiles a PyTorch training step: forward, backward and optimizer as one program.
-
-    \b
-    Example:
-      stepgraph train --model llama-tiny --text notes.txt --ranks 2
-    """
+    """Compiles a PyTorch training step: forward, backward and optimizer as one program."""
 
 
-@main.command("train")
+@main.command(
+    "train",
+    epilog=_example(
+        "train --model llama-tiny --text notes.txt --ranks 2 --plan zero3 \\",
+        "    --steps 200 --metrics run.jsonl --sample 200",
+    ),
+)
 @_shared_options(seq=128, batch_per_rank=8)
 @click.option("--text", required=True, metavar="PATH", help="A file, or a folder of text files.")
 @click.option(
@@ -104,20 +114,16 @@ def main() -> None:
 @click.option("--strict", is_flag=True, help="A fallback that would be reported is an error.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 def train_command(as_json: bool, **options: Any) -> None:
-    """Trains MODEL on the bytes of a text, on ranks of this machine or under torchrun.
-
-    \b
-    Example:
-      stepgraph train --model llama-tiny --text notes.txt --ranks 2 --plan zero3 \\
-          --steps 200 --metrics run.jsonl --sample 200
-    """
+    """Trains MODEL on the bytes of a text, on ranks of this machine or under torchrun."""
     summary = train(TrainOptions(**options))
     if summary is None:
         return
     click.echo(json.dumps(summary.to_json()) if as_json else show_summary(summary))
 
 
-@main.command("check")
+@main.command(
+    "check", epilog=_example("check --model llama-tiny --mesh dp=4 --plan zero3 --memory full")
+)
 @_shared_options(seq=64, batch_per_rank=2)
 @click.option("--mesh", required=True, help="Names and sizes, as in dp=4; all in this process.")
 def check_command(
@@ -135,10 +141,6 @@ def check_command(
     """Runs a step before and after every pass, all ranks in this process, and compares.
 
     Exits with 1 and names the first pass whose result differs.
-
-    \b
-    Example:
-      stepgraph check --model llama-tiny --mesh dp=4 --plan zero3 --memory full
     """
     from stepgraph.equivalence.check import check_model
 

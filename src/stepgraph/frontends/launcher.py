@@ -1,8 +1,8 @@
 """Starts the ranks of a run on this machine, by torch's own elastic launcher.
 
 The only file that chooses a device and a communication backend. When one rank fails the others are
-stopped, and what is raised is the error of the rank that failed first: the later ones, which only lost
-their connection to it, are not shown.
+stopped, and what is raised is the error of the rank that failed first: the later ones, which only
+lost their connection to it, are not shown.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from stepgraph.errors import LaunchError, StepgraphError
 
 LOCALHOST = "127.0.0.1"
 MONITOR_SECONDS = 0.1
-# A rank that raised lives on for this long: a rank that was killed meanwhile is seen to be gone first.
+# A rank that raised lives on so long: one that was killed just before is seen to be gone first.
 LINGER_SECONDS = 3 * MONITOR_SECONDS
 SHUTDOWN_SECONDS = 3
 _NOISY_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing.spawn")

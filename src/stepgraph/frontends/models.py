@@ -1,7 +1,7 @@
-"""What MODEL means on the command line: a built-in name, a ``config.json``, or ``package.module:factory``.
+"""What MODEL means on the command line: a built-in name, a ``config.json``, or a function's name.
 
-Sizes of the built-in models are those of their publishers' ``config.json``. transformers is imported only
-when one of them is built.
+Sizes of the built-in models are those of their publishers' ``config.json``. transformers is
+imported only when one of them is built.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def language_model_loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> 
     """The mean cross-entropy of the next token.
 
     Args:
-        model: takes ``input_ids`` and ``labels`` and returns ``.loss`` as models of transformers do,
+        model: takes ``input_ids`` and ``labels`` and returns ``.loss``, as transformers' models do;
             or takes ``input_ids`` [batch, seq] alone and returns logits [batch, seq, vocabulary].
         batch: ``input_ids`` and ``labels``, int64 [batch, seq]; labels are not shifted.
     """
@@ -229,10 +229,10 @@ def _without_dropout(model: nn.Module) -> nn.Module:
     """Sets every dropout to 0: modules, and numbers that modules keep to call the function with."""
     for module in model.modules():
         if "Dropout" in type(module).__name__ and hasattr(module, "p"):
-            module.p = 0.0
-        for key, value in list(vars(module).items()):
+            vars(module)["p"] = 0.0
+        for key, value in vars(module).items():
             if _is_dropout(key, value):
-                setattr(module, key, 0.0)
+                vars(module)[key] = 0.0
     return model
 
 

@@ -1,7 +1,8 @@
 """Bytes of text as training data: any file or folder is a data set, a byte is a token.
 
-Batches hold no position: the rows of step ``s`` follow from the seed and ``s`` alone, so a run resumes
-from a step number. The rows of the *global* batch do not depend on how many ranks share them.
+Batches hold no position: the rows of step ``s`` follow from the seed and ``s`` alone, so a run
+resumes from a step number. The rows of the *global* batch do not depend on how many ranks share
+them.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from stepgraph.errors import UsageError
 
 VOCABULARY = 256
 MAX_BYTES = 64 * 2**20
-SUFFIXES = frozenset(
-    ".py .txt .md .rst .tex .c .h .cc .cpp .hpp .cu .rs .go .java .js .ts .sh .toml .yaml .yml".split()
-)
+# fmt: off
+SUFFIXES = frozenset([
+    ".py", ".txt", ".md", ".rst", ".tex", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go",
+    ".java", ".js", ".ts", ".sh", ".toml", ".yaml", ".yml",
+])
+# fmt: on
 
 
 def text_files(path: str | Path) -> list[Path]:
@@ -78,7 +82,7 @@ def read_text(path: str | Path) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class BatchShape:
-    """How the rows of the global batch are shared: ``rows`` of ``seq`` bytes on each of ``ranks``."""
+    """The global batch: ``rows`` rows of ``seq`` bytes on each of ``ranks``."""
 
     rows: int
     seq: int

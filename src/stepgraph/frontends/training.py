@@ -86,7 +86,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One line of the metrics file. ``seconds`` and the rate are this step's, compilation included."""
+    """One line of the metrics file; its time and rate are the step's, compilation included."""
 
     step: int
     loss: float

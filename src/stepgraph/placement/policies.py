@@ -182,6 +182,8 @@ class _DataParallel:
             return
         placements = tuple(self._placement_of(argument, node) for argument in arguments)
         strategies = self.rules.strategies(node, placements)
+        if node.meta["phase"] == OPTIMIZER or node.meta.get("accumulates"):
+            strategies = [*self.rules.element_by_element(node), *strategies]
         best = min(strategies, key=lambda s: self._cost(node, arguments, placements, s))
         self.chosen[node] = best
         self.now[node] = best.outputs
@@ -196,7 +198,9 @@ class _DataParallel:
         cost = 0.0
         for argument, have, want in zip(arguments, placements, strategy.inputs, strict=True):
             cost += redistribution_bytes(argument.meta["val"], have, want, self.ranks)
-        if node in self.from_batch and not any(isinstance(p, Shard) for p in strategy.outputs):
+        # A preset may want the update done on every rank; work on the batch never.
+        repeated = node in self.from_batch and node.meta["phase"] != OPTIMIZER
+        if repeated and not any(isinstance(p, Shard) for p in strategy.outputs):
             if any(isinstance(p, Partial) for p in strategy.outputs):
                 return cost
             cost += 1e-2 * sum(_bytes(value) for value in tensors_of(node.meta["val"]))

@@ -70,6 +70,24 @@ class Rules:
             found = self._answers[key] = self._ask(node, placements)
         return found
 
+    def element_by_element(self, node: fx.Node) -> list[Strategy]:
+        """Strategies of an elementwise operation on shards of any size, padding included.
+
+        Padding may go through arithmetic whose results at the padding nobody reads; for anything
+        that mixes elements, shards must be even (:meth:`strategies`). A sum is an exception where
+        the padding is known to be zero.
+        """
+        value = node.meta["val"]
+        arguments = [argument.meta["val"] for argument in tensor_arguments(node)]
+        if node.meta.get("padding_is_zero"):
+            return [Strategy((Shard(0),), (Partial("sum"),))] if arguments[0].dim() else []
+        if not _is_elementwise(node.target) or not isinstance(value, torch.Tensor) or not value.dim():
+            return []
+        if any(a.dim() and a.shape != value.shape for a in arguments):
+            return []
+        inputs = tuple(Shard(0) if a.dim() else Replicate() for a in arguments)
+        return [Strategy(inputs, (Shard(0),))]
+
     def _ask(self, node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
         arguments = tensor_arguments(node)
         results = tensors_of(node.meta["val"])
@@ -127,6 +145,13 @@ class Rules:
             # Masked and norm partials carry state that a plain local program does not have.
             return type(placement) is Partial and placement.reduce_op in ("sum", "avg", "max", "min")
         return isinstance(placement, Replicate)
+
+
+_ELEMENTWISE = {aten.clone.default, aten._to_copy.default, aten.zeros_like.default}
+
+
+def _is_elementwise(op: Any) -> bool:
+    return torch.Tag.pointwise in getattr(op, "tags", ()) or op in _ELEMENTWISE
 
 
 # ------------------------------------------------------------------------------------------ table

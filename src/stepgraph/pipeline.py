@@ -162,15 +162,19 @@ def compile_evaluation(request: StepRequest, driver: PassDriver) -> tuple[Progra
 
 
 def apply_plan(program: Program, plan: Plan, driver: PassDriver) -> Program:
-    """Places and tags a global Program by the plan: replayed where it holds decisions, else decided."""
-    if program.name not in plan.placements:
-        plan.placements[program.name] = placement_policies.decide(
-            program, plan.mesh, plan.placement
-        )
-    program = driver.run(place_values, program, plan.placements[program.name], plan.mesh)
-    if program.name not in plan.recomputation:
-        plan.recomputation[program.name] = memory_policies.decide(program, plan.memory)
-    return driver.run(recompute_in_backward, program, plan.recomputation[program.name])
+    """Places and tags a global Program by the plan: replayed where it holds decisions, else decided.
+
+    Raises:
+        PlanError: a plan file holds decisions for this program that do not fit it.
+    """
+    key = plan.find_placement(program)
+    if key is None:
+        key = plan.new_key(program.name)
+        plan.placements[key] = placement_policies.decide(program, plan.mesh, plan.placement)
+    program = driver.run(place_values, program, plan.placements[key], plan.mesh)
+    if key not in plan.recomputation:
+        plan.recomputation[key] = memory_policies.decide(program, plan.memory)
+    return driver.run(recompute_in_backward, program, plan.recomputation[key])
 
 
 def _named(program: Program, name: str) -> Program:

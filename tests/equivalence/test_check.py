@@ -122,7 +122,7 @@ def test_the_model_and_its_optimizer_stay_as_they_were():
 def test_a_dropped_reduction_is_found_at_place_values():
     def broken(program, *args):
         program = place_values(program, *args)
-        reduction = first(program, torch_internals.ALL_REDUCE, BACKWARD)
+        reduction = first(program, torch_internals.ALL_REDUCE, BACKWARD)  # of a gradient
         (wait,) = reduction.users
         wait.replace_all_uses_with(reduction.args[0])
         return program.finish()

@@ -15,7 +15,9 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from stepgraph.errors import PlanError
 from stepgraph.planning.decisions import MemoryDecision, OperationPlacement, PlacementDecision
+from stepgraph.program import roles
 from stepgraph.program.layout import MeshShape, Placements, show
+from stepgraph.program.program import Program
 
 VERSION = 1
 _LARGEST_FILE = 256 * 2**20
@@ -26,7 +28,9 @@ class Plan:
     """The four decisions.
 
     ``placement``, ``memory``, ``schedule`` and ``lowering`` name the policies; ``placements`` and
-    ``recomputation`` hold what they decided, per program (``step``, ``accumulate``...).
+    ``recomputation`` hold what they decided, per program (``step``, ``accumulate``; a second form of
+    a program, with other parameters frozen say, is ``step#2``). ``from_file``: a program that the
+    decisions do not fit is an error, not decided afresh.
     """
 
     placement: str
@@ -36,6 +40,36 @@ class Plan:
     lowering: str = "inductor"
     placements: dict[str, PlacementDecision] = field(default_factory=dict)
     recomputation: dict[str, MemoryDecision] = field(default_factory=dict)
+    from_file: bool = False
+
+    def find_placement(self, program: Program) -> str | None:
+        """The key of the decisions that fit a global Program, or None where there are none.
+
+        Raises:
+            PlanError: the plan comes from a file, and what it says of this program does not fit.
+        """
+        wanted = _named_values(program)
+        problem = ""
+        for key, decision in self.placements.items():
+            if key.split("#")[0] != program.name:
+                continue
+            held = {*decision.inputs, *decision.outputs, *decision.operations}
+            if wanted == held:
+                return key
+            missing, unknown = sorted(wanted - held), sorted(held - wanted)
+            problem = f"the plan lacks {missing[:3]}, and has {unknown[:3]}, which the model has not"
+        if problem and self.from_file:
+            raise PlanError(
+                f"the plan's decisions for program {program.name!r} do not fit this model",
+                why=problem,
+                do="make the plan again for this model, or start from a preset",
+            )
+        return None
+
+    def new_key(self, name: str) -> str:
+        """A free key for the decisions of a program."""
+        number = 1 + sum(key.split("#")[0] == name for key in self.placements)
+        return name if number == 1 else f"{name}#{number}"
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON."""
@@ -54,11 +88,13 @@ class Plan:
         if path.stat().st_size > _LARGEST_FILE:
             raise PlanError(f"{path} is larger than {_LARGEST_FILE // 2**20} MiB: not a plan")
         try:
-            return Plan.from_json(json.loads(path.read_text()))
+            plan = Plan.from_json(json.loads(path.read_text()))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise PlanError(
                 f"{path} is not a plan file", why=f"{type(error).__name__}: {error}"
             ) from error
+        plan.from_file = True
+        return plan
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain data."""
@@ -125,6 +161,15 @@ class Plan:
             placements=placements,
             recomputation=recomputation,
         )
+
+
+def _named_values(program: Program) -> set[str]:
+    """Everything in a Program that a placement decision names."""
+    return {
+        *(roles.label(role) for role in program.inputs),
+        *(roles.label(role) for role in program.outputs),
+        *(node.meta["name"] for node in program.operations()),
+    }
 
 
 def parse_placements(text: str) -> Placements:

@@ -1,0 +1,102 @@
+"""merge_small_collectives: fewer calls, the same bits."""
+
+import pytest
+import torch
+from stepgraph import torch_internals
+from stepgraph.lowering import merge
+from stepgraph.lowering.merge import merge_small_collectives
+from stepgraph.program.collectives import is_collective
+from stepgraph.program.invariants import check_invariants
+from tests.support import (
+    RANKS,
+    adamw,
+    assert_bitwise,
+    assert_golden,
+    bound,
+    compiled,
+    mlp,
+    regression_batch,
+    tiny_llama,
+    token_batch,
+    values,
+)
+from torch import nn
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(3))
+        self.b = nn.Parameter(torch.ones(5))
+
+    def forward(self, x):
+        return (x[:, :3] * self.a).sum() + (x * self.b).sum()
+
+
+def calls(program):
+    return sum(is_collective(node) for node in program.operations())
+
+
+def merged(programs):
+    after = [merge_small_collectives(program.copy()) for program in programs]
+    for program in after:
+        check_invariants(program, "merge_small_collectives")
+    return after
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero3"])
+def test_the_text_shows_one_flat_collective(plan):
+    before = bound(compiled(Two(), torch.ones(2, 5), ranks=2, plan=plan).programs["step"])[0]
+    assert_golden(
+        __file__, f"merge_small_collectives_{plan}", before, merge_small_collectives(before.copy())
+    )
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2", "zero3"])
+def test_every_result_is_the_same_bits(plan, ranks):
+    model, batch = mlp(), regression_batch()
+    optimizer = adamw(model)
+    before = bound(compiled(model, batch, optimizer, ranks=ranks, plan=plan).programs["step"])
+    after = merged(before)
+    inputs = values(model, batch, optimizer)
+    assert_bitwise(inputs.execute(before), inputs.execute(after))
+    assert calls(after[0]) <= calls(before[0])
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero3"])
+def test_a_transformers_collectives_become_few_and_keep_every_bit(plan):
+    model, batch = tiny_llama(), token_batch()
+    optimizer = adamw(model)
+    placed = compiled(model, batch, optimizer, ranks=3, plan=plan, memory="full").programs["step"]
+    before = bound(placed)
+    after = merged(before)
+    assert calls(after[0]) < calls(before[0]) / 2
+    inputs = values(model, batch, optimizer)
+    assert_bitwise(inputs.execute(before), inputs.execute(after))
+
+
+def test_a_flat_collective_is_no_larger_than_its_limit(monkeypatch):
+    limits = dict.fromkeys(merge.LARGEST, 200)
+    monkeypatch.setattr(merge, "LARGEST", limits)
+    monkeypatch.setattr(merge, "LARGE", 100)
+    model, batch = mlp(), regression_batch()
+    before = bound(compiled(model, batch, adamw(model), ranks=2).programs["step"])
+    after = merged(before)
+    for node in after[0].operations():
+        if is_collective(node) and node.args[0].target is torch.ops.aten.cat.default:
+            sizes = [v.numel() * v.element_size() for v in (node.meta["val"], node.args[0].meta["val"])]
+            assert max(sizes) <= 200
+    inputs = values(model, batch, adamw(model))
+    assert_bitwise(inputs.execute(before), inputs.execute(after))
+
+
+def test_a_wait_stands_right_before_the_first_reader():
+    program = compiled(mlp(), regression_batch(), ranks=2).programs["step"]
+    (after, _) = merged(bound(program))
+    nodes = list(after.graph.nodes)
+    moved = {torch_internals.WAIT, torch.ops.aten.slice.Tensor, torch.ops.aten.reshape.default}
+    for node in nodes:
+        if node.target is torch_internals.WAIT:
+            between = nodes[nodes.index(node) + 1 : min(nodes.index(user) for user in node.users)]
+            assert all(other.target in moved for other in between)

@@ -436,5 +436,5 @@ def test_a_plan_file_of_another_model_says_what_differs(tmp_path):
     engine.plan.save(tmp_path / "plan.json")
     other = tiny_llama()
     again = engine_for(other, adamw(other.parameters()), plan=tmp_path / "plan.json")
-    with pytest.raises(stepgraph.errors.PlanError, match=r"Param\(model\.embed_tokens\.weight\)"):
+    with pytest.raises(stepgraph.errors.PlanError, match="embed_tokens"):
         again.step(llama_batch(0))

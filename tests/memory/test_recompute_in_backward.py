@@ -27,7 +27,7 @@ class Gated(nn.Module):
         self.linear = nn.Linear(3, 2, bias=False)
 
     def forward(self, x):
-        return torch.relu_(torch.tanh(self.linear(x))).sum()
+        return torch.relu_(self.linear(x)).square().sum()
 
 
 def crossing(program):

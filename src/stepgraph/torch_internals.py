@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch._dynamo.config as _dynamo_config
 import torch._inductor.config as _inductor_config
 import torch.utils._pytree as pytree
 from torch import fx, nn
@@ -94,7 +95,7 @@ def export_graph(module: nn.Module, args: tuple) -> tuple[fx.GraphModule, dict[s
     """
     from torch._dynamo.functional_export import _dynamo_graph_capture_for_export
 
-    with _keeping_compiled_code():
+    with _keeping_compiled_code(), _dynamo_config.patch(allow_rnn=True):
         captured = _dynamo_graph_capture_for_export(module)(*args)
     return captured, dict(captured.meta["dynamo_flat_name_to_original_fqn"])
 

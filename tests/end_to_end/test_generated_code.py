@@ -1,60 +1,67 @@
 """What inductor makes of a step, read as text: no copy that the algorithm does not need."""
 
-import logging
+import os
 import re
 
 import pytest
 import torch
 from tests.end_to_end.test_engine import Regression, pairs
+from torch._inductor.utils import run_and_get_code
 
 import stepgraph
 from stepgraph.frontends.launcher import launch
+from stepgraph.lowering import merge
 
-WIDTH = 64
-
-
-def generated_code(preset: str) -> str:
-    """Trains two steps and returns the code of the step program, as inductor logged it."""
-    import os
-
-    logger = logging.getLogger("torch._inductor.graph.__output_code")
-    texts: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            texts.append(record.getMessage())
-
-    torch._logging.set_logs(output_code=True)
-    handler = Keep()
-    logger.addHandler(handler)
-    try:
-        model = Regression(width=WIDTH)
-        engine = stepgraph.Engine(
-            model,
-            optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
-            plan=preset,
-            lowering="inductor",
-        )
-        rank = int(os.environ.get("RANK", "0"))
-        with torch._inductor.config.patch(force_disable_caches=True):
-            for step in range(2):
-                engine.step(pairs(seed=2 * step + rank))
-    finally:
-        logger.removeHandler(handler)
-        torch._logging.set_logs()
-    return max(texts, key=len)
+WIDTH = 640  # first.weight: 2560 elements, second.weight: 1280, first.bias: 640
 
 
-def calls(code: str) -> str:
-    """The body of the generated ``call`` function."""
-    return code.split("def call(self, args):")[-1].split("return (")[0]
+def generated_code(preset: str, apart: bool) -> str:
+    """Trains a step on this rank and returns the code that inductor generated for it."""
+    if apart:
+        merge.LARGE = 0  # every collective alone, as if each were large
+    model = Regression(width=WIDTH)
+    model.second = torch.nn.Linear(WIDTH, 2)  # every parameter divides over two ranks: no padding
+    engine = stepgraph.Engine(
+        model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
+        plan=preset,
+        lowering="inductor",
+    )
+    rank = int(os.environ.get("RANK", "0"))
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, (code,) = run_and_get_code(engine.step, pairs(seed=rank))
+    return code
+
+
+def copied_elements(code: str) -> list[int]:
+    """Sizes of the loops in generated kernels that store what they loaded, unchanged."""
+    sizes = []
+    loop = re.compile(
+        r"for\(int64_t x0=.*?x0<static_cast<int64_t>\((\d+)L?\).*?\{(.*?)\n {8}\}", re.DOTALL
+    )
+    for size, body in loop.findall(code):
+        loaded = re.findall(r"auto (tmp\d+) = .*?in_ptr\d+", body)
+        computed = re.findall(r"auto (tmp\d+) = ", body)
+        stores = re.findall(r"(?:(tmp\d+)\.store\(out_ptr|out_ptr\d+\[.*?\] = (tmp\d+))", body)
+        stored = [a or b for a, b in stores]
+        if stored and set(computed) == set(loaded) and set(stored) <= set(loaded):
+            sizes.append(int(size))
+    return sizes
 
 
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero3"])
-def test_state_is_updated_in_place(preset):
-    (code, _) = launch(generated_code, preset, ranks=2)
-    body = calls(code)
-    # A parameter or state is copied only if some buffer of its size is made and copied into it.
+def test_no_copy_of_a_parameter_is_left(preset):
+    (code, _) = launch(generated_code, preset, True, ranks=2)
+    assert max(copied_elements(code), default=0) < 640, copied_elements(code)
+    body = code.split("def call(self, args):")[-1]
     assert "copy_(" not in body
-    if preset == "zero1":  # new parameters are gathered straight into the parameters, or merged
-        assert re.search(r"all_gather_into_tensor", body)
+    gathers = re.findall(r"all_gather_into_tensor(\w*)\.default\(.*", body)
+    if preset == "zero1":  # new parameters are gathered straight into the parameters
+        assert gathers == ["_out"] * 4
+        assert len(re.findall(r"all_gather_into_tensor_out.*out=arg\d+_1\)", body)) == 4
+
+
+def test_merged_collectives_copy_each_gradient_once():
+    (code, _) = launch(generated_code, "ddp", False, ranks=2)
+    body = code.split("def call(self, args):")[-1]
+    assert len(re.findall(r"all_reduce_?\.default\(", body)) <= 2  # gradients, and the loss

@@ -49,6 +49,7 @@ def test_the_loss_falls(run):
     assert summary["mesh"] == "dp=2"
     assert summary["compile_seconds"] > 0
     assert summary["sample"]
+    assert summary["prompt"] in "the quick brown fox jumps over the lazy dog\n" * 3
 
 
 def test_every_step_is_in_the_metrics_once(run):

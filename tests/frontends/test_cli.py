@@ -1,5 +1,4 @@
 import json
-import logging
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
@@ -60,6 +59,7 @@ SUMMARY = Summary(
     compile_seconds=4.0,
     seconds=9.0,
     losses=[5.5, 4.0, 2.5],
+    prompt=None,
     sample=None,
 )
 
@@ -128,13 +128,14 @@ def test_the_version_is_told():
 
 
 def test_a_summary_a_curve_and_a_sample_go_to_standard_output(text, launched, monkeypatch):
-    monkeypatch.setattr(training, "launch", lambda *a, **k: [replace(SUMMARY, sample="to be")])
+    spoken = {"prompt": "not\n", "sample": "to be"}
+    monkeypatch.setattr(training, "launch", lambda *a, **k: [replace(SUMMARY, **spoken)])
     result = run("train", "--model", "llama-tiny", "--text", text, "--sample", "5")
     assert result.exit_code == 0, result.output
     assert "loss         5.500 -> 2.500 in 3 steps" in result.stdout
     assert "1,234 tokens/s" in result.stdout
     assert "   5.500 |*" in result.stdout
-    assert result.stdout.endswith("sample:\nto be\n")
+    assert result.stdout.endswith("sample, continuing 'not\\n':\nto be\n")
 
 
 def test_json_is_all_of_standard_output(text, launched):
@@ -282,17 +283,3 @@ def test_a_curve_fits_the_screen(losses):
     assert max(map(len, lines)) <= 70
     assert lines[-1].strip() == f"steps 1 to {len(losses)}"
     assert sum(line.count("*") for line in lines) == min(60, len(losses))
-
-
-def test_only_the_first_rank_speaks(capsys):
-    options = TrainOptions(model="m", text="t", steps=1)
-    done = training.StepMetrics(1, 2.0, 3.0, 4, 5.0)
-    for show in (True, False):
-        with training._Watch(options, show=show) as watch:
-            watch.step(done)
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.splitlines() == [
-        "compiling the first step", "step 1/1  loss 2.000  3 tokens/s  0.00 GiB"
-    ]  # fmt: skip
-    assert logging.getLogger("stepgraph").level == logging.NOTSET

@@ -91,7 +91,10 @@ def finish_accumulation(program: Program, normalisation: Normalisation, count: i
         if isinstance(role, roles.Grad):
             total = sums[f"grad:{role.name}"]
             if factor is not None:
-                total = emit(aten.mul.Tensor, total, factor)
+                dtype = total.meta["val"].dtype
+                same = factor.meta["val"].dtype == dtype
+                scale = factor if same else emit(aten._to_copy.default, factor, dtype=dtype)
+                total = emit(aten.mul.Tensor, total, scale)
             node = emit(aten.div.Scalar, total, count) if averaged else total
         results.append(loss if isinstance(role, roles.Loss) else node)
     program.graph.output_node().args = (tuple(results),)

@@ -174,7 +174,11 @@ def _canonical_names(model: nn.Module, flat_names: dict[str, str]) -> dict[str, 
     first: dict[int, str] = {}
     for name, tensor in tensors.items():
         first.setdefault(id(tensor), name)
-    canonical = {}
+    # dynamo records the flat name of one of a tied tensor's names; it spells all of them alike.
+    canonical = {
+        f"L__self___model_{name.replace('.', '_')}": first[id(tensor)]
+        for name, tensor in tensors.items()
+    }
     for flat, full in flat_names.items():
         own = full.removeprefix("model.")
         canonical[flat] = first[id(tensors[own])] if own in tensors else own

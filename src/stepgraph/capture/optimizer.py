@@ -26,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from stepgraph import torch_internals
+from stepgraph.capture.simplify import IDENTITIES
 from stepgraph.errors import OptimizerError
 
 # Options that choose an implementation, not a result; the single-tensor path is what is traced.
@@ -292,6 +293,8 @@ def _trace(function, examples: list[torch.Tensor]) -> fx.GraphModule:
             old, new = (argument.meta["val"] for argument in node.args)
             if old.shape == new.shape and old.dtype == new.dtype:
                 node.replace_all_uses_with(node.args[1])
+        elif node.target in IDENTITIES:
+            node.replace_all_uses_with(node.args[0])
     graph.graph.eliminate_dead_code()
     return graph
 

@@ -16,6 +16,9 @@ from stepgraph.program.program import Program
 
 aten = torch.ops.aten
 
+# In a functional program an alias is its source.
+IDENTITIES = (aten.detach.default, aten.alias.default)
+
 
 def drop_identities(program: Program) -> Program:
     """Readers of ``detach`` and ``alias`` read what those were taken of.
@@ -24,7 +27,7 @@ def drop_identities(program: Program) -> Program:
     functional, so an alias is its source).
     """
     for node in list(program.operations()):
-        if node.target in (aten.detach.default, aten.alias.default):
+        if node.target in IDENTITIES:
             node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
     return program.finish()
 

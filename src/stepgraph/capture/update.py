@@ -227,8 +227,12 @@ def clip_gradients(program: Program) -> Program:
     wanted = emit(aten.div.Tensor, limit, emit(aten.add.Scalar, norm, _TINY))
     coefficient = emit(aten.clamp.default, wanted, None, 1.0)
     results = list(program.results)
+    factors: dict[torch.dtype, fx.Node] = {}
     for role, gradient in gradients.items():
-        clipped = emit(aten.mul.Tensor, gradient, coefficient)
+        dtype = gradient.meta["val"].dtype  # as the factor's, or a 0-dim gradient is promoted
+        if dtype not in factors:
+            factors[dtype] = emit(aten._to_copy.default, coefficient, dtype=dtype)
+        clipped = emit(aten.mul.Tensor, gradient, factors[dtype])
         results[program.outputs.index(role)] = clipped
     program.graph.output_node().args = (tuple(results),)
     name_operations(program.graph)

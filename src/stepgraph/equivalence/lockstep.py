@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from stepgraph import torch_internals
-from stepgraph.program.collectives import KINDS, SHARD_OF, is_collective, mesh_dim_of
+from stepgraph.program.collectives import KINDS, ON_FIRST, SHARD_OF, is_collective, mesh_dim_of
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.program import Program
 from stepgraph.program.shards import REDUCTIONS, cut
@@ -92,6 +92,9 @@ def _interpret(
             value, dim, ranks, mesh_dim = node.args
             index = mesh.coordinate(rank)[mesh.names.index(mesh_dim)]
             values[node] = cut(values[value], dim, ranks, index)
+        elif node.target is ON_FIRST:
+            index = mesh.coordinate(rank)[mesh.names.index(node.args[1])]
+            values[node] = torch.zeros_like(values[node.args[0]]) if index else values[node.args[0]]
         else:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = node.target(*args, **kwargs)

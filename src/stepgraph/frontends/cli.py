@@ -187,7 +187,7 @@ def show_summary(summary: Summary) -> str:
     parts = ["\n".join(f"{name:<12} {text}" for name, text in rows)]
     parts.append(loss_curve(summary.losses))
     if summary.sample is not None:
-        parts.append(f"sample:\n{summary.sample}")
+        parts.append(f"sample, continuing {summary.prompt!r}:\n{summary.sample}")
     return "\n\n".join(parts)
 
 

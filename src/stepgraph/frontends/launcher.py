@@ -235,6 +235,10 @@ def _environment_of_ranks(ranks: int) -> Iterator[None]:
     """Ranks inherit a share of the cores; this process gets its own environment back."""
     before = dict(os.environ)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))
+    # Ranks that are killed leave locks behind; multiprocessing's tracker frees them, and warns.
+    others = os.environ.get("PYTHONWARNINGS")
+    quiet = "ignore:resource_tracker:UserWarning"
+    os.environ["PYTHONWARNINGS"] = f"{others},{quiet}" if others else quiet
     try:
         yield
     finally:

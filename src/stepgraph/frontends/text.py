@@ -144,7 +144,7 @@ def generate(
     *,
     prompt: bytes = b"\n",
     window: int = 128,
-    temperature: float = 0.7,
+    temperature: float = 0.8,
     seed: int = 0,
 ) -> str:
     """Continues a prompt by ``count`` bytes.

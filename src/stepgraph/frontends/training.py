@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import os
 import statistics
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -24,6 +19,7 @@ from stepgraph.errors import BatchError, MeshError, UsageError
 from stepgraph.frontends.engine import Engine
 from stepgraph.frontends.launcher import launch, peak_bytes, rank_device
 from stepgraph.frontends.models import build_model, find_model, language_model_loss
+from stepgraph.frontends.progress import StepMetrics, Watch
 from stepgraph.frontends.text import BatchShape, TextBatches, count_bytes, generate, read_text
 from stepgraph.lowering.lower import check_lowering
 from stepgraph.memory.policies import parse_policy
@@ -34,6 +30,7 @@ from stepgraph.runtime.ranks import parse_mesh
 
 # Ranks that differ only along these mesh dimensions train on the same rows.
 MODEL_PARALLEL = ("tp",)
+PROMPT_BYTES = 48
 
 
 @dataclass(frozen=True)
@@ -77,22 +74,12 @@ class Summary:
     compile_seconds: float
     seconds: float
     losses: list[float]
+    prompt: str | None
     sample: str | None
 
     def to_json(self) -> dict[str, Any]:
         """The summary as plain data."""
         return asdict(self)
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """One line of the metrics file; its time and rate are the step's, compilation included."""
-
-    step: int
-    loss: float
-    tokens_per_second: float
-    peak_bytes: int
-    seconds: float
 
 
 def train(options: TrainOptions) -> Summary | None:
@@ -196,7 +183,7 @@ def _train_on_rank(options: TrainOptions, mesh: MeshShape) -> Summary | None:
         seed=options.seed,
     )
     history: list[StepMetrics] = []
-    with _Watch(options, show=rank == 0) as watch:
+    with Watch(options.steps, options.metrics, show=rank == 0) as watch:
         for step in range(1, options.steps + 1):
             start = time.perf_counter()
             loss = float(engine.step(batches.batch(step)))
@@ -204,7 +191,9 @@ def _train_on_rank(options: TrainOptions, mesh: MeshShape) -> Summary | None:
             done = StepMetrics(step, loss, shape.bytes / seconds, peak_bytes(device), seconds)
             history.append(done)
             watch.step(done)
-    sample = _sample(engine, options, rank, device) if options.sample else None
+    # As much of the text as shows where a line begins and what it is about.
+    prompt = batches.batch(0)["input_ids"][0, :PROMPT_BYTES] if options.sample else None
+    sample = None if prompt is None else _sample(engine, options, bytes(prompt.tolist()), device)
     if rank:
         return None
     settled = history[1:] or history  # the first step compiles
@@ -223,12 +212,16 @@ def _train_on_rank(options: TrainOptions, mesh: MeshShape) -> Summary | None:
         compile_seconds=engine.stats.compile_seconds,
         seconds=sum(done.seconds for done in history),
         losses=[done.loss for done in history],
+        prompt=None if prompt is None else bytes(prompt.tolist()).decode(errors="replace"),
         sample=sample,
     )
 
 
-def _sample(engine: Engine, options: TrainOptions, rank: int, device: torch.device) -> str | None:
+def _sample(
+    engine: Engine, options: TrainOptions, prompt: bytes, device: torch.device
+) -> str | None:
     """Text from the trained weights, by a plain copy of the model on the first rank."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
     whole = {}
     for name, value in engine.state_dict().items():  # every rank takes part in each gathering
         full = value.full_tensor() if isinstance(value, DTensor) else value
@@ -238,65 +231,4 @@ def _sample(engine: Engine, options: TrainOptions, rank: int, device: torch.devi
         return None
     plain: nn.Module = build_model(options.model, options.seed).to(device)
     plain.load_state_dict(whole)
-    return generate(plain, options.sample, window=options.seq, seed=options.seed)
-
-
-class _Watch:
-    """Progress on standard error, metrics in their file: on the first rank, else nothing.
-
-    A terminal gets a bar; a log file gets a line now and then.
-    """
-
-    def __init__(self, options: TrainOptions, *, show: bool) -> None:
-        self.options, self.show = options, show
-        self.console = Console(stderr=True, quiet=not show)
-        self.every = max(1, options.steps // 10)
-        self.stack = contextlib.ExitStack()
-        self.file: IO[str] | None = None
-        self.progress: Progress | None = None
-
-    def __enter__(self) -> _Watch:
-        if self.show and self.options.metrics is not None:
-            self.file = self.stack.enter_context(open(self.options.metrics, "a"))
-        if self.console.is_terminal and self.show:
-            self.stack.enter_context(self._bar())
-        else:
-            self.console.print("compiling the first step")
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.stack.close()
-
-    @contextlib.contextmanager
-    def _bar(self) -> Iterator[None]:
-        columns = (
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            TimeElapsedColumn(),
-        )
-        with Progress(*columns, console=self.console) as self.progress:
-            self.task = self.progress.add_task("compiling", total=None, numbers="")
-            yield
-
-    def step(self, done: StepMetrics) -> None:
-        """Shows and records a step."""
-        if self.file is not None:
-            self.file.write(json.dumps(asdict(done)) + "\n")
-            self.file.flush()
-        numbers = (
-            f"loss {done.loss:.3f}  {done.tokens_per_second:,.0f} tokens/s  "
-            f"{done.peak_bytes / 2**30:.2f} GiB"
-        )
-        steps = self.options.steps
-        if self.progress is not None:
-            self.progress.update(
-                self.task,
-                description=f"step {done.step}/{steps}",
-                total=steps,
-                completed=done.step,
-                numbers=numbers,
-            )
-        elif done.step in (1, steps) or done.step % self.every == 0:
-            self.console.print(f"step {done.step}/{steps}  {numbers}", highlight=False)
+    return generate(plain, options.sample, prompt=prompt, window=options.seq, seed=options.seed)

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from stepgraph.program.build import Builder
-from stepgraph.program.collectives import SHARD_OF, is_collective, mesh_dim_of
+from stepgraph.program.collectives import ON_FIRST, SHARD_OF, is_collective, mesh_dim_of
 from stepgraph.program.layout import chunk_size
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
@@ -25,7 +25,7 @@ def bind_to_rank(program: Program, rank: int, groups: Mapping[str, str]) -> Prog
         groups: names of mesh dimensions -> names of this rank's process groups.
 
     reads: mesh dimension names. writes: group names in collectives; ``slice`` (and padding) in place
-    of ``shard_of``. preserves: every result, bitwise.
+    of ``shard_of``, the value or zeros in place of ``on_first``. preserves: every result, bitwise.
     """
     assert program.mesh is not None
     coordinate = dict(zip(program.mesh.names, program.mesh.coordinate(rank), strict=True))
@@ -34,8 +34,20 @@ def bind_to_rank(program: Program, rank: int, groups: Mapping[str, str]) -> Prog
             node.args = (*node.args[:-1], groups[mesh_dim_of(node)])
         elif node.target is SHARD_OF:
             _slice(program, node, coordinate[mesh_dim_of(node)])
+        elif node.target is ON_FIRST:
+            _first_only(program, node, coordinate[mesh_dim_of(node)])
     name_operations(program.graph)
     return program.finish()
+
+
+def _first_only(program: Program, node: fx.Node, index: int) -> None:
+    value = node.args[0]
+    if index:
+        emit = Builder(program, node.meta["phase"], node)
+        emit.module = node.meta["module"]
+        value = emit(aten.zeros_like.default, value)
+        value.meta["placements"] = node.meta.get("placements", ())
+    node.replace_all_uses_with(value)  # type: ignore[arg-type]
 
 
 def _slice(program: Program, node: fx.Node, index: int) -> None:

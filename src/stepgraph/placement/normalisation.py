@@ -14,7 +14,7 @@ from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from stepgraph.placement.rules import Rules, tensor_arguments
+from stepgraph.placement.rules import Rules, results_of, tensor_arguments
 from stepgraph.planning.decisions import Normalisation
 from stepgraph.program import roles
 from stepgraph.program.program import BACKWARD, FORWARD, Program
@@ -74,16 +74,24 @@ class _Walk:
         if node.target.__name__ == "getitem":  # type: ignore[union-attr]
             self.state[node] = (self.state[arguments[0]][node.args[1]],)  # type: ignore[index]
             return
+        if node not in self.varies:
+            self.state[node] = (Replicate(),) * len(results_of(node))
+            return
         states = [self.state[argument][0] for argument in arguments]
         if TAIL not in states:
             placements = tuple(s if isinstance(s, Placement) else Replicate() for s in states)
-            for strategy in self.rules.strategies(node, placements):
+            free = [
+                strategy
+                for strategy in self.rules.strategies(node, placements)
                 if all(
                     have == want or (isinstance(have, Replicate) and isinstance(want, Shard))
                     for have, want in zip(placements, strategy.inputs, strict=True)
-                ):
-                    self.state[node] = strategy.outputs
-                    return
+                )
+            ]
+            if free:  # the one that cuts the fewest constants
+                same = [sum(a == b for a, b in zip(placements, s.inputs, strict=True)) for s in free]
+                self.state[node] = free[same.index(max(same))].outputs
+                return
         single = all(
             argument.meta["val"].dim() == 0 and (s == TAIL or isinstance(s, Partial))
             for argument, s in zip(arguments, states, strict=True)

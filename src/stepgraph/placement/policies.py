@@ -277,7 +277,8 @@ def redistribution_bytes(value: object, have: Placement, want: Placement, ranks:
     if isinstance(have, Replicate):
         return 1e-3 * size if isinstance(want, Shard) else float("inf")
     if isinstance(want, Partial):
-        return float("inf")
+        averages = isinstance(have, Partial) and (have.reduce_op, want.reduce_op) == ("avg", "sum")
+        return 1e-3 * size if averages else float("inf")
     # A mesh of one rank moves nothing; cost it as two, so that its plan is the same kind of plan.
     ranks = max(ranks, 2)
     share = size * (ranks - 1) / ranks

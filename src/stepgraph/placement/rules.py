@@ -17,7 +17,6 @@ from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph import torch_internals
 from stepgraph.program.build import freeze
-from stepgraph.program.program import tensors_of
 
 aten = torch.ops.aten
 
@@ -44,6 +43,21 @@ def tensor_arguments(node: fx.Node) -> list[fx.Node]:
 
     fx.node.map_arg((node.args, node.kwargs), visit)
     return found
+
+
+def results_of(node: fx.Node) -> list[object]:
+    """What an operation returns, position by position; a result that was not asked for is None."""
+    value = node.meta["val"]
+    return list(value) if isinstance(value, (tuple, list)) else [value]
+
+
+def _aligned(strategy: Strategy, results: list[object]) -> Strategy:
+    """Rules may leave out the results that were not asked for; put them back as None."""
+    asked = [value is not None for value in results]
+    if len(strategy.outputs) == len(results) or len(strategy.outputs) != sum(asked):
+        return strategy
+    given = iter(strategy.outputs)
+    return Strategy(strategy.inputs, tuple(next(given) if a else None for a in asked))
 
 
 class Rules:
@@ -90,8 +104,8 @@ class Rules:
 
     def _ask(self, node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
         arguments = tensor_arguments(node)
-        results = tensors_of(node.meta["val"])
-        replicate = Strategy((Replicate(),) * len(arguments), (Replicate(),) * max(1, len(results)))
+        results = results_of(node)
+        replicate = Strategy((Replicate(),) * len(arguments), (Replicate(),) * len(results))
         if node.target in TABLE:
             found = TABLE[node.target](node, placements)
         else:
@@ -100,6 +114,7 @@ class Rules:
             except Exception:  # rules raise all sorts on arguments they cannot handle
                 self.without_rule.add(str(node.target))
                 found = []
+        found = [_aligned(strategy, results) for strategy in found]
         kept = [s for s in found if self._usable(s, arguments, results)]
         return [*dict.fromkeys(kept), replicate]
 
@@ -123,14 +138,14 @@ class Rules:
 
     def _usable(self, strategy: Strategy, arguments: list, results: list) -> bool:
         """Whether a strategy fits the call: one placement per tensor, even shards, known kinds."""
-        if len(strategy.inputs) != len(arguments) or len(strategy.outputs) != max(1, len(results)):
+        if len(strategy.inputs) != len(arguments) or len(strategy.outputs) != len(results):
             return False
         values = [argument.meta["val"] for argument in arguments]
         pairs = [*zip(strategy.inputs, values, strict=True)]
         pairs += [
             (placement, value)
-            for placement, value in zip(strategy.outputs, results, strict=False)
-            if placement is not None
+            for placement, value in zip(strategy.outputs, results, strict=True)
+            if placement is not None and value is not None
         ]
         return all(self._placeable(placement, value) for placement, value in pairs)
 

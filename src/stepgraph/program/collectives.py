@@ -47,7 +47,22 @@ def _(x: torch.Tensor, dim: int, ranks: int, mesh_dim: str) -> torch.Tensor:
     return x.new_empty(shape)
 
 
+@torch.library.custom_op("stepgraph::on_first", mutates_args=())
+def on_first(x: torch.Tensor, mesh_dim: str) -> torch.Tensor:
+    """A replicated value as a pending sum: itself on the first rank of ``mesh_dim``, zero on others.
+
+    Only a symbol, like :func:`shard_of`.
+    """
+    raise RuntimeError("on_first must be bound to a rank before it runs")
+
+
+@on_first.register_fake
+def _(x: torch.Tensor, mesh_dim: str) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
 SHARD_OF = torch.ops.stepgraph.shard_of.default
+ON_FIRST = torch.ops.stepgraph.on_first.default
 
 
 def is_collective(node: fx.Node) -> bool:
@@ -73,10 +88,14 @@ def redistribute(
         size: global length of the sharded dimension (to remove or add padding), if there is one.
     """
     match have, want:
+        case Replicate(), Partial(reduce_op="sum"):
+            return emit(ON_FIRST, node, mesh_dim)
         case Replicate(), Shard(dim=dim):
             return emit(SHARD_OF, node, dim, ranks, mesh_dim)
         case Shard(dim=dim), Replicate():
             return _all_gather(emit, node, dim, mesh_dim, ranks, size)
+        case Partial(reduce_op="avg"), Partial(reduce_op="sum"):
+            return emit(aten.div.Scalar, node, ranks)
         case Partial(reduce_op=op), Replicate():
             kind = "sum" if op == "avg" else op
             whole = emit(torch_internals.ALL_REDUCE, node, kind, mesh_dim)

@@ -14,7 +14,7 @@ from stepgraph import torch_internals
 from stepgraph.errors import InvariantError
 from stepgraph.program import roles
 from stepgraph.program.build import ShapeRunner
-from stepgraph.program.collectives import SHARD_OF, is_collective, mesh_dim_of
+from stepgraph.program.collectives import ON_FIRST, SHARD_OF, is_collective, mesh_dim_of
 from stepgraph.program.layout import local_shape
 from stepgraph.program.program import PHASES, Program, is_write, tensors_of
 
@@ -142,7 +142,7 @@ def _waits_complete_collectives(program: Program):
 def _groups_exist(program: Program):
     """Collectives and cuts run over dimensions of the Program's mesh."""
     for node in program.operations():
-        if is_collective(node) or node.target is SHARD_OF:
+        if is_collective(node) or node.target in (SHARD_OF, ON_FIRST):
             if program.mesh is None or mesh_dim_of(node) not in program.mesh.names:
                 yield node, f"runs over {mesh_dim_of(node)!r}, which is no dimension of the mesh"
 

@@ -1,0 +1,88 @@
+"""A run while it runs: its progress on standard error, its metrics in a file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import IO, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One line of the metrics file; its time and rate are the step's, compilation included."""
+
+    step: int
+    loss: float
+    tokens_per_second: float
+    peak_bytes: int
+    seconds: float
+
+
+class Watch:
+    """Progress on standard error, metrics in their file.
+
+    A terminal gets a bar; a log file gets a line now and then.
+
+    Args:
+        steps: how many there will be.
+        metrics: a file to append to, one line of JSON a step.
+        show: false on ranks other than the first: nothing is shown or written.
+    """
+
+    def __init__(self, steps: int, metrics: str | None, *, show: bool) -> None:
+        self.steps, self.metrics, self.show = steps, metrics, show
+        self.console = Console(stderr=True, quiet=not show)
+        self.every = max(1, steps // 10)
+        self.stack = contextlib.ExitStack()
+        self.file: IO[str] | None = None
+        self.progress: Progress | None = None
+
+    def __enter__(self) -> Watch:
+        if self.show and self.metrics is not None:
+            self.file = self.stack.enter_context(open(self.metrics, "a"))
+        if self.console.is_terminal and self.show:
+            self.stack.enter_context(self._bar())
+        else:
+            self.console.print("compiling the first step")
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.stack.close()
+
+    @contextlib.contextmanager
+    def _bar(self) -> Iterator[None]:
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeElapsedColumn(),
+        )
+        with Progress(*columns, console=self.console) as self.progress:
+            self.task = self.progress.add_task("compiling", total=None, numbers="")
+            yield
+
+    def step(self, done: StepMetrics) -> None:
+        """Shows and records a step."""
+        if self.file is not None:
+            self.file.write(json.dumps(asdict(done)) + "\n")
+            self.file.flush()
+        numbers = (
+            f"loss {done.loss:.3f}  {done.tokens_per_second:,.0f} tokens/s  "
+            f"{done.peak_bytes / 2**30:.2f} GiB"
+        )
+        if self.progress is not None:
+            self.progress.update(
+                self.task,
+                description=f"step {done.step}/{self.steps}",
+                total=self.steps,
+                completed=done.step,
+                numbers=numbers,
+            )
+        elif done.step in (1, self.steps) or done.step % self.every == 0:
+            self.console.print(f"step {done.step}/{self.steps}  {numbers}", highlight=False)

@@ -1,0 +1,94 @@
+"""memory_timeline: what it predicts is what interpreting the program allocates."""
+
+import pytest
+import torch
+from stepgraph import torch_internals
+from stepgraph.cost.memory import CATEGORIES, memory_timeline
+from stepgraph.lowering.state import write_state_in_place
+from stepgraph.program.program import BACKWARD
+from tests.support import adamw, compiled, mlp, regression_batch, tiny_llama, token_batch, values
+
+
+def measured_peak(program, model, batch, optimizer):
+    """Largest number of bytes in distinct storages that are alive at once, values dying when unread."""
+    inputs = values(model, batch, optimizer)
+    rows = zip(program.placeholders, program.inputs, program.input_values, strict=True)
+    alive = {node: inputs.of(role, value).clone() for node, role, value in rows}
+    held = set(alive)
+    last = {}
+    for node in program.graph.nodes:
+        for source in node.all_input_nodes:
+            last[source] = node
+    peak = 0
+    for node in program.operations():
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), alive.__getitem__)
+        alive[node] = (
+            args[0] if node.target is torch_internals.WAIT else node.target(*args, **kwargs)
+        )
+        tensors = torch.utils._pytree.tree_leaves(list(alive.values()))
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in tensors
+            if isinstance(t, torch.Tensor)
+        }
+        peak = max(peak, sum(storages.values()))
+        for source in [*node.all_input_nodes, node]:
+            if source not in held and last.get(source, node) is node:
+                alive.pop(source, None)
+    return peak
+
+
+@pytest.mark.parametrize("memory", ["none", "full"])
+@pytest.mark.parametrize("kind", ["mlp", "transformer"])
+def test_the_predicted_peak_is_within_five_percent_of_the_measured_one(kind, memory):
+    if kind == "mlp":
+        model, batch = mlp(), regression_batch(rows=240)
+    else:
+        model, batch = tiny_llama(3), token_batch(length=24)
+    optimizer = adamw(model)
+    program = compiled(model, batch, optimizer, memory=memory).programs["step"]
+    predicted = memory_timeline(program).peak()
+    measured = measured_peak(write_state_in_place(program.copy()), model, batch, optimizer)
+    assert predicted == pytest.approx(measured, rel=0.05)
+
+
+@pytest.fixture(scope="module")
+def timelines():
+    model, batch = tiny_llama(3), token_batch(length=24)
+    optimizer = adamw(model)
+    return {
+        (plan, memory): memory_timeline(
+            compiled(model, batch, optimizer, ranks=4, plan=plan, memory=memory).programs["step"]
+        )
+        for plan, memory in (("ddp", "none"), ("zero3", "none"), ("zero3", "full"))
+    }
+
+
+def test_every_byte_has_a_category_and_none_is_negative(timelines):
+    for timeline in timelines.values():
+        assert all(set(alive) == set(CATEGORIES) for alive in timeline.at)
+        assert min(size for alive in timeline.at for size in alive.values()) >= 0
+
+
+def test_sharding_divides_parameters_and_optimizer_states(timelines):
+    whole, sharded = timelines["ddp", "none"], timelines["zero3", "none"]
+    for category in ("parameters", "optimizer"):
+        assert sharded.peak_of(category) < 0.4 * whole.peak_of(category)
+
+
+def test_recomputing_keeps_fewer_activations(timelines):
+    kept, recomputed = timelines["zero3", "none"], timelines["zero3", "full"]
+    assert recomputed.peak_of("activations") < 0.6 * kept.peak_of("activations")
+
+
+def test_inputs_live_throughout(timelines):
+    timeline = timelines["ddp", "none"]
+    for category in ("parameters", "optimizer", "inputs"):
+        assert len({alive[category] for alive in timeline.at}) == 1
+
+
+def test_a_peak_can_be_asked_of_a_phase_and_without_categories(timelines):
+    timeline = timelines["ddp", "none"]
+    assert timeline.peak(BACKWARD) <= timeline.peak()
+    assert timeline.peak(without=("parameters",)) < timeline.peak()
+    assert timeline.peak(without=CATEGORIES) == 0

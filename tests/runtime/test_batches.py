@@ -1,0 +1,49 @@
+"""Batches: pytrees of tensors that agree in dimension 0."""
+
+import pytest
+import torch
+from stepgraph.errors import BatchError
+from stepgraph.runtime.batches import cut_micro_batches, flatten_batch, global_spec
+
+CPU = torch.device("cpu")
+
+
+def flat(batch):
+    return flatten_batch(batch, CPU)
+
+
+def test_leaves_have_paths_and_constants_are_part_of_the_key():
+    batch = flat({"x": torch.ones(4, 2), "more": [torch.ones(4), None, "causal"]})
+    assert set(batch.paths) >= {"x", "more.0"}
+    assert batch.shapes() == "more.0 [4] float32, x [4, 2] float32" or "x [4, 2]" in batch.shapes()
+    other = flat({"x": torch.ones(4, 2), "more": [torch.ones(4), None, "full"]})
+    assert batch.key != other.key
+
+
+@pytest.mark.parametrize("batch", [{}, [], None, 3, {"x": 1.0}, {"x": torch.tensor(1.0)}])
+def test_a_batch_without_rows_is_an_error(batch):
+    with pytest.raises(BatchError, match="must hold tensors whose dimension 0"):
+        flat(batch)
+
+
+def test_tensors_that_disagree_on_the_rows_are_named():
+    with pytest.raises(BatchError, match="x has 4, y has 3"):
+        flat({"x": torch.ones(4), "y": torch.ones(3)})
+
+
+def test_micro_batches_are_equal_slices_and_numbers_are_shared():
+    batch = flat((torch.arange(6), torch.tensor(2.0), "k"))
+    pieces = cut_micro_batches(batch, 3)
+    assert [piece[0].tolist() for piece in pieces] == [[0, 1], [2, 3], [4, 5]]
+    assert all(piece[1].item() == 2.0 and piece[2] == "k" for piece in pieces)
+
+
+@pytest.mark.parametrize(("rows", "count"), [(5, 2), (2, 4), (0, 2)])
+def test_rows_that_do_not_divide_are_an_error(rows, count):
+    with pytest.raises(BatchError, match=f"{rows} rows, which do not divide into {count}"):
+        cut_micro_batches(flat(torch.ones(rows, 2)), count)
+
+
+def test_the_global_batch_is_that_of_one_micro_batch_on_all_ranks():
+    spec = global_spec(flat((torch.ones(6, 5), torch.tensor(1.0))), micro_batches=3, data_parallel=4)
+    assert [tuple(leaf.shape) for leaf in spec.tensors] == [(8, 5), ()]

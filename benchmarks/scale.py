@@ -92,15 +92,18 @@ def whole_road(layers: int) -> dict[str, Any]:
     """The same and everything that stepgraph does before lowering."""
     import torch
 
-    from stepgraph.pipeline import PassDriver, StepRequest, compile_step
     from stepgraph.capture.module import default_loss
+    from stepgraph.pipeline import PassDriver, StepRequest, compile_step
     from stepgraph.planning.plan import Plan
     from stepgraph.program.layout import MeshShape
     from stepgraph.runtime.batches import flatten_batch, global_spec
 
     model = llama(layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    rows = {name: torch.zeros(ROWS_PER_RANK, SEQUENCE, dtype=torch.long) for name in ("input_ids", "labels")}
+    rows = {
+        name: torch.zeros(ROWS_PER_RANK, SEQUENCE, dtype=torch.long)
+        for name in ("input_ids", "labels")
+    }
     batch = global_spec(flatten_batch(rows, torch.device("cpu")), 1, RANKS)
     plan = Plan("zero3", MeshShape((("dp", RANKS),)), memory="full")
     driver = PassDriver(invariants=True)

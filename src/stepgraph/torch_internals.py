@@ -65,7 +65,7 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 def decomposition(op: Any) -> Callable | None:
     """torch's own decomposition of an operator, if it has one."""
-    return core_aten_decompositions().get(op) or get_decompositions([op]).get(op)
+    return get_decompositions([op]).get(op)
 
 
 @functools.cache
@@ -102,9 +102,9 @@ def export_graph(module: nn.Module, args: tuple) -> tuple[fx.GraphModule, dict[s
 
 @contextlib.contextmanager
 def _keeping_compiled_code() -> Iterator[None]:
-    """torch's export begins with ``torch._dynamo.reset()``, which would throw away whatever else the
-    process has compiled (the user's other models recompile without a word). Capture does not use
-    dynamo's code cache, so nothing is lost by leaving it alone meanwhile.
+    """Keeps what the process has compiled: torch's export begins with ``torch._dynamo.reset()``.
+
+    The user's other models would recompile without a word. Capture uses no compiled code itself.
     """
     reset = torch._dynamo.reset
     torch._dynamo.reset = lambda: None
@@ -273,7 +273,9 @@ def sharding_strategies(
         answer = propagator.op_to_rules[op](schema)
         if answer.output_spec is None:
             raise NotImplementedError(f"{op}: the rule wants its inputs redistributed")
-        return [([s.placements[0] for s in _specs((args, kwargs))], _placements(answer.output_spec))]
+        return [
+            ([s.placements[0] for s in _specs((args, kwargs))], _placements(answer.output_spec))
+        ]
     else:
         raise NotImplementedError(f"{op} has no sharding rule")
     if isinstance(found, TupleStrategy):
@@ -378,8 +380,6 @@ def zero_all(tensors: list[torch.Tensor]) -> None:
 def disable_compiler(function: Callable) -> Callable:
     """Keeps dynamo from tracing into ``function``."""
     return torch._dynamo.disable(function)
-
-
 
 
 # ------------------------------------------------------------------------------------- pytrees

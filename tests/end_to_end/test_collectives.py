@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tests.end_to_end.training import CLIP, TOKENS, adamw, llama_batch, tiny_llama
 from torch.utils.flop_counter import FlopCounterMode
 
 from stepgraph.equivalence.one_process import OneProcessRun
@@ -10,6 +9,7 @@ from stepgraph.program import roles
 from stepgraph.program.collectives import KINDS, is_collective
 from stepgraph.program.layout import chunk_size
 from stepgraph.report.text import collective_counts
+from tests.end_to_end.training import CLIP, TOKENS, adamw, llama_batch, tiny_llama
 
 RANKS = 4
 
@@ -86,7 +86,9 @@ def test_gradients_are_reduced_once_a_step_or_into_sharded_accumulators(preset, 
 
 def test_bytes_are_those_of_the_parameters():
     run, parameters = run_once("zero3")
-    padded = sum(chunk_size(p.shape[0], RANKS) * RANKS * p[0].numel() * 4 for p in parameters.values())
+    padded = sum(
+        chunk_size(p.shape[0], RANKS) * RANKS * p[0].numel() * 4 for p in parameters.values()
+    )
     counts = collective_counts(run.programs["step"])
     assert counts["forward", "all_gather"]["bytes"] == padded
     assert counts["backward", "reduce_scatter"]["bytes"] == padded // RANKS

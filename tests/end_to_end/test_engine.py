@@ -5,7 +5,6 @@ import weakref
 
 import pytest
 import torch
-from tests.end_to_end.training import adamw, compare, llama_batch, tiny_llama
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -26,6 +25,7 @@ from stepgraph.errors import (
     UnfilledModelError,
     UsageError,
 )
+from tests.end_to_end.training import adamw, compare, llama_batch, tiny_llama
 
 
 class Regression(nn.Module):

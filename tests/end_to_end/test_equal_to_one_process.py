@@ -1,9 +1,9 @@
 """Every preset, mesh, memory policy and number of micro-batches gives the run of one process."""
 
 import pytest
-from tests.end_to_end.training import CLIP, STEPS, adamw, compare, llama_batch, tiny_llama
 
 from stepgraph.equivalence.one_process import OneProcessRun
+from tests.end_to_end.training import CLIP, STEPS, adamw, compare, llama_batch, tiny_llama
 
 PRESETS = ("ddp", "zero1", "zero2", "zero3")
 

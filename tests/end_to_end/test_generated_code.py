@@ -5,12 +5,12 @@ import re
 
 import pytest
 import torch
-from tests.end_to_end.test_engine import Regression, pairs
 from torch._inductor.utils import run_and_get_code
 
 import stepgraph
 from stepgraph.frontends.launcher import launch
 from stepgraph.lowering import merge
+from tests.end_to_end.test_engine import Regression, pairs
 
 WIDTH = 640  # first.weight: 2560 elements, second.weight: 1280, first.bias: 640
 

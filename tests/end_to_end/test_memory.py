@@ -5,11 +5,11 @@ from collections import Counter
 
 import pytest
 import torch
-from tests.end_to_end.training import CLIP, adamw, llama_batch, tiny_llama
 
 from stepgraph.cost.memory import memory_timeline
 from stepgraph.equivalence.one_process import OneProcessRun
 from stepgraph.program import roles
+from tests.end_to_end.training import CLIP, adamw, llama_batch, tiny_llama
 
 
 def run_once(preset, ranks=4, memory=None, layers=2):

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+
+import stepgraph
+from stepgraph.errors import LaunchError
+from stepgraph.frontends.launcher import launch
 from tests.end_to_end.training import (
     CLIP,
     STEPS,
@@ -16,10 +20,6 @@ from tests.end_to_end.training import (
     reference,
     tiny_llama,
 )
-
-import stepgraph
-from stepgraph.errors import LaunchError
-from stepgraph.frontends.launcher import launch
 
 
 def rank_part(batch, rank, ranks):

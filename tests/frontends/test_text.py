@@ -14,6 +14,9 @@ def folder(tmp_path):
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "c.md").write_bytes(b"ccc")
     (tmp_path / "picture.png").write_bytes(b"xxxx")
+    for hidden in (".git", "site-packages"):
+        (tmp_path / hidden).mkdir()
+        (tmp_path / hidden / "d.py").write_bytes(b"dddd")
     (tmp_path / "link.py").symlink_to(tmp_path / "b.py")
     return tmp_path
 

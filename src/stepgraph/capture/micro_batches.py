@@ -52,9 +52,7 @@ def accumulate_gradients(program: Program, normalisation: Normalisation) -> Prog
         )
         if not isinstance(role, (roles.Grad, roles.Loss))
     ]
-    kept += [
-        (roles.NewAccumulator(name), node, _value(node)) for name, node in accumulated.items()
-    ]
+    kept += [(roles.NewAccumulator(name), node, _value(node)) for name, node in accumulated.items()]
     _set_outputs(program, kept)
     return start_backward_at_one(program)
 
@@ -182,4 +180,3 @@ def _set_outputs(program: Program, rows: list) -> None:
 def _value(node: fx.Node) -> Value:
     value = node.meta["val"]
     return Value(tuple(value.shape), value.dtype)
-

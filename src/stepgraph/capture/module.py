@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from stepgraph.torch_internals import pytree
 from torch import fx, nn
 
 from stepgraph import torch_internals
@@ -24,6 +23,7 @@ from stepgraph.errors import CaptureError, LossError
 from stepgraph.program import roles
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import BACKWARD, FORWARD, Program, Value
+from stepgraph.torch_internals import pytree
 
 LossFunction = Callable[[nn.Module, Any], Any]
 

@@ -250,7 +250,9 @@ def _starting_values(optimizer, group: dict[str, Any], like: torch.Tensor) -> di
         seen.append(states.first)
     return {
         key: float(value.flatten()[0])
-        if value.numel() and torch.equal(value, seen[1][key]) and bool((value == value.flatten()[0]).all())
+        if value.numel()
+        and torch.equal(value, seen[1][key])
+        and bool((value == value.flatten()[0]).all())
         else None
         for key, value in seen[0].items()
     }
@@ -367,6 +369,8 @@ def _group_with(group: dict[str, Any], leaf, tensors: dict[str, torch.Tensor]) -
             replaced[key] = type(value)(items)
         else:
             replaced[key] = tensors.get(key, value)
-    return replaced | {"params": [leaf]} | {
-        key: value for key, value in _IMPLEMENTATION.items() if key in group
-    }
+    return (
+        replaced
+        | {"params": [leaf]}
+        | {key: value for key, value in _IMPLEMENTATION.items() if key in group}
+    )

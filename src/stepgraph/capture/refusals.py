@@ -85,7 +85,7 @@ def graph_break_error(error: Exception) -> GraphBreakError:
     where = None
     if frames:
         frame = frames[-1]
-        where = f'{frame.filename}:{frame.lineno} in {frame.name}: {(frame.line or "").strip()}'
+        where = f"{frame.filename}:{frame.lineno} in {frame.name}: {(frame.line or '').strip()}"
     elif match := list(_USER_FRAME.finditer(text)):
         last = match[-1]
         where = f"{last['file']}:{last['line']} in {last['function']}"

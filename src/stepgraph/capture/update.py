@@ -122,7 +122,9 @@ class _Updates:
         """Rewrites inputs and outputs of the Program."""
         program = self.program
         roles_of = {node: role for role, node in self.inputs.items()}
-        values = dict(zip(program.placeholders[: len(program.inputs)], program.input_values, strict=False))
+        values = dict(
+            zip(program.placeholders[: len(program.inputs)], program.input_values, strict=False)
+        )
         program.inputs = [roles_of[node] for node in program.placeholders]
         program.input_values = [
             values.get(node) or Value(tuple(node.meta["val"].shape), node.meta["val"].dtype)

@@ -1,0 +1,1 @@
+"""What a Program costs: memory over time."""

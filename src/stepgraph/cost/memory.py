@@ -55,9 +55,7 @@ def memory_timeline(program: Program) -> MemoryTimeline:
         for source in node.all_input_nodes:
             last_read[root[source]] = position[node]
     end = len(operations)
-    written = {
-        role: node for node, role in zip(program.placeholders, program.inputs, strict=True)
-    }
+    written = {role: node for node, role in zip(program.placeholders, program.inputs, strict=True)}
     for node, role in zip(program.results, program.outputs, strict=True):
         target = roles.written_input(role)
         # Written in place right behind its producer: no storage of its own past that point.

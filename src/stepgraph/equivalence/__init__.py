@@ -1,0 +1,1 @@
+"""A Program before and after a pass, all ranks in one process."""

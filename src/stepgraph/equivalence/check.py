@@ -73,7 +73,9 @@ class CheckReport:
         lines = []
         for check in self.passes:
             mark = "ok  " if check.ok else "FAIL"
-            detail = check.problem or (f"{check.difference:.1e} at {check.worst}" if check.worst else "")
+            detail = check.problem or (
+                f"{check.difference:.1e} at {check.worst}" if check.worst else ""
+            )
             lines.append(
                 f"{mark} {check.program:<10} {check.name:<24} preserves {check.preserves:<16} {detail}"
             )
@@ -159,7 +161,9 @@ class _Checker:
             self._record("capture", before, self._eager(self.pieces[-1]), self._execute(before))
         expect = _EXPECTED.get(name)
         try:
-            old = self._execute(before) if expect is None else expect(self, before, after, arguments)
+            old = (
+                self._execute(before) if expect is None else expect(self, before, after, arguments)
+            )
             new = self._execute(after)
         except AssertionError as error:
             self._fail(name, after.name, str(error))
@@ -279,9 +283,7 @@ class _Checker:
         )
 
     def _fail(self, name: str, program: str, problem: str) -> None:
-        self.report.passes.append(
-            PassCheck(program, name, "", float("inf"), "", False, problem)
-        )
+        self.report.passes.append(PassCheck(program, name, "", float("inf"), "", False, problem))
 
 
 _EXPECTED: dict[str, Callable[..., dict[Any, torch.Tensor]]] = {

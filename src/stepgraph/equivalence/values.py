@@ -88,9 +88,7 @@ class GlobalValues:
         local = [self._cut(self.of(role, value), value, mesh) for role, value in rows]
         results = run_lockstep(programs, list(zip(*local, strict=True)), observe)
         found: dict[Any, torch.Tensor] = {}
-        for index, (role, value) in enumerate(
-            zip(first.outputs, first.output_values, strict=True)
-        ):
+        for index, (role, value) in enumerate(zip(first.outputs, first.output_values, strict=True)):
             found[role] = _join([result[index] for result in results], value, mesh)
         if in_place:
             for (role, value), parts in zip(rows, local, strict=True):

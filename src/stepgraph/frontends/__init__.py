@@ -1,0 +1,1 @@
+"""The doors: Engine, check, the command line."""

@@ -86,8 +86,10 @@ def _global_batch(batch: Any) -> Any:
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, batch)
     return pytree.tree_map(
-        lambda *leaves: torch.cat(leaves)
-        if isinstance(leaves[0], torch.Tensor) and leaves[0].dim()
-        else leaves[0],
+        lambda *leaves: (
+            torch.cat(leaves)
+            if isinstance(leaves[0], torch.Tensor) and leaves[0].dim()
+            else leaves[0]
+        ),
         *parts,
     )

@@ -166,7 +166,11 @@ class Engine:
         local = flatten_batch(batch, self._device)
         compiled = self._entry("evaluate", local)
         results = compiled.programs["evaluate"].run(local.leaves)
-        leaves = {role.index: value for role, value in results.items() if isinstance(role, roles.UserOutput)}
+        leaves = {
+            role.index: value
+            for role, value in results.items()
+            if isinstance(role, roles.UserOutput)
+        }
         return pytree.tree_unflatten([leaves[i] for i in sorted(leaves)], compiled.result_tree)
 
     def _set_gradients(self, results: Mapping[roles.Output, torch.Tensor]) -> None:
@@ -286,12 +290,12 @@ class Engine:
 
     def report(self) -> str:
         """The plan, collectives, memory, compilations and every fallback, as text."""
-        return engine_report(
-            self.plan, self.programs, self.notes, self.stats, self._micro_batches
-        )
+        return engine_report(self.plan, self.programs, self.notes, self.stats, self._micro_batches)
 
 
-def _check_arguments(model, optimizer, micro_batches, schedule, compute_dtype, reduce_dtype) -> None:
+def _check_arguments(
+    model, optimizer, micro_batches, schedule, compute_dtype, reduce_dtype
+) -> None:
     if not isinstance(model, nn.Module):
         raise UsageError(f"model must be an nn.Module, got {type(model).__name__}")
     if isinstance(model, nn.parallel.DistributedDataParallel) or torch_internals.is_fsdp(model):
@@ -300,7 +304,9 @@ def _check_arguments(model, optimizer, micro_batches, schedule, compute_dtype, r
             do="give Engine the plain module",
         )
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"optimizer must be a torch.optim optimizer, got {type(optimizer).__name__}")
+        raise UsageError(
+            f"optimizer must be a torch.optim optimizer, got {type(optimizer).__name__}"
+        )
     if not isinstance(micro_batches, int) or micro_batches < 1:
         raise BatchError(f"micro_batches must be a positive whole number, got {micro_batches!r}")
     if schedule not in (None, "none"):
@@ -368,5 +374,7 @@ class _evaluation_mode:
 def _shown(key: tuple) -> str:
     (leaves, paths), _, _ = key
     return ", ".join(
-        f"{path} {list(leaf[0])}" for path, leaf in zip(paths, leaves, strict=True) if leaf[0] != "constant"
+        f"{path} {list(leaf[0])}"
+        for path, leaf in zip(paths, leaves, strict=True)
+        if leaf[0] != "constant"
     )

@@ -25,10 +25,14 @@ SUFFIXES = frozenset([
     ".java", ".js", ".ts", ".sh", ".toml", ".yaml", ".yml",
 ])
 # fmt: on
+# Not the folder's own text: what was installed or generated there.
+SKIPPED = frozenset(["site-packages", "dist-packages", "node_modules", "__pycache__"])
 
 
 def text_files(path: str | Path) -> list[Path]:
     """The file itself, or the regular files with the suffix of a text below a folder, sorted.
+
+    Hidden folders and installed packages below the folder are passed over.
 
     Raises:
         UsageError: there is nothing there, or no text in the folder.
@@ -41,7 +45,8 @@ def text_files(path: str | Path) -> list[Path]:
             f"there is no text at {str(path)!r}", do="give a file or a folder to --text"
         )
     found = []
-    for folder, _, names in os.walk(path):
+    for folder, inner, names in os.walk(path):
+        inner[:] = [name for name in inner if name not in SKIPPED and not name.startswith(".")]
         for name in names:
             file = Path(folder, name)
             if file.suffix in SUFFIXES and file.is_file() and not file.is_symlink():

@@ -42,7 +42,9 @@ def write_state_in_place(program: Program) -> Program:
         if not _gather_into(program, node, target, position, last_read):
             with program.graph.inserting_after(order[behind]):
                 copy = program.graph.call_function(torch_internals.mutable_copy, (target, node))
-            copy.meta = {key: node.meta[key] for key in ("val", "phase", "module") if key in node.meta}
+            copy.meta = {
+                key: node.meta[key] for key in ("val", "phase", "module") if key in node.meta
+            }
             copy.meta.setdefault("phase", "optimizer")
             copy.meta["name"] = f"{roles.label(written)}/write"
     program.outputs = [role for role, _, _ in kept]

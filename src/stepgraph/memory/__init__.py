@@ -1,0 +1,1 @@
+"""Which forward values are kept for the backward."""

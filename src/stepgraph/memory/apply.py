@@ -55,6 +55,8 @@ def _copy_before(
             stack.pop()
             with graph.inserting_before(reader):
                 copy = graph.node_copy(node, lambda a: copies.get(a, a))
-            copy.meta = {key: v for key, v in node.meta.items() if key not in ("name", "checkpoint")}
+            copy.meta = {
+                key: v for key, v in node.meta.items() if key not in ("name", "checkpoint")
+            }
             copy.meta |= {"phase": BACKWARD, "recomputed_from": node.meta["name"]}
             copies[node] = copy

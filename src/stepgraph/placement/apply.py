@@ -147,7 +147,9 @@ class _Placer:
         target = node.target
         if target in _SQUEEZES:
             return aten.squeeze.dims, (args[0], _squeezed_dims(node))
-        if not any(isinstance(p, Shard) for ps in (*choice.inputs, *choice.outputs) for p in ps or ()):
+        if not any(
+            isinstance(p, Shard) for ps in (*choice.inputs, *choice.outputs) for p in ps or ()
+        ):
             return target, args
         if adjuster := torch_internals.scalar_shape_adjuster(target):
             return target, self._adjust(adjuster, node, args, kwargs, choice)
@@ -202,9 +204,11 @@ class _Placer:
         (current,) = new.meta["placements"]
         shape = tuple(node.meta["val"].shape)
         name = new.meta["name"]
-        role = self.program.inputs[self.program.placeholders.index(node)] if (
-            node.op == "placeholder"
-        ) else None
+        role = (
+            self.program.inputs[self.program.placeholders.index(node)]
+            if (node.op == "placeholder")
+            else None
+        )
         meta = {
             "phase": reader.meta["phase"] if reader is not None else new.meta.get("phase", FORWARD),
             "module": getattr(role, "name", None) or name.split("/")[0],
@@ -223,9 +227,7 @@ class _Placer:
                 current = (*current[:axis], target, *current[axis + 1 :])
                 continue
             before = (*current[:axis], Replicate(), *current[axis + 1 :])
-            size = (
-                local_shape(shape, before, self.mesh)[have.dim] if isinstance(have, Shard) else 0
-            )
+            size = local_shape(shape, before, self.mesh)[have.dim] if isinstance(have, Shard) else 0
             value = redistribute(emit, value, have, target, mesh_dim, ranks, size)
             current = (*current[:axis], target, *current[axis + 1 :])
         if value is not new:

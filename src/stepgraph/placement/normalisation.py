@@ -89,7 +89,9 @@ class _Walk:
                 )
             ]
             if free:  # the one that cuts the fewest constants
-                same = [sum(a == b for a, b in zip(placements, s.inputs, strict=True)) for s in free]
+                same = [
+                    sum(a == b for a, b in zip(placements, s.inputs, strict=True)) for s in free
+                ]
                 self.state[node] = free[same.index(max(same))].outputs
                 return
         single = all(
@@ -148,7 +150,9 @@ class _Walk:
                 isinstance(value, torch.Tensor)
                 and value.dim() == 0
                 and any(source in inside for source in sources)
-                and all(s in inside or s in tail or s in totals or not self._varies(s) for s in sources)
+                and all(
+                    s in inside or s in tail or s in totals or not self._varies(s) for s in sources
+                )
             ):
                 inside.add(node)
         outputs = set(self.program.results)
@@ -174,6 +178,8 @@ class _Walk:
     def _varies(self, node: fx.Node) -> bool:
         if node in self.varies:
             return True
-        return any(self._varies(source) for source in node.all_input_nodes) if (
-            node.op == "call_function" and node.meta["phase"] == BACKWARD
-        ) else False
+        return (
+            any(self._varies(source) for source in node.all_input_nodes)
+            if (node.op == "call_function" and node.meta["phase"] == BACKWARD)
+            else False
+        )

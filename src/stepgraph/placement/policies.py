@@ -188,8 +188,10 @@ class _DataParallel:
         self.chosen[node] = best
         self.now[node] = best.outputs
         replicates = all(isinstance(p, Replicate) for p in best.inputs)
-        communicates = any(p != q and not isinstance(p, Replicate) for p, q in zip(
-            placements, best.inputs, strict=True))
+        communicates = any(
+            p != q and not isinstance(p, Replicate)
+            for p, q in zip(placements, best.inputs, strict=True)
+        )
         if replicates and communicates and len(strategies) == 1:
             self.decision.unruled[node.meta["name"]] = str(node.target)
 
@@ -225,9 +227,7 @@ class _DataParallel:
                 continue
             arguments = tensor_arguments(node)
             have = tuple(self.now[argument][0] or REPLICATE for argument in arguments)
-            cut = tuple(
-                self._cut_like(argument, node, target) for argument in arguments
-            )
+            cut = tuple(self._cut_like(argument, node, target) for argument in arguments)
             for strategy in self.rules.strategies(node, cut):
                 free = all(
                     h == w or isinstance(h, Replicate)

@@ -95,7 +95,11 @@ class Rules:
         arguments = [argument.meta["val"] for argument in tensor_arguments(node)]
         if node.meta.get("padding_is_zero"):
             return [Strategy((Shard(0),), (Partial("sum"),))] if arguments[0].dim() else []
-        if not _is_elementwise(node.target) or not isinstance(value, torch.Tensor) or not value.dim():
+        if (
+            not _is_elementwise(node.target)
+            or not isinstance(value, torch.Tensor)
+            or not value.dim()
+        ):
             return []
         if any(a.dim() and a.shape != value.shape for a in arguments):
             return []
@@ -158,7 +162,12 @@ class Rules:
             )
         if isinstance(placement, Partial):
             # Masked and norm partials carry state that a plain local program does not have.
-            return type(placement) is Partial and placement.reduce_op in ("sum", "avg", "max", "min")
+            return type(placement) is Partial and placement.reduce_op in (
+                "sum",
+                "avg",
+                "max",
+                "min",
+            )
         return isinstance(placement, Replicate)
 
 
@@ -234,9 +243,7 @@ def _sorted_into_rows(node: fx.Node, placements: tuple[Placement, ...]) -> list[
 def _looked_up(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
     """Embedding: rows of the indices' shards, or columns of the table."""
     indices = tensor_arguments(node)[1].meta["val"]
-    by_index = [
-        Strategy((Replicate(), Shard(dim)), (Shard(dim),)) for dim in range(indices.dim())
-    ]
+    by_index = [Strategy((Replicate(), Shard(dim)), (Shard(dim),)) for dim in range(indices.dim())]
     return [*by_index, Strategy((Shard(1), Replicate()), (Shard(indices.dim()),))]
 
 

@@ -57,7 +57,9 @@ class Plan:
             if wanted == held:
                 return key
             missing, unknown = sorted(wanted - held), sorted(held - wanted)
-            problem = f"the plan lacks {missing[:3]}, and has {unknown[:3]}, which the model has not"
+            problem = (
+                f"the plan lacks {missing[:3]}, and has {unknown[:3]}, which the model has not"
+            )
         if problem and self.from_file:
             raise PlanError(
                 f"the plan's decisions for program {program.name!r} do not fit this model",

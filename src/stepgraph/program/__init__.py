@@ -1,0 +1,1 @@
+"""The Program: graph, roles, names, invariants, text."""

@@ -68,7 +68,8 @@ def freeze(argument: Any) -> Any:
     """A hashable stand-in for an argument: what the shape of a result can depend on."""
     if isinstance(argument, fx.Node):
         return tuple(
-            (tuple(t.shape), t.stride(), t.dtype, t.device) for t in tensors_of(argument.meta["val"])
+            (tuple(t.shape), t.stride(), t.dtype, t.device)
+            for t in tensors_of(argument.meta["val"])
         )
     if isinstance(argument, (tuple, list)):
         return tuple(freeze(item) for item in argument)

@@ -142,9 +142,10 @@ def _waits_complete_collectives(program: Program):
 def _groups_exist(program: Program):
     """Collectives and cuts run over dimensions of the Program's mesh."""
     for node in program.operations():
-        if is_collective(node) or node.target in (SHARD_OF, ON_FIRST):
-            if program.mesh is None or mesh_dim_of(node) not in program.mesh.names:
-                yield node, f"runs over {mesh_dim_of(node)!r}, which is no dimension of the mesh"
+        if not is_collective(node) and node.target not in (SHARD_OF, ON_FIRST):
+            continue
+        if program.mesh is None or mesh_dim_of(node) not in program.mesh.names:
+            yield node, f"runs over {mesh_dim_of(node)!r}, which is no dimension of the mesh"
 
 
 def _nothing_is_mutated(program: Program):

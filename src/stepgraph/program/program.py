@@ -107,9 +107,13 @@ class Program:
         )
 
     def finish(self) -> Program:
-        """Drops operations without effect; passes end with it. (Lowering generates the code.)"""
+        """Drops operations without effect; passes end with it, and lowering generates the code."""
         for node in reversed(list(self.graph.nodes)):
-            if node.op in ("call_function", "get_attr") and not node.users and not _has_effect(node):
+            if (
+                node.op in ("call_function", "get_attr")
+                and not node.users
+                and not _has_effect(node)
+            ):
                 self.graph.erase_node(node)
         return self
 
@@ -121,8 +125,12 @@ class Program:
 
 def is_write(node: fx.Node) -> bool:
     """Whether a node writes into an argument (only lowering makes such nodes)."""
-    return node.op == "call_function" and getattr(node.target, "_schema", None) is not None and (
-        node.target._schema.is_mutable  # type: ignore[union-attr]
+    return (
+        node.op == "call_function"
+        and getattr(node.target, "_schema", None) is not None
+        and (
+            node.target._schema.is_mutable  # type: ignore[union-attr]
+        )
     )
 
 

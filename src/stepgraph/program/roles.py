@@ -112,9 +112,7 @@ class NewAccumulator:
 
 
 Input = Param | Buffer | UserInput | OptimizerState | Scalar | Seed | Tangent | Accumulator
-Output = (
-    Loss | UserOutput | Grad | NewParam | NewBuffer | NewOptimizerState | NewAccumulator
-)
+Output = Loss | UserOutput | Grad | NewParam | NewBuffer | NewOptimizerState | NewAccumulator
 
 
 def written_input(output: Output) -> Input | None:

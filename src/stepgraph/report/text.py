@@ -44,9 +44,7 @@ def engine_report(
         shown = [f"{category} {show_bytes(size)}" for category, size in peaks.items() if size]
         lines.append(f"    memory: {', '.join(shown)}")
         for (phase, kind), total in sorted(collective_counts(program).items()):
-            lines.append(
-                f"    {phase}: {total['count']} x {kind}, {show_bytes(total['bytes'])}"
-            )
+            lines.append(f"    {phase}: {total['count']} x {kind}, {show_bytes(total['bytes'])}")
     lines += ["  fallbacks:"] + [f"    {note}" for note in notes] if notes else ["  no fallbacks"]
     return "\n".join(lines)
 

@@ -1,0 +1,1 @@
+"""State, batches, ranks and recompilation accounting of a run."""

@@ -71,7 +71,9 @@ def cut_micro_batches(batch: LocalBatch, count: int) -> list[list[Any]]:
     Raises:
         BatchError: the batch does not divide.
     """
-    size = next(leaf.shape[0] for leaf in batch.leaves if isinstance(leaf, torch.Tensor) and leaf.dim())
+    size = next(
+        leaf.shape[0] for leaf in batch.leaves if isinstance(leaf, torch.Tensor) and leaf.dim()
+    )
     if size % count or size == 0:
         raise BatchError(
             f"this rank's part of the batch has {size} rows, which do not divide into {count} "

@@ -147,9 +147,7 @@ class State:
                 held = held.full_tensor()
             if isinstance(held, torch.Tensor):
                 part = held.detach().to(self.device)
-                return local_part(
-                    part, value.placements, self.ranks.shape, self.ranks.rank
-                ).clone()
+                return local_part(part, value.placements, self.ranks.shape, self.ranks.rank).clone()
             spec = self.functional.rule(name, parameter).states[key]
             return torch.full(shape, spec.fill or 0.0, dtype=value.dtype)
         raise AssertionError(f"optimizer state {owner}:{key} has no owner")

@@ -1,0 +1,106 @@
+"""find_normalisation: how a loss adds up over slices of its batch."""
+
+import re
+
+import pytest
+import torch
+from stepgraph.placement.normalisation import find_normalisation
+from tests.support import captured, tiny_llama, token_batch
+from torch import nn
+
+
+class Loss(nn.Module):
+    """A linear layer and a loss on its result ``y``, a target and weights."""
+
+    def __init__(self, reduce):
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+        self.reduce = reduce
+
+    def forward(self, x, target, weight):
+        return self.reduce(self.linear(x), target, weight)
+
+
+BATCH = (torch.randn(6, 3), torch.randint(0, 4, (6,)), torch.ones(6))
+
+
+def normalisation(reduce):
+    return find_normalisation(captured(Loss(reduce), BATCH))
+
+
+def test_a_mean_is_averaged():
+    found = normalisation(lambda y, t, w: y.square().mean())
+    assert found.exact and found.boundary is None and not found.tail
+    assert set(found.totals.values()) == {"avg"}
+    assert found.gradient_kind == "avg"
+
+
+def test_a_sum_is_summed():
+    found = normalisation(lambda y, t, w: y.square().sum())
+    assert found.exact and found.boundary is None
+    assert set(found.totals.values()) == {"sum"}
+    assert found.gradient_kind == "sum"
+
+
+EXACT_WITH_A_TAIL = {
+    "ignored tokens": lambda y, t, w: nn.functional.cross_entropy(y, t, ignore_index=0),
+    "a count": lambda y, t, w: (y.sum(1) * w).sum() / w.sum(),
+    "a clamped count": lambda y, t, w: (y.sum(1) * w).sum() / w.sum().clamp(min=1),
+    "a root": lambda y, t, w: y.square().sum().sqrt(),
+}
+
+
+@pytest.mark.parametrize("name", EXACT_WITH_A_TAIL)
+def test_what_is_normalised_by_totals_has_a_tail(name):
+    found = normalisation(EXACT_WITH_A_TAIL[name])
+    if name == "a root":  # not proportional to a sum before the tail, but its factor is one number
+        assert found.exact or found.reason
+        return
+    assert found.exact, found.reason
+    assert found.boundary in found.tail
+    assert len(found.totals) == 2 and set(found.totals.values()) == {"sum"}
+    assert found.gradient_kind == "sum"
+
+
+def test_a_transformers_token_count_is_exact():
+    found = find_normalisation(captured(tiny_llama(1), token_batch(4)))
+    assert found.exact and found.gradient_kind == "sum" and len(found.totals) == 2
+
+
+def test_two_means_added_are_exact():
+    assert normalisation(lambda y, t, w: y.square().mean() + 0.1 * y.abs().mean()).exact
+
+
+INEXACT = {
+    "a mean and a sum": (lambda y, t, w: y.square().mean() + y.sum(), "different ways|whole batch"),
+    "two counts": (
+        lambda y, t, w: (y.sum(1) * w).sum() / w.sum() + (y.sum(1) * t).sum() / t.sum(),
+        "different ways|whole batch",
+    ),
+    "centred on the batch": (lambda y, t, w: (y - y.mean(0)).square().mean(), "whole batch|different"),
+    "a maximum": (lambda y, t, w: y.max(), "maximum|whole batch|different"),
+    "a product of means": (lambda y, t, w: y.mean() * y.square().mean(), "sum over|different|whole"),
+}
+
+
+@pytest.mark.parametrize("name", INEXACT)
+def test_what_does_not_add_up_is_inexact_and_says_why(name):
+    reduce, reason = INEXACT[name]
+    found = normalisation(reduce)
+    assert not found.exact
+    assert re.search(reason, found.reason), found.reason
+    assert found.boundary is None and set(found.totals.values()) == {"avg"}
+
+
+def test_batch_norm_is_inexact_and_names_the_operation():
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            return self.norm(self.linear(x)).square().mean()
+
+    found = find_normalisation(captured(Normed(), torch.randn(6, 3)))
+    assert not found.exact
+    assert "norm" in found.reason and "whole batch" in found.reason

@@ -31,11 +31,7 @@ ALL_GATHER = collective_ops.all_gather_into_tensor.default
 ALL_GATHER_INTO = collective_ops.all_gather_into_tensor_out.default
 REDUCE_SCATTER = collective_ops.reduce_scatter_tensor.default
 ALL_REDUCE = collective_ops.all_reduce.default
-ALL_TO_ALL = collective_ops.all_to_all_single.default
 WAIT = collective_ops.wait_tensor.default
-ALL_REDUCE_COALESCED = collective_ops.all_reduce_coalesced.default
-ALL_GATHER_COALESCED = collective_ops.all_gather_into_tensor_coalesced.default
-REDUCE_SCATTER_COALESCED = collective_ops.reduce_scatter_tensor_coalesced.default
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 GraphBreak = Unsupported
@@ -53,11 +49,6 @@ def new_fake_mode() -> FakeTensorMode:
 def fake_mode_of(values: Sequence[object]) -> FakeTensorMode | None:
     """The fake mode that the first fake tensor of ``values`` belongs to."""
     return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
-
-
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no data."""
-    return isinstance(tensor, FakeTensor)
 
 
 # ------------------------------------------------------------------------------------- capture
@@ -327,11 +318,6 @@ def one_process_mesh(device_type: str, dims: tuple[tuple[str, int], ...]) -> Any
     return DeviceMesh(
         device_type, shape, mesh_dim_names=tuple(n for n, _ in dims), _init_backend=False, _rank=0
     )
-
-
-def local_tensor(tensor: DTensor) -> torch.Tensor:
-    """This rank's part of a DTensor, without recording autograd history."""
-    return tensor._local_tensor
 
 
 # ----------------------------------------------------------------------------------- lowering

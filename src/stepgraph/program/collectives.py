@@ -24,10 +24,6 @@ KINDS: dict[Any, str] = {
     torch_internals.ALL_GATHER_INTO: "all_gather",
     torch_internals.REDUCE_SCATTER: "reduce_scatter",
     torch_internals.ALL_REDUCE: "all_reduce",
-    torch_internals.ALL_TO_ALL: "all_to_all",
-    torch_internals.ALL_REDUCE_COALESCED: "all_reduce",
-    torch_internals.ALL_GATHER_COALESCED: "all_gather",
-    torch_internals.REDUCE_SCATTER_COALESCED: "reduce_scatter",
 }
 
 

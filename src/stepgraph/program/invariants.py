@@ -116,12 +116,7 @@ def _collectives_are_awaited_once(program: Program):
         if not is_collective(node):
             continue
         readers = list(node.users)
-        if isinstance(node.meta["val"], (list, tuple)):
-            waits = [user for reader in readers for user in reader.users]
-            if any(len(reader.users) != 1 for reader in readers):
-                yield node, "a part of a coalesced collective is not awaited exactly once"
-            readers = waits
-        elif len(readers) != 1:
+        if len(readers) != 1:
             yield node, f"is read {len(readers)} times; exactly one wait_tensor must read it"
         if any(reader.target is not torch_internals.WAIT for reader in readers):
             yield node, "is read without waiting for it"
@@ -132,11 +127,8 @@ def _waits_complete_collectives(program: Program):
     for node in program.operations():
         if node.target is torch_internals.WAIT:
             source = node.args[0]
-            while isinstance(source, fx.Node) and not is_collective(source):
-                if source.target.__name__ != "getitem":  # type: ignore[union-attr]
-                    yield node, "waits for something that is not a collective"
-                    break
-                source = source.args[0]
+            if not isinstance(source, fx.Node) or not is_collective(source):
+                yield node, "waits for something that is not a collective"
 
 
 def _groups_exist(program: Program):

@@ -16,7 +16,7 @@ demo: venv
 	mkdir -p runs
 	$(BIN)/stepgraph train --model llama-tiny \
 		--text "$$($(BIN)/python -c 'import os; print(os.path.dirname(os.__file__))')" \
-		--ranks 2 --plan zero3 --lowering inductor --steps 500 --batch-per-rank 2 --seq 128 \
+		--ranks 2 --plan zero3 --lowering inductor --steps 400 --batch-per-rank 2 --seq 128 \
 		--max-grad-norm 1 --metrics runs/demo.jsonl --sample 300
 
 test: venv

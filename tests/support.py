@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+
 from stepgraph.capture.module import capture, default_loss
 from stepgraph.equivalence.check import relative_difference, tolerance
 from stepgraph.equivalence.values import GlobalValues
@@ -19,7 +21,6 @@ from stepgraph.program.program import Program
 from stepgraph.program.text import program_text
 from stepgraph.runtime.batches import flatten_batch, global_spec
 from stepgraph.runtime.ranks import parse_mesh
-from torch import nn
 
 CPU = torch.device("cpu")
 VOCABULARY = 37  # does not divide over 2, 3 or 4 ranks
@@ -126,9 +127,7 @@ def compiled(
 ) -> StepPrograms:
     """The placed programs of a training step; ``batch`` is one global micro-batch."""
     made = Plan(plan, parse_mesh(f"dp={ranks}"), memory)
-    request = StepRequest(
-        model, default_loss, spec_of(batch), made, optimizer, micro_batches, clip
-    )
+    request = StepRequest(model, default_loss, spec_of(batch), made, optimizer, micro_batches, clip)
     return compile_step(request, driver or PassDriver(invariants=True))
 
 
@@ -140,7 +139,9 @@ def bound(program: Program) -> list[Program]:
     return [bind_to_rank(program.copy(), rank, groups) for rank in ranks]
 
 
-def observed_pass(name: str, program: str = "step", **options: Any) -> tuple[Program, Program, tuple]:
+def observed_pass(
+    name: str, program: str = "step", **options: Any
+) -> tuple[Program, Program, tuple]:
     """(before, after, arguments) of one pass in the pipeline; options as for :func:`compiled`."""
     seen: list[tuple[Program, Program, tuple]] = []
 

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
+
 from stepgraph.capture.simplify import drop_empty_cat_operands
 from tests.support import assert_bitwise, assert_golden, captured, values
-from torch import nn
 
 aten = torch.ops.aten
 

@@ -1,9 +1,10 @@
 """drop_identities: detach and alias are read through."""
 
 import torch
+from torch import nn
+
 from stepgraph.capture.simplify import drop_identities
 from tests.support import assert_bitwise, assert_golden, captured, mlp, regression_batch, values
-from torch import nn
 
 aten = torch.ops.aten
 IDENTITIES = {aten.detach.default, aten.alias.default}

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch import nn
+
 from stepgraph.capture.simplify import drop_identities, index_rows_in_place
 from tests.support import (
     assert_bitwise,
@@ -11,7 +13,6 @@ from tests.support import (
     token_batch,
     values,
 )
-from torch import nn
 
 aten = torch.ops.aten
 

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch import nn
+
 from stepgraph.capture.micro_batches import accumulate_gradients, finish_accumulation
 from stepgraph.placement.normalisation import find_normalisation
 from stepgraph.program import roles
@@ -13,7 +15,6 @@ from tests.support import (
     regression_batch,
     values,
 )
-from torch import nn
 
 
 class Counted(nn.Module):
@@ -100,5 +101,7 @@ def test_a_loss_that_needs_the_whole_batch_is_the_mean_over_micro_batches():
 
 
 def test_the_programs_do_not_grow_with_the_number_of_micro_batches():
-    sizes = {len(list(rewritten(mlp("count"), regression_batch(), n)[2].operations())) for n in (2, 9)}
+    sizes = {
+        len(list(rewritten(mlp("count"), regression_batch(), n)[2].operations())) for n in (2, 9)
+    }
     assert len(sizes) == 1

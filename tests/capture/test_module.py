@@ -3,6 +3,9 @@
 import pytest
 import torch
 import torch.utils.checkpoint
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
 from stepgraph.capture.module import capture, default_loss
 from stepgraph.errors import GraphBreakError, HookError, LossError, RandomOperationError
 from stepgraph.program import roles
@@ -19,8 +22,6 @@ from tests.support import (
     token_batch,
     values,
 )
-from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
 
 
 class Net(nn.Module):
@@ -88,7 +89,9 @@ def test_evaluation_keeps_every_output_and_the_structure():
 
 
 def test_constants_of_a_keyword_batch_are_part_of_the_program():
-    model = Net(lambda net, x, scale, mode: (net.linear(x) * scale).sum() if mode == "sum" else None)
+    model = Net(
+        lambda net, x, scale, mode: (net.linear(x) * scale).sum() if mode == "sum" else None
+    )
     program = assert_like_eager(model, {"x": X, "scale": 3.0, "mode": "sum"})
     found = [role for role in program.inputs if isinstance(role, roles.UserInput)]
     assert [role.name for role in found] == ["x"]
@@ -148,9 +151,7 @@ def test_a_buffer_that_the_forward_writes_is_a_result():
     model = Counting()
     program = captured(model, X)
     assert roles.NewBuffer("seen") in program.outputs
-    torch.testing.assert_close(
-        values(model, X).execute(program)[roles.NewBuffer("seen")], X.sum(0)
-    )
+    torch.testing.assert_close(values(model, X).execute(program)[roles.NewBuffer("seen")], X.sum(0))
     assert not model.seen.any()
 
 

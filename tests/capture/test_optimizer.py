@@ -6,12 +6,13 @@ import copy
 
 import pytest
 import torch
+from torch import nn, optim
+
 from stepgraph.capture.optimizer import FIRST_STEP, functionalize_optimizer, group_numbers
 from stepgraph.capture.update import shared_states
 from stepgraph.equivalence.one_process import OneProcessRun
 from stepgraph.errors import OptimizerError
 from tests.support import mlp, regression_batch
-from torch import nn, optim
 
 STEPS = 4
 FUNCTIONAL = {

@@ -1,6 +1,8 @@
 """start_backward_at_one: the tangent is no input any more."""
 
 import torch
+from torch import nn
+
 from stepgraph.capture.micro_batches import start_backward_at_one
 from stepgraph.program import roles
 from tests.support import (
@@ -12,7 +14,6 @@ from tests.support import (
     regression_batch,
     values,
 )
-from torch import nn
 
 
 class Scaled(nn.Module):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from stepgraph import torch_internals
 from stepgraph.cost.memory import CATEGORIES, memory_timeline
 from stepgraph.lowering.state import write_state_in_place
@@ -44,7 +45,7 @@ def test_the_predicted_peak_is_within_five_percent_of_the_measured_one(kind, mem
     if kind == "mlp":
         model, batch = mlp(), regression_batch(rows=240)
     else:
-        model, batch = tiny_llama(3), token_batch(length=24)
+        model, batch = tiny_llama(2), token_batch(length=24)
     optimizer = adamw(model)
     program = compiled(model, batch, optimizer, memory=memory).programs["step"]
     predicted = memory_timeline(program).peak()
@@ -54,7 +55,7 @@ def test_the_predicted_peak_is_within_five_percent_of_the_measured_one(kind, mem
 
 @pytest.fixture(scope="module")
 def timelines():
-    model, batch = tiny_llama(3), token_batch(length=24)
+    model, batch = tiny_llama(2), token_batch(length=24)
     optimizer = adamw(model)
     return {
         (plan, memory): memory_timeline(

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from stepgraph import torch_internals
 from stepgraph.equivalence.lockstep import run_lockstep
 from tests.support import bound, compiled, mlp, regression_batch, values
@@ -14,7 +15,10 @@ def programs():
 
 def inputs_of(programs):
     return [
-        [torch.ones(node.meta["val"].shape, dtype=node.meta["val"].dtype) for node in p.placeholders]
+        [
+            torch.ones(node.meta["val"].shape, dtype=node.meta["val"].dtype)
+            for node in p.placeholders
+        ]
         for p in programs
     ]
 
@@ -31,7 +35,10 @@ def test_ranks_at_different_collectives_are_a_deadlock(programs):
 def test_a_collective_that_others_never_reach_is_a_deadlock(programs):
     first, second = (program.copy() for program in programs)
     for node in reversed(list(second.operations())):
-        if node.target is torch_internals.WAIT and node.args[0].target is torch_internals.ALL_REDUCE:
+        if (
+            node.target is torch_internals.WAIT
+            and node.args[0].target is torch_internals.ALL_REDUCE
+        ):
             node.replace_all_uses_with(node.args[0].args[0])
     second.finish()
     with pytest.raises(AssertionError, match="never reach|different"):

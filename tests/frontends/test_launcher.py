@@ -117,7 +117,11 @@ def test_ranks_end_with_their_parent(tmp_path, sent, code):
     script = tmp_path / "waiting.py"
     script.write_text(WAITING.format(folder=os.path.dirname(__file__)))
     parent = subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # a killed parent cannot clean up
     )
     with parent:
         try:

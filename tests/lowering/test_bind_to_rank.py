@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
+
+from stepgraph.lowering.bind import bind_to_rank
 from stepgraph.program.collectives import SHARD_OF, is_collective, mesh_dim_of
 from stepgraph.program.invariants import check_invariants
-from stepgraph.lowering.bind import bind_to_rank
 from tests.support import (
     RANKS,
     adamw,
@@ -16,7 +18,6 @@ from tests.support import (
     regression_batch,
     values,
 )
-from torch import nn
 
 
 class Scaled(nn.Module):

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch import nn
+
 from stepgraph import torch_internals
 from stepgraph.lowering import merge
 from stepgraph.lowering.merge import merge_small_collectives
@@ -20,7 +22,6 @@ from tests.support import (
     token_batch,
     values,
 )
-from torch import nn
 
 
 class Two(nn.Module):
@@ -85,7 +86,9 @@ def test_a_flat_collective_is_no_larger_than_its_limit(monkeypatch):
     after = merged(before)
     for node in after[0].operations():
         if is_collective(node) and node.args[0].target is torch.ops.aten.cat.default:
-            sizes = [v.numel() * v.element_size() for v in (node.meta["val"], node.args[0].meta["val"])]
+            sizes = [
+                v.numel() * v.element_size() for v in (node.meta["val"], node.args[0].meta["val"])
+            ]
             assert max(sizes) <= 200
     inputs = values(model, batch, adamw(model))
     assert_bitwise(inputs.execute(before), inputs.execute(after))

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch import nn
+
 from stepgraph import torch_internals
 from stepgraph.lowering.merge import merge_small_collectives
 from stepgraph.lowering.state import write_state_in_place
@@ -19,7 +21,6 @@ from tests.support import (
     regression_batch,
     values,
 )
-from torch import nn
 
 
 class Scaled(nn.Module):

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
+
 from stepgraph.memory.blocks import find_blocks
 from stepgraph.program.program import FORWARD
 from tests.support import captured, mlp, regression_batch, tiny_llama, token_batch
-from torch import nn
 
 
 def gpt2(layers):
@@ -14,8 +15,17 @@ def gpt2(layers):
     torch.manual_seed(0)
     return GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=37, n_embd=16, n_layer=layers, n_head=2, n_positions=32, use_cache=False,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+            vocab_size=37,
+            n_embd=16,
+            n_layer=layers,
+            n_head=2,
+            n_positions=32,
+            use_cache=False,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=0,
+            eos_token_id=0,
         )  # fmt: skip
     )
 
@@ -26,8 +36,14 @@ def qwen3(layers):
     torch.manual_seed(0)
     return Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=37, hidden_size=16, intermediate_size=24, num_hidden_layers=layers,
-            num_attention_heads=2, num_key_value_heads=1, head_dim=8, max_position_embeddings=32,
+            vocab_size=37,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            max_position_embeddings=32,
             use_cache=False,
         )  # fmt: skip
     )
@@ -52,8 +68,7 @@ class Functional(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("layers", [2, 5])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "layers"), [("llama", 2), ("gpt2", 3), ("qwen3", 4)])
 def test_every_layer_of_a_transformer_is_one_block(family, layers):
     blocks = find_blocks(captured(FAMILIES[family](layers), token_batch(2)))
     assert len(blocks) == layers
@@ -68,7 +83,7 @@ def test_blocks_do_not_overlap_and_stay_inside_the_forward():
     program = captured(tiny_llama(4), token_batch(2))
     blocks = find_blocks(program)
     assert all(a.stop <= b.start for a, b in zip(blocks, blocks[1:], strict=False))
-    assert 0 <= blocks[0].start and blocks[-1].stop <= len(list(program.operations(FORWARD)))
+    assert blocks[0].start >= 0 and blocks[-1].stop <= len(list(program.operations(FORWARD)))
 
 
 def test_a_block_is_cut_at_the_residual_stream():
@@ -81,7 +96,9 @@ def test_a_block_is_cut_at_the_residual_stream():
             for node in nodes[: block.start]
             if any(position.get(user, -1) >= block.start for user in node.users)
         ]
-        wide = [n for n in crossing if n.meta["val"].shape[-1:] == (16,) and n.meta["val"].dim() == 3]
+        wide = [
+            n for n in crossing if n.meta["val"].shape[-1:] == (16,) and n.meta["val"].dim() == 3
+        ]
         assert len(wide) == 1
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.utils.checkpoint
+
 from stepgraph.errors import MemoryPolicyError, UsageError
 from stepgraph.memory.policies import decide, parse_policy
 from tests.support import captured, mlp, regression_batch, tiny_llama, token_batch
@@ -19,7 +20,9 @@ def test_policies_are_parsed():
     assert parse_policy("layers:3") == ("layers", 3)
 
 
-@pytest.mark.parametrize("text", ["", "ful", "layers", "layers:0", "layers:-1", "layers:x", "none:1"])
+@pytest.mark.parametrize(
+    "text", ["", "ful", "layers", "layers:0", "layers:-1", "layers:x", "none:1"]
+)
 def test_an_unknown_policy_lists_the_known_ones(text):
     with pytest.raises(UsageError, match="none, full, layers:N"):
         parse_policy(text)

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch import nn
+
 from stepgraph.memory.apply import recompute_in_backward
 from stepgraph.memory.policies import decide
 from stepgraph.planning.decisions import MemoryDecision
@@ -18,7 +20,6 @@ from tests.support import (
     token_batch,
     values,
 )
-from torch import nn
 
 
 class Gated(nn.Module):
@@ -103,7 +104,11 @@ def test_a_transformer_keeps_the_residual_stream_only():
 def test_a_gathered_parameter_is_gathered_again_under_zero3():
     model, batch = mlp(), regression_batch()
     _, after, _ = observed_pass("recompute_in_backward", model=model, batch=batch, ranks=2)
-    again = [node.meta["recomputed_from"] for node in after.operations() if "recomputed_from" in node.meta]
+    again = [
+        node.meta["recomputed_from"]
+        for node in after.operations()
+        if "recomputed_from" in node.meta
+    ]
     assert any(name.startswith("second.weight") for name in again)
 
 

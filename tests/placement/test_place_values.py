@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch import nn
+
 from stepgraph.placement.apply import place_values
 from stepgraph.placement.policies import PRESETS, decide
 from stepgraph.program import roles
@@ -21,7 +23,6 @@ from tests.support import (
     token_batch,
     values,
 )
-from torch import nn
 
 
 @pytest.fixture(scope="module")

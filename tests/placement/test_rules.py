@@ -7,6 +7,9 @@ import operator
 
 import pytest
 import torch
+from torch import fx
+from torch.distributed.tensor import Partial, Replicate, Shard
+
 from stepgraph import torch_internals
 from stepgraph.equivalence.lockstep import run_lockstep
 from stepgraph.placement.apply import place_values
@@ -16,8 +19,6 @@ from stepgraph.program import roles
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import FORWARD, Program, Value, tensors_of
 from stepgraph.runtime.ranks import parse_mesh
-from torch import fx
-from torch.distributed.tensor import Partial, Replicate, Shard
 
 aten = torch.ops.aten
 RANKS = 2
@@ -256,11 +257,16 @@ def test_every_entry_of_the_table_is_executed():
     assert set(TABLE) <= {target for target, _, _ in CASES.values()}
 
 
-@pytest.mark.parametrize("name", ["mm", "tanh", "layer norm", "embedding", "attention", "cat", "slice"])
+@pytest.mark.parametrize(
+    "name", ["mm", "tanh", "layer norm", "embedding", "attention", "cat", "slice"]
+)
 def test_work_on_the_batch_can_be_divided(name):
     _, node, _ = one_operation(*CASES[name])
     assert any(
-        isinstance(p, Shard) for s in offered(Rules(RANKS), node) for p in s.outputs if p is not None
+        isinstance(p, Shard)
+        for s in offered(Rules(RANKS), node)
+        for p in s.outputs
+        if p is not None
     )
 
 

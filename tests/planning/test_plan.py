@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+
 from stepgraph import pipeline
 from stepgraph.capture.module import default_loss
 from stepgraph.errors import PlanError
@@ -13,7 +15,6 @@ from stepgraph.planning.plan import Plan, parse_placements
 from stepgraph.program.layout import MeshShape, show
 from stepgraph.runtime.ranks import parse_mesh
 from tests.support import mlp, regression_batch, spec_of
-from torch.distributed.tensor import Partial, Replicate, Shard
 
 
 def compile_with(plan):
@@ -55,7 +56,12 @@ def test_a_plan_that_is_replayed_decides_nothing_again(plan, monkeypatch):
 
 @pytest.mark.parametrize(
     "placements",
-    [(Replicate(),), (Shard(0), Replicate()), (Partial(), Shard(11)), (Partial("avg"), Partial("max"))],
+    [
+        (Replicate(),),
+        (Shard(0), Replicate()),
+        (Partial(), Shard(11)),
+        (Partial("avg"), Partial("max")),
+    ],
 )
 def test_placements_are_read_back_as_they_are_shown(placements):
     assert parse_placements(show(placements)) == placements

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributed.tensor import Partial
+
 from stepgraph import torch_internals
 from stepgraph.errors import InvariantError
 from stepgraph.program import roles
@@ -13,7 +15,6 @@ from stepgraph.program.collectives import is_collective
 from stepgraph.program.invariants import INVARIANTS, check_invariants
 from stepgraph.program.program import FORWARD, OPTIMIZER
 from tests.support import adamw, compiled, mlp, regression_batch
-from torch.distributed.tensor import Partial
 
 aten = torch.ops.aten
 
@@ -139,9 +140,7 @@ def replace_a_state_by_a_pending_sum(program):
 
 def await_a_collective_twice(program):
     node = gather(program)
-    emit_before_output(
-        program, torch_internals.WAIT, node, like=node, phase=node.meta["phase"]
-    )
+    emit_before_output(program, torch_internals.WAIT, node, like=node, phase=node.meta["phase"])
     return node
 
 
@@ -155,9 +154,7 @@ def read_a_collective_without_waiting(program):
 
 def never_await_a_collective(program):
     node = gather(program)
-    return emit_before_output(
-        program, node.target, *node.args, like=node, phase=OPTIMIZER
-    )
+    return emit_before_output(program, node.target, *node.args, like=node, phase=OPTIMIZER)
 
 
 def wait_for_what_is_not_communicated(program):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from stepgraph.errors import BatchError
 from stepgraph.runtime.batches import cut_micro_batches, flatten_batch, global_spec
 
@@ -45,5 +46,7 @@ def test_rows_that_do_not_divide_are_an_error(rows, count):
 
 
 def test_the_global_batch_is_that_of_one_micro_batch_on_all_ranks():
-    spec = global_spec(flat((torch.ones(6, 5), torch.tensor(1.0))), micro_batches=3, data_parallel=4)
+    spec = global_spec(
+        flat((torch.ones(6, 5), torch.tensor(1.0))), micro_batches=3, data_parallel=4
+    )
     assert [tuple(leaf.shape) for leaf in spec.tensors] == [(8, 5), ()]

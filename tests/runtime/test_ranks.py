@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from stepgraph.errors import MeshError
 from stepgraph.runtime.ranks import join_ranks, parse_mesh
 
@@ -14,7 +15,8 @@ def test_a_mesh_is_names_and_sizes():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "dp", "dp=", "dp=0", "dp=-1", "dp=two", "=4", "dp=2,", "d p=2", "dp:2", "dp=2;tp=2"]
+    "text",
+    ["", "dp", "dp=", "dp=0", "dp=-1", "dp=two", "=4", "dp=2,", "d p=2", "dp:2", "dp=2;tp=2"],
 )
 def test_a_mesh_that_is_not_understood_says_where(text):
     with pytest.raises(MeshError, match="is not understood at"):
@@ -28,7 +30,12 @@ def test_a_dimension_named_twice_is_an_error():
 
 def test_one_process_is_one_rank():
     ranks = join_ranks(None, torch.device("cpu"))
-    assert (ranks.rank, ranks.shape.dims, ranks.groups, ranks.owns_group) == (0, (("dp", 1),), {}, False)
+    assert (ranks.rank, ranks.shape.dims, ranks.groups, ranks.owns_group) == (
+        0,
+        (("dp", 1),),
+        {},
+        False,
+    )
 
 
 def test_a_mesh_of_more_ranks_than_run_says_how_to_launch_them():

@@ -1,8 +1,9 @@
 """no_recompiles: a compilation past warm-up raises, before anything is compiled."""
 
 import pytest
-import stepgraph
 import torch
+
+import stepgraph
 from stepgraph.errors import RecompilationError
 from tests.support import mlp, regression_batch
 

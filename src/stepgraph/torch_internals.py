@@ -19,10 +19,15 @@ from torch import fx, nn
 from torch._decomp import core_aten_decompositions, get_decompositions
 from torch._dynamo.exc import TorchDynamoException, Unsupported
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, TupleStrategy
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 collective_ops = torch.ops._c10d_functional
 mutable_copy = torch.ops.aten.copy_.default
@@ -34,7 +39,8 @@ ALL_REDUCE = collective_ops.all_reduce.default
 WAIT = collective_ops.wait_tensor.default
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
-GraphBreak = Unsupported
+# Python that cannot be captured, and values that Python wants to read while it is.
+GRAPH_BREAKS = (Unsupported, DataDependentOutputException, GuardOnDataDependentSymNode)
 DynamoError = TorchDynamoException
 
 
@@ -82,7 +88,7 @@ def export_graph(module: nn.Module, args: tuple) -> tuple[fx.GraphModule, dict[s
         the graph module, and the flat parameter names mapped to the module's own.
 
     Raises:
-        GraphBreak: if the Python code cannot be captured whole.
+        GRAPH_BREAKS: if the Python code cannot be captured whole.
     """
     from torch._dynamo.functional_export import _dynamo_graph_capture_for_export
 

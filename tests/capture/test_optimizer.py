@@ -76,21 +76,7 @@ def compare(make, options, *, ranks, numbers):
         torch.testing.assert_close(found[name], expected.detach(), rtol=1e-4, atol=1e-5, msg=name)
 
 
-NOT_YET = {
-    "Rprop": pytest.mark.xfail(
-        strict=True, raises=ValueError, reason="a constant of the rule's graph is not copied"
-    ),
-    "Adagrad start": pytest.mark.xfail(
-        strict=True, reason="OneProcessRun starts states at zero that the constructor has filled"
-    ),
-}
-
-
-def cases(names):
-    return [pytest.param(name, marks=NOT_YET.get(name, ())) for name in names]
-
-
-@pytest.mark.parametrize("name", cases(FUNCTIONAL))
+@pytest.mark.parametrize("name", FUNCTIONAL)
 def test_steps_are_those_of_torch_under_a_schedule_of_the_learning_rate(name):
     compare(*FUNCTIONAL[name], ranks=1, numbers=["lr"])
 
@@ -107,7 +93,7 @@ def test_steps_are_those_of_torch_under_a_schedule_of_the_betas(name):
     compare(make, options, ranks=1, numbers=["lr", "betas"])
 
 
-@pytest.mark.parametrize("name", cases(["SGD momentum", "AdamW", "Rprop", "ASGD"]))
+@pytest.mark.parametrize("name", ["SGD momentum", "AdamW", "Rprop", "ASGD"])
 def test_steps_on_uneven_shards_are_those_of_torch(name):
     compare(*FUNCTIONAL[name], ranks=3, numbers=["lr"])
 

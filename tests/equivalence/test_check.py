@@ -212,9 +212,6 @@ def test_a_missing_wait_is_found_at_place_values():
     assert "collectives are awaited once" in str(report)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="no invariant is checked in the lowering, and lockstep has none"
-)
 @pytest.mark.parametrize("sound", [bind_to_rank, merge_small_collectives])
 def test_a_missing_wait_is_found_in_the_lowering_passes(sound):
     def broken(program, *args):

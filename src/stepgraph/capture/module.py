@@ -85,7 +85,7 @@ def capture(
             joint, result_tree = torch_internals.joint_graph(
                 captured, tuple(batch.tensors), decomposition_table()
             )
-        except torch_internals.GraphBreak as error:
+        except torch_internals.GRAPH_BREAKS as error:
             raise graph_break_error(error) from error
         except torch_internals.DynamoError as error:
             cause = error.__cause__

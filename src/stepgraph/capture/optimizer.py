@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from stepgraph import torch_internals
-from stepgraph.capture.simplify import IDENTITIES
+from stepgraph.capture.simplify import IDENTITIES, copies_alike
 from stepgraph.errors import OptimizerError
 
 # Options that choose an implementation, not a result; the single-tensor path is what is traced.
@@ -290,11 +290,8 @@ def _select_first(first, later, n_states: int, fake_mode, examples) -> fx.GraphM
 def _trace(function, examples: list[torch.Tensor]) -> fx.GraphModule:
     graph = make_fx(torch.func.functionalize(function, remove="mutations"))(*examples)
     for node in list(graph.graph.nodes):
-        # A functional copy of like into like is the value copied.
-        if node.target is torch.ops.aten.copy.default:
-            old, new = (argument.meta["val"] for argument in node.args)
-            if old.shape == new.shape and old.dtype == new.dtype:
-                node.replace_all_uses_with(node.args[1])
+        if copies_alike(node):
+            node.replace_all_uses_with(node.args[1])
         elif node.target in IDENTITIES:
             node.replace_all_uses_with(node.args[0])
     graph.graph.eliminate_dead_code()

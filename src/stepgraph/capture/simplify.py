@@ -20,8 +20,16 @@ aten = torch.ops.aten
 IDENTITIES = (aten.detach.default, aten.alias.default)
 
 
+def copies_alike(node: fx.Node) -> bool:
+    """Whether a functional ``copy`` puts a value over one of the same kind: it is that value."""
+    if node.target is not aten.copy.default:
+        return False
+    old, new = (argument.meta["val"] for argument in node.args)  # type: ignore[union-attr]
+    return old.shape == new.shape and old.dtype == new.dtype
+
+
 def drop_identities(program: Program) -> Program:
-    """Readers of ``detach`` and ``alias`` read what those were taken of.
+    """Readers of ``detach``, ``alias`` and functional copies read what those were taken of.
 
     reads: the operator. writes: arguments. preserves: every result, bitwise (the Program is
     functional, so an alias is its source).
@@ -29,6 +37,8 @@ def drop_identities(program: Program) -> Program:
     for node in list(program.operations()):
         if node.target in IDENTITIES:
             node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        elif copies_alike(node):
+            node.replace_all_uses_with(node.args[1])  # type: ignore[arg-type]
     return program.finish()
 
 

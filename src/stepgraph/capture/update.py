@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from stepgraph.capture.optimizer import FunctionalOptimizer, UpdateRule
+from stepgraph.errors import OptimizerError
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
 from stepgraph.program.names import name_operations
@@ -102,6 +103,8 @@ class _Updates:
         for node in rule.graph.graph.nodes:
             if node.op == "placeholder":
                 node_of[node] = next(remaining)
+            elif node.op == "get_attr":
+                node_of[node] = self._constant(getattr(rule.graph, str(node.target)))
             elif node.op == "output":
                 return [node_of[result] for result in node.args[0]]
             else:
@@ -109,13 +112,23 @@ class _Updates:
                 node_of[node] = self._operation(node, tuple(args), dict(kwargs))
         raise AssertionError("a rule without an output")
 
+    def _constant(self, value: torch.Tensor) -> fx.Node:
+        """A number that torch's step made a tensor of."""
+        if value.dim():
+            raise OptimizerError("the optimizer's step holds a constant that is not a number")
+        like = {"dtype": value.dtype, "device": value.device}
+        return self._scalar(aten.full.default, ([], value.item()), like)
+
     def _operation(self, node: fx.Node, args: tuple, kwargs: dict) -> fx.Node:
         if node.meta["val"].dim():
             return self.emit(node.target, *args, **kwargs)
-        # Numbers and counters: the same for all parameters of a group, so computed once.
-        key = (node.target, _key(args), _key(kwargs))
+        return self._scalar(node.target, args, kwargs)
+
+    def _scalar(self, target: Any, args: tuple, kwargs: dict) -> fx.Node:
+        """Numbers and counters: the same for all parameters of a group, so computed once."""
+        key = (target, _key(args), _key(kwargs))
         if key not in self.scalars:
-            self.scalars[key] = self.emit(node.target, *args, **kwargs)
+            self.scalars[key] = self.emit(target, *args, **kwargs)
         return self.scalars[key]
 
     def finish(self) -> None:

@@ -178,13 +178,14 @@ class _Checker:
     def _check_lowering(self, program: Program, replaced: dict[str, Pass]) -> None:
         """Every rank's own program: bound, then writing its state in place."""
         mesh = program.mesh or MeshShape((("dp", 1),))
-        driver = PassDriver(replaced=replaced)
+        functional = PassDriver(invariants=True, replaced=replaced)
+        in_place = PassDriver(replaced=replaced)  # the last pass may mutate
         groups = {name: name for name in mesh.names}
         before = self._execute(program)
         name = "bind_to_rank"
         try:
             bound = [
-                driver.run(bind_to_rank, program.copy(), rank, groups)
+                functional.run(bind_to_rank, program.copy(), rank, groups)
                 for rank in range(mesh.world_size)
             ]
             after = self.values.execute(bound)
@@ -193,8 +194,10 @@ class _Checker:
                 if not self.report.ok:
                     return
                 name = rewrite.__name__
+                last = rewrite is write_state_in_place
+                driver = in_place if last else functional
                 bound = [driver.run(rewrite, each) for each in bound]
-                after = self.values.execute(bound, in_place=rewrite is write_state_in_place)
+                after = self.values.execute(bound, in_place=last)
                 self._record(name, program, before, after)
         except AssertionError as error:
             self._fail(name, program.name, str(error))

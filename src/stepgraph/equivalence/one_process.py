@@ -142,11 +142,22 @@ class OneProcessRun:
             for role, value in zip(program.inputs, program.input_values, strict=True):
                 if isinstance(role, roles.UserInput) or role in self._state:
                     continue
-                tensor = tensors.get(role)
+                tensor = tensors.get(role, self._held(role))
                 if tensor is None:
                     tensor = torch.full(value.shape, self._start(role), dtype=value.dtype)
                 self._state[role] = split(tensor, value.placements or (), self.mesh)
                 self._values[role] = value
+
+    def _held(self, role: roles.Input) -> torch.Tensor | None:
+        """An optimizer state that exists already (Adagrad makes its own at once)."""
+        if not isinstance(role, roles.OptimizerState) or self.optimizer is None:
+            return None
+        named = dict(self.model.named_parameters())
+        parameter = named.get(role.owner)
+        if parameter is None:  # shared by a whole group
+            group = self.optimizer.param_groups[int(role.owner.removeprefix("group"))]
+            parameter = group["params"][0]
+        return self.optimizer.state.get(parameter, {}).get(role.key)
 
     def _start(self, role: roles.Input) -> float:
         if not isinstance(role, roles.OptimizerState):

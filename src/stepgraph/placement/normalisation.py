@@ -113,10 +113,11 @@ class _Walk:
             if argument in self.varies and argument not in tail
         }  # fmt: skip
         tail |= self._constants_behind(tail)
-        boundary = self._backward_tail(tail, totals)
+        boundary = self._backward_tail(tail, totals) if state == TAIL else None
         kinds = {
             node.meta["name"]: self.state[node][0].reduce_op  # type: ignore[union-attr]
-            for node in totals
+            for node in self.program.operations()
+            if node in totals  # in graph order: every rank must count in the same order
         }
         if not set(kinds.values()) <= {"sum", "avg"}:
             raise _Inexact("the loss is a maximum or minimum over the batch")

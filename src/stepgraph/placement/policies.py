@@ -275,7 +275,9 @@ def redistribution_bytes(value: object, have: Placement, want: Placement, ranks:
         return 0.0
     size = _bytes(value)
     if isinstance(have, Replicate):
-        return 1e-3 * size if isinstance(want, Shard) else float("inf")
+        # As a pending sum it is zero on all ranks but one: free, but no way to save work.
+        kept = isinstance(want, Partial) and want.reduce_op != "sum"
+        return float("inf") if kept else size * (1e-3 if isinstance(want, Shard) else 0.1)
     if isinstance(want, Partial):
         averages = isinstance(have, Partial) and (have.reduce_op, want.reduce_op) == ("avg", "sum")
         return 1e-3 * size if averages else float("inf")

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 import torch._dynamo.config as _dynamo_config
 import torch._inductor.config as _inductor_config
-import torch.utils._pytree as pytree
+import torch.utils._pytree as pytree  # noqa: F401  (the one door to it)
 from torch import fx, nn
 from torch._decomp import core_aten_decompositions, get_decompositions
 from torch._dynamo.exc import TorchDynamoException, Unsupported
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
+    DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
 )
@@ -40,7 +41,12 @@ WAIT = collective_ops.wait_tensor.default
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 # Python that cannot be captured, and values that Python wants to read while it is.
-GRAPH_BREAKS = (Unsupported, DataDependentOutputException, GuardOnDataDependentSymNode)
+GRAPH_BREAKS = (
+    Unsupported,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+)
 DynamoError = TorchDynamoException
 
 
@@ -178,6 +184,14 @@ def gradient_hooks(tensor: torch.Tensor) -> bool:
     """Whether a tensor has hooks on its gradient (which a captured graph would drop)."""
     return bool(getattr(tensor, "_backward_hooks", None)) or bool(
         getattr(tensor, "_post_accumulate_grad_hooks", None)
+    )
+
+
+def module_modes(model: nn.Module, *, with_training: bool) -> tuple:
+    """What a captured forward depends on besides tensors: train/eval modes and forward hooks."""
+    return tuple(
+        (part.training if with_training else None, *part._forward_hooks, *part._forward_pre_hooks)
+        for part in model.modules()
     )
 
 
@@ -372,20 +386,6 @@ def zero_all(tensors: list[torch.Tensor]) -> None:
 def disable_compiler(function: Callable) -> Callable:
     """Keeps dynamo from tracing into ``function``."""
     return torch._dynamo.disable(function)
-
-
-# ------------------------------------------------------------------------------------- pytrees
-
-
-def flatten_with_paths(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
-    """(path, leaf) pairs of a pytree in order, and its structure; ``{"x": t}`` gives ``"x"``."""
-    pairs, spec = pytree.tree_flatten_with_path(tree)
-
-    def text(path: Any) -> str:
-        keys = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", ""))) for key in path]
-        return ".".join(str(key) for key in keys) or "batch"
-
-    return [(text(path), leaf) for path, leaf in pairs], spec
 
 
 def is_fsdp(module: nn.Module) -> bool:

@@ -438,3 +438,97 @@ def test_a_plan_file_of_another_model_says_what_differs(tmp_path):
     again = engine_for(other, adamw(other.parameters()), plan=tmp_path / "plan.json")
     with pytest.raises(stepgraph.errors.PlanError, match="embed_tokens"):
         again.step(llama_batch(0))
+
+
+# --------------------------------------------------- what changes between steps is never ignored
+
+
+def test_a_submodule_set_to_evaluation_between_steps_compiles_again():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    engine = engine_for(model, loss=lambda m, b: m(b).square().mean())
+    engine.step(pairs()[0])
+    model[1].eval()
+    before = model[1].running_mean.clone()
+    engine.step(pairs()[0])
+    assert torch.equal(model[1].running_mean, before)
+    assert "mode" in engine.stats.recompiles[0]
+
+
+@pytest.mark.parametrize("change", [{"maximize": True}, {"betas": (0.1,)}, {"lr": "high"}])
+def test_a_setting_of_a_parameter_group_that_changes_is_an_error(change):
+    model = Regression()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    engine = engine_for(model, optimizer)
+    engine.step(pairs())
+    optimizer.param_groups[0].update(change)
+    with pytest.raises(FrozenNumberError, match="changed after|changed from"):
+        engine.step(pairs())
+
+
+def test_the_optimizers_state_dict_is_current_and_can_be_loaded():
+    model, reference = Regression(), Regression()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    plain = torch.optim.AdamW(reference.parameters(), lr=0.01)
+    engine = engine_for(model, optimizer)
+    for step in range(3):
+        engine.step(pairs(seed=step))
+        eager_step(reference, plain, pairs(seed=step))
+    own, wanted = optimizer.state_dict()["state"], plain.state_dict()["state"]
+    assert own.keys() == wanted.keys()
+    for index, state in wanted.items():
+        for key, value in state.items():
+            held = own[index][key]
+            held = held.full_tensor() if isinstance(held, DTensor) else held
+            torch.testing.assert_close(held, value, rtol=1e-4, atol=1e-7)
+    fresh = torch.optim.AdamW(Regression().parameters(), lr=0.01)
+    zeroed = {
+        "state": {
+            i: {k: torch.zeros_like(v) for k, v in state.items()} for i, state in wanted.items()
+        },
+        "param_groups": fresh.state_dict()["param_groups"],
+    }
+    optimizer.load_state_dict(zeroed)
+    plain.load_state_dict(zeroed)
+    for step in range(3):
+        loss = engine.step(pairs(seed=step)).item()
+        assert loss == pytest.approx(eager_step(reference, plain, pairs(seed=step)), rel=1e-5)
+
+
+def test_a_tensor_that_is_neither_parameter_nor_buffer_is_named():
+    weights = torch.rand(8, 1)
+    with pytest.raises(stepgraph.errors.CaptureError, match="neither a parameter nor a buffer"):
+        engine_for(Regression(), loss=lambda m, b: m(*b) * weights.sum()).step(pairs())
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero3"])
+def test_batch_norm_accumulates_over_micro_batches(plan):
+    from stepgraph.equivalence.one_process import OneProcessRun
+
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    run = OneProcessRun(
+        model,
+        loss=lambda m, b: m(b).square().mean(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        mesh="dp=2",
+        plan=plan,
+        micro_batches=3,
+    )
+    run.step(pairs(12)[0])
+    assert "mean over micro-batches" in run.compiled.notes[0]
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero3"])
+def test_a_transformer_layer_and_a_recurrent_net_are_right_on_three_ranks(plan):
+    from stepgraph.equivalence.one_process import OneProcessRun
+
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    for model, width in ((layer, 8), (nn.GRU(1, 8, batch_first=True), 1)):
+        batch = torch.randn(6, 5, width, generator=torch.Generator().manual_seed(1))
+
+        def loss(module, x):
+            result = module(x)
+            return (result[0] if isinstance(result, tuple) else result).square().mean()
+
+        run = OneProcessRun(model, loss=loss, mesh="dp=3", plan=plan, memory="full")
+        assert run.step(batch).item() == pytest.approx(loss(model, batch).item(), rel=1e-5)

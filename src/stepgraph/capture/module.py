@@ -82,6 +82,7 @@ def capture(
     with _fake_parameters(model, batch), torch.set_grad_enabled(training):
         try:
             captured, flat_names = torch_internals.export_graph(module, tuple(batch.tensors))
+            names = _canonical_names(model, captured, flat_names)
             joint, result_tree = torch_internals.joint_graph(
                 captured, tuple(batch.tensors), decomposition_table()
             )
@@ -92,7 +93,7 @@ def capture(
             if isinstance(cause, LossError):
                 raise cause from None
             raise graph_break_error(error) from error
-    program = _describe(joint, _canonical_names(model, flat_names), batch, training)
+    program = _describe(joint, names, batch, training)
     check_random_operations(program)
     return program, result_tree
 
@@ -167,21 +168,26 @@ def _stand_in(tensor: torch.Tensor, mode: Any, device: torch.device) -> torch.Te
     return fake
 
 
-def _canonical_names(model: nn.Module, flat_names: dict[str, str]) -> dict[str, str]:
-    """dynamo's flat names -> the first of the model's own names for that tensor (tied weights)."""
+def _canonical_names(
+    model: nn.Module, captured: fx.GraphModule, flat_names: dict[str, str]
+) -> dict[str, str]:
+    """dynamo's flat names -> the first of the model's own names for that tensor (tied weights).
+
+    Matched by identity: how dynamo spells a name depends on how the code reached the tensor. Call it
+    while the model holds the stand-ins that were captured.
+    """
     tensors = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))
     first: dict[int, str] = {}
     for name, tensor in tensors.items():
         first.setdefault(id(tensor), name)
-    # dynamo records the flat name of one of a tied tensor's names; it spells all of them alike.
-    canonical = {
-        f"L__self___model_{name.replace('.', '_')}": first[id(tensor)]
-        for name, tensor in tensors.items()
-    }
-    for flat, full in flat_names.items():
-        own = full.removeprefix("model.")
-        canonical[flat] = first[id(tensors[own])] if own in tensors else own
+    canonical = {}
+    for flat, tensor in [*captured.named_parameters(), *captured.named_buffers()]:
+        own = flat_names.get(flat, "").removeprefix("model.")
+        if id(tensor) in first:
+            canonical[flat] = first[id(tensor)]
+        elif own in tensors:
+            canonical[flat] = first[id(tensors[own])]
     return canonical
 
 
@@ -191,12 +197,21 @@ def _describe(
     """Turns descriptors and torch's metadata into roles, phases, module paths and stable names."""
     tensor_leaves = [i for i, leaf in enumerate(batch.leaves) if isinstance(leaf, torch.Tensor)]
 
+    def own_name(flat: str) -> str:
+        if flat in names:
+            return names[flat]
+        raise CaptureError(
+            f"the step reads a tensor that is neither a parameter nor a buffer of the model: {flat}",
+            why="nobody would place it, save it or see it change",
+            do="register it as a buffer of the model, or pass it in the batch",
+        )
+
     def input_role(description: tuple[str, Any]) -> roles.Input:
         match description:
             case ("param", flat):
-                return roles.Param(names[flat])
+                return roles.Param(own_name(flat))
             case ("buffer", flat):
-                return roles.Buffer(names[flat])
+                return roles.Buffer(own_name(flat))
             case ("plain", index):
                 leaf = tensor_leaves[index]
                 return roles.UserInput(leaf, batch.paths[leaf])
@@ -214,6 +229,11 @@ def _describe(
     for node, descriptor in pairs_out:
         if node is None:
             continue
+        if not isinstance(node, fx.Node):
+            raise CaptureError(
+                f"the loss callable returns {node!r} among its results, which is no tensor",
+                do="return tensors only",
+            )
         role = _output_role(torch_internals.describe(descriptor), input_role, training)
         if role is None:
             continue

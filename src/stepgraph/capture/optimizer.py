@@ -105,6 +105,16 @@ def group_numbers(group: dict[str, Any]) -> dict[str, float]:
     return numbers
 
 
+def group_settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Everything in a parameter group that is no number: flags, and which numbers there are."""
+    settings = {
+        key: value
+        for key, value in group.items()
+        if isinstance(value, (bool, str)) or value is None
+    }
+    return settings | {"numbers": tuple(group_numbers(group)), "parameters": len(group["params"])}
+
+
 def functionalize_optimizer(
     optimizer: torch.optim.Optimizer, parameters: dict[str, torch.Tensor]
 ) -> FunctionalOptimizer:

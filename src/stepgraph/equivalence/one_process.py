@@ -6,11 +6,13 @@ laptop. Slow (every rank's arithmetic runs here), and exact: the programs are th
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import nn
 
+from stepgraph import torch_internals
 from stepgraph.capture.module import BatchSpec, LossFunction, default_loss
 from stepgraph.capture.optimizer import group_numbers
 from stepgraph.capture.update import MAX_GRAD_NORM
@@ -51,7 +53,7 @@ class OneProcessRun:
         driver: PassDriver | None = None,
     ) -> None:
         self.mesh = parse_mesh(mesh)
-        self.plan = Plan(plan, self.mesh) if isinstance(plan, str) else plan
+        self.plan = Plan(plan, self.mesh) if isinstance(plan, str) else copy.deepcopy(plan)
         self.plan.memory = memory or self.plan.memory
         self.model, self.loss, self.optimizer = model, loss or default_loss, optimizer
         self.micro_batches, self.max_grad_norm = micro_batches, max_grad_norm
@@ -83,6 +85,8 @@ class OneProcessRun:
         for number, piece in enumerate(pieces):
             name = "step" if number == len(pieces) - 1 else "accumulate"
             results = self._run(self.programs[name], piece)
+        if self.optimizer is not None:
+            torch_internals.mark_stepped(self.optimizer)
         return results[roles.Loss()][0]
 
     def parameters(self) -> dict[str, torch.Tensor]:

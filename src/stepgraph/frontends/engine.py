@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import time
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,18 +18,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from stepgraph import torch_internals
 from stepgraph.capture.module import LossFunction, default_loss
 from stepgraph.capture.refusals import check_hooks
-from stepgraph.errors import BatchError, ShapeLimitError, StrictError, UsageError
+from stepgraph.errors import ShapeLimitError, StrictError
+from stepgraph.frontends.arguments import (
+    check_arguments,
+    check_kinds,
+    device_of,
+    make_plan,
+)
 from stepgraph.lowering.lower import check_lowering
 from stepgraph.memory.policies import parse_policy
 from stepgraph.pipeline import PassDriver, StepRequest, compile_evaluation, compile_step
-from stepgraph.placement.policies import check_preset, stored_parameter
+from stepgraph.placement.policies import stored_parameter
 from stepgraph.planning.plan import Plan
 from stepgraph.program import roles
 from stepgraph.program.program import Program
 from stepgraph.report.text import engine_report
 from stepgraph.runtime.batches import LocalBatch, cut_micro_batches, flatten_batch, global_spec
 from stepgraph.runtime.executor import LoweredProgram, lower_for_rank
-from stepgraph.runtime.ranks import join_ranks
+from stepgraph.runtime.ranks import agree_on_shapes, join_ranks
 from stepgraph.runtime.recompiles import Stats, before_compiling, count_call
 from stepgraph.runtime.state import State
 from stepgraph.torch_internals import pytree
@@ -91,16 +97,17 @@ class Engine:
         seed: int = 0,
         max_shapes: int = MAX_SHAPES,
     ) -> None:
-        _check_arguments(model, optimizer, micro_batches, schedule, compute_dtype, reduce_dtype)
+        check_arguments(model, optimizer, micro_batches, schedule, compute_dtype, reduce_dtype)
+        check_kinds(loss, mesh, plan, memory, lowering, max_grad_norm)
         if memory is not None:
             parse_policy(memory)
         if lowering is not None:
             check_lowering(lowering)
         check_hooks(model, optimizer)
-        device = _device_of(model)
+        device = device_of(model)
         ranks = join_ranks(mesh, device)
         try:
-            self.plan = _make_plan(plan, ranks.shape, memory, lowering)
+            self.plan = make_plan(plan, ranks.shape, memory, lowering)
         except Exception:
             if ranks.owns_group:
                 dist.destroy_process_group()
@@ -126,7 +133,7 @@ class Engine:
         self._parameters = list(model.parameters())
         self._compiled: dict[str, dict[tuple, _Compiled]] = {"step": {}, "evaluate": {}}
         if ranks.owns_group:
-            weakref.finalize(self, _leave_group)
+            atexit.register(_leave_group)  # other engines may be using it until then
 
     # -- training
 
@@ -187,7 +194,7 @@ class Engine:
         count_call(self, entry)
         check_hooks(self.model, self._optimizer)
         flags = tuple(parameter.requires_grad for parameter in self._parameters)
-        modes = self.model.training if entry == "step" else None
+        modes = torch_internals.module_modes(self.model, with_training=entry == "step")
         key = (batch.key, flags, modes)
         known = self._compiled[entry]
         if key not in known:
@@ -202,6 +209,7 @@ class Engine:
                     why="so far: " + "; ".join(_shown(k) for k in known),
                     do="pad batches to a few lengths, or raise max_shapes",
                 )
+            agree_on_shapes(batch.key, batch.shapes(), self._ranks)
             start = time.perf_counter()
             known[key] = self._compile(entry, batch)
             self.stats.compiles += 1
@@ -221,7 +229,7 @@ class Engine:
             names = [name for name, _ in self.model.named_parameters()]
             changed = [n for n, a, b in zip(names, key[1], last[1], strict=True) if a != b]
             return f"{entry}: requires_grad changed: {', '.join(changed[:5])}"
-        return f"{entry}: train/eval mode changed"
+        return f"{entry}: train/eval mode or forward hooks changed"
 
     def _compile(self, entry: str, batch: LocalBatch) -> _Compiled:
         micro = self._micro_batches if entry == "step" else 1
@@ -291,64 +299,6 @@ class Engine:
     def report(self) -> str:
         """The plan, collectives, memory, compilations and every fallback, as text."""
         return engine_report(self.plan, self.programs, self.notes, self.stats, self._micro_batches)
-
-
-def _check_arguments(
-    model, optimizer, micro_batches, schedule, compute_dtype, reduce_dtype
-) -> None:
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"model must be an nn.Module, got {type(model).__name__}")
-    if isinstance(model, nn.parallel.DistributedDataParallel) or torch_internals.is_fsdp(model):
-        raise UsageError(
-            f"the model is wrapped in {type(model).__name__} already",
-            do="give Engine the plain module",
-        )
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(
-            f"optimizer must be a torch.optim optimizer, got {type(optimizer).__name__}"
-        )
-    if not isinstance(micro_batches, int) or micro_batches < 1:
-        raise BatchError(f"micro_batches must be a positive whole number, got {micro_batches!r}")
-    if schedule not in (None, "none"):
-        raise UsageError(f"unknown schedule {schedule!r}", do="known: none")
-    if compute_dtype is not None or reduce_dtype is not None:
-        raise UsageError(
-            "compute_dtype and reduce_dtype are not available yet",
-            do="leave them out, or convert the model (`model.bfloat16()`)",
-        )
-
-
-def _make_plan(plan, mesh, memory: str | None, lowering: str | None) -> Plan:
-    """The plan in force: explicit arguments win over its own values."""
-    if isinstance(plan, Plan):
-        made = plan
-    elif isinstance(plan, Path) or str(plan).endswith(".json"):
-        made = Plan.load(plan)
-    else:
-        made = Plan(str(plan), mesh)
-    check_preset(made.placement, mesh)
-    if made.mesh != mesh:
-        raise UsageError(
-            f"the plan is for mesh {made.mesh}, the ranks form {mesh}",
-            do="launch that mesh, or make a plan for this one",
-        )
-    if memory is not None and memory != made.memory:
-        made.memory, made.recomputation = memory, {}
-    made.lowering = lowering or made.lowering
-    return made
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
-    real = [device for device in devices if device.type != "meta"]
-    if len(real) > 1:
-        raise UsageError(
-            f"the model is on several devices: {', '.join(sorted(map(str, real)))}",
-            do="move it to one device",
-        )
-    if real:
-        return real[0]
-    return torch.accelerator.current_accelerator() or torch.get_default_device()
 
 
 def _leave_group() -> None:

@@ -199,6 +199,9 @@ class _DataParallel:
         """Bytes moved between ranks, plus a little for bytes touched and work done on every rank."""
         cost = 0.0
         for argument, have, want in zip(arguments, placements, strategy.inputs, strict=True):
+            joins = node.meta.get("accumulates") and want == SUM and have != SUM
+            if joins:  # a gradient that is whole, or cut, already: zero on all ranks but one
+                have, want = SUM, REPLICATE
             cost += redistribution_bytes(argument.meta["val"], have, want, self.ranks)
         # A preset may want the update done on every rank; work on the batch never.
         repeated = node in self.from_batch and node.meta["phase"] != OPTIMIZER
@@ -275,9 +278,7 @@ def redistribution_bytes(value: object, have: Placement, want: Placement, ranks:
         return 0.0
     size = _bytes(value)
     if isinstance(have, Replicate):
-        # As a pending sum it is zero on all ranks but one: free, but no way to save work.
-        kept = isinstance(want, Partial) and want.reduce_op != "sum"
-        return float("inf") if kept else size * (1e-3 if isinstance(want, Shard) else 0.1)
+        return 1e-3 * size if isinstance(want, Shard) else float("inf")
     if isinstance(want, Partial):
         averages = isinstance(have, Partial) and (have.reduce_op, want.reduce_op) == ("avg", "sum")
         return 1e-3 * size if averages else float("inf")

@@ -233,6 +233,8 @@ _ATTENTION_QUERY: dict[Any, int] = {
 
 def _sorted_into_rows(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
     """Embedding gradient: every rank adds up its own tokens' rows."""
+    if len(node.args) > 4 and node.args[4]:
+        return []  # scale_grad_by_freq counts a token's rows in the whole batch
     gradient, indices = (argument.meta["val"] for argument in tensor_arguments(node)[:2])
     strategies = [
         Strategy((Shard(dim), Shard(dim)), (Partial("sum"),)) for dim in range(indices.dim())

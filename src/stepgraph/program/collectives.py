@@ -88,6 +88,9 @@ def redistribute(
             return emit(ON_FIRST, node, mesh_dim)
         case Replicate(), Shard(dim=dim):
             return emit(SHARD_OF, node, dim, ranks, mesh_dim)
+        case Shard(), Partial(reduce_op="sum"):
+            whole = redistribute(emit, node, have, Replicate(), mesh_dim, ranks, size)
+            return emit(ON_FIRST, whole, mesh_dim)
         case Shard(dim=dim), Replicate():
             return _all_gather(emit, node, dim, mesh_dim, ranks, size)
         case Partial(reduce_op="avg"), Partial(reduce_op="sum"):

@@ -38,7 +38,7 @@ def flatten_batch(batch: Any, device: torch.device) -> LocalBatch:
     Raises:
         BatchError: no tensor in it, or tensors that differ in dimension 0.
     """
-    pairs, tree = torch_internals.flatten_with_paths(batch)
+    pairs, tree = flatten_with_paths(batch)
     leaves = tuple(
         leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
         for _, leaf in pairs
@@ -101,3 +101,14 @@ def global_spec(batch: LocalBatch, micro_batches: int, data_parallel: int) -> Ba
             return torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
 
     return BatchSpec(tuple(whole(leaf) for leaf in batch.leaves), batch.paths, batch.tree)
+
+
+def flatten_with_paths(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
+    """(path, leaf) pairs of a pytree in order, and its structure; ``{"x": t}`` gives ``"x"``."""
+    pairs, spec = pytree.tree_flatten_with_path(tree)
+
+    def text(path: Any) -> str:
+        keys = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", ""))) for key in path]
+        return ".".join(str(key) for key in keys) or "batch"
+
+    return [(text(path), leaf) for path, leaf in pairs], spec

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from stepgraph import torch_internals
-from stepgraph.errors import MeshError
+from stepgraph.errors import BatchError, MeshError
 from stepgraph.program.layout import MeshShape
 
 
@@ -97,6 +97,25 @@ def _ranks_of(mesh: str | DeviceMesh | None, device: torch.device, owns_group: b
         mesh = init_device_mesh(device.type, shape.sizes, mesh_dim_names=shape.names)
     groups = {name: mesh.get_group(i).group_name for i, name in enumerate(shape.names)}
     return Ranks(shape, mesh, rank, groups, owns_group)
+
+
+def agree_on_shapes(key: Any, shown: str, ranks: Ranks) -> None:
+    """Every rank must bring the same shapes; called by all ranks when they meet new ones.
+
+    Raises:
+        BatchError: they differ; the message lists them by rank.
+    """
+    if ranks.shape.world_size == 1:
+        return
+    everyone: list[Any] = [None] * ranks.shape.world_size
+    dist.all_gather_object(everyone, (str(key), shown))
+    if len({key for key, _ in everyone}) > 1:
+        raise BatchError(
+            "the ranks bring batches of different shapes: "
+            + "; ".join(f"rank {rank}: {shown}" for rank, (_, shown) in enumerate(everyone)),
+            why="the loss is that of one process on the global batch, cut equally over the ranks",
+            do="use a sampler that gives every rank the same number of rows (drop_last=True)",
+        )
 
 
 def agree_on(tensors: list[torch.Tensor], ranks: Ranks) -> None:

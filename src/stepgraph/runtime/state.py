@@ -6,6 +6,7 @@ DTensors that view their unpadded part: a step writes the storage in place, so t
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,7 +15,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from stepgraph import torch_internals
-from stepgraph.capture.optimizer import FunctionalOptimizer, group_numbers
+from stepgraph.capture.optimizer import (
+    FIRST_STEP,
+    FunctionalOptimizer,
+    group_numbers,
+    group_settings,
+)
 from stepgraph.capture.update import MAX_GRAD_NORM
 from stepgraph.errors import CheckpointError, FrozenNumberError, OptimizerError, UnfilledModelError
 from stepgraph.program import roles
@@ -51,6 +57,8 @@ class State:
         self.functional: FunctionalOptimizer | None = None
         self._numbers: dict[str, float] = {}
         self._accumulators: list[torch.Tensor] | None = None
+        self._settings: list[dict[str, Any]] | None = None
+        self._values: dict[roles.Input, Value] = {}
         named = dict(model.named_parameters())
         _check_optimizer(optimizer, named)
         replaced = {
@@ -67,6 +75,12 @@ class State:
             self.tensors[roles.Buffer(name)] = buffer
             _replace(model, "_buffers", name, buffer)
         _replace_parameters(model, optimizer, replaced)
+        if optimizer is not None:
+            own = weakref.ref(self)  # the optimizer may outlive the engine
+            optimizer.register_state_dict_pre_hook(lambda _: _call(own, "publish_optimizer_state"))
+            optimizer.register_load_state_dict_post_hook(
+                lambda _: _call(own, "adopt_optimizer_state")
+            )
 
     def _shard_parameter(self, name: str, tensor: nn.Parameter, stored: Placements) -> nn.Parameter:
         if isinstance(tensor, DTensor):
@@ -133,6 +147,7 @@ class State:
                     tensor = torch.zeros(shape, dtype=value.dtype)
             self.tensors[role] = tensor.to(self.device)
         self._accumulators = None
+        self._values.update(inputs)
 
     def _first_state(self, owner: str, key: str, value: Value, shape) -> torch.Tensor:
         """An optimizer state's starting value: what the optimizer holds already, or its first fill."""
@@ -190,6 +205,10 @@ class State:
         """
         if self.optimizer is None or self.functional is None:
             return
+        settings = [group_settings(group) for group in self.optimizer.param_groups]
+        self._settings = self._settings or settings
+        if settings != self._settings:
+            self._report_settings(settings)
         for index, group in enumerate(self.optimizer.param_groups):
             numbers = group_numbers(group)
             for name, value in numbers.items():
@@ -201,6 +220,22 @@ class State:
                 tensor = self.tensors.get(roles.Scalar(full))
                 if tensor is not None:
                     tensor.fill_(value)
+
+    def _report_settings(self, settings: list[dict[str, Any]]) -> None:
+        assert self._settings is not None
+        if len(settings) != len(self._settings):
+            what = f"there are {len(settings)} parameter groups, there were {len(self._settings)}"
+        else:
+            what = "; ".join(
+                f"{key!r} of parameter group {index} changed from {old.get(key)!r} to {new.get(key)!r}"
+                for index, (old, new) in enumerate(zip(self._settings, settings, strict=True))
+                for key in {*old, *new}
+                if old.get(key) != new.get(key)
+            )
+        raise FrozenNumberError(
+            f"the optimizer changed after the step was compiled: {what}",
+            do="set it before the first step, or make a new Engine",
+        )
 
     def _check_number(self, group: int, name: str, value: float) -> None:
         assert self.functional is not None
@@ -218,6 +253,44 @@ class State:
                     else f"this optimizer needs {name!r} as a plain number",
                     do="set it before the first step, or make a new Engine",
                 )
+
+    # -- optimizer state dicts
+
+    def publish_optimizer_state(self) -> None:
+        """Fills ``optimizer.state`` with what the programs hold, so that its state dict is current."""
+        if self.optimizer is None or self.functional is None:
+            return
+        for name, group in self.functional.group_of.items():
+            parameter = self.model.get_parameter(name)
+            state = self.optimizer.state[parameter]
+            for key in self.functional.rule(name, parameter).states:
+                role = self._state_role(name, group, key)
+                if key != FIRST_STEP and role in self.tensors:
+                    # A number shared by a group becomes one per parameter, as torch keeps it.
+                    local, value = self.tensors[role].clone(), self._values[role]
+                    state[key] = self._as_dtensor(local, value) if value.shape else local
+
+    def adopt_optimizer_state(self) -> None:
+        """Takes over what was loaded into the optimizer since."""
+        if self.optimizer is None or self.functional is None:
+            return
+        for name, group in self.functional.group_of.items():
+            for key, loaded in self.optimizer.state.get(self.model.get_parameter(name), {}).items():
+                role = self._state_role(name, group, key)
+                if role not in self.tensors or not isinstance(loaded, torch.Tensor):
+                    continue
+                whole = loaded.full_tensor() if isinstance(loaded, DTensor) else loaded
+                placements = self._values[role].placements
+                assert placements is not None
+                part = local_part(whole, placements, self.ranks.shape, self.ranks.rank)
+                self.tensors[role].copy_(part)
+                first = self._state_role(name, group, FIRST_STEP)
+                if first in self.tensors:
+                    self.tensors[first].zero_()
+
+    def _state_role(self, name: str, group: int, key: str) -> roles.OptimizerState:
+        shared = roles.OptimizerState(f"group{group}", key)
+        return shared if shared in self.tensors else roles.OptimizerState(name, key)
 
     # -- state dicts
 
@@ -268,6 +341,12 @@ class State:
             self.tensors[roles.Param(name)].copy_(part)
         else:
             self.tensors[roles.Buffer(name)].copy_(value)
+
+
+def _call(reference: weakref.ref, method: str) -> None:
+    state = reference()
+    if state is not None:
+        getattr(state, method)()
 
 
 def _check_optimizer(

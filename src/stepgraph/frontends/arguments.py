@@ -1,0 +1,96 @@
+"""Checks of what a script gives to Engine, before anything is changed."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from stepgraph import torch_internals
+from stepgraph.errors import BatchError, UsageError
+from stepgraph.placement.policies import check_preset
+from stepgraph.planning.plan import Plan
+
+
+def check_arguments(model, optimizer, micro_batches, schedule, compute_dtype, reduce_dtype) -> None:
+    """Values that no step can be made of."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model must be an nn.Module, got {type(model).__name__}")
+    if isinstance(model, nn.parallel.DistributedDataParallel) or torch_internals.is_fsdp(model):
+        raise UsageError(
+            f"the model is wrapped in {type(model).__name__} already",
+            do="give Engine the plain module",
+        )
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            f"optimizer must be a torch.optim optimizer, got {type(optimizer).__name__}"
+        )
+    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
+        raise BatchError(f"micro_batches must be a positive whole number, got {micro_batches!r}")
+    if schedule not in (None, "none"):
+        raise UsageError(f"unknown schedule {schedule!r}", do="known: none")
+    if compute_dtype is not None or reduce_dtype is not None:
+        raise UsageError(
+            "compute_dtype and reduce_dtype are not available yet",
+            do="leave them out, or convert the model (`model.bfloat16()`)",
+        )
+
+
+def check_kinds(loss, mesh, plan, memory, lowering, max_grad_norm) -> None:
+    """Arguments of a wrong type, and numbers that cannot be meant."""
+    kinds = (
+        ("mesh", mesh, (str, DeviceMesh)),
+        ("plan", plan, (str, Path, Plan)),
+        ("memory", memory, (str,)),
+        ("lowering", lowering, (str,)),
+    )
+    for name, value, allowed in kinds:
+        if value is not None and not isinstance(value, allowed):
+            wanted = " or ".join(kind.__name__ for kind in allowed)
+            raise UsageError(f"{name} must be a {wanted}, got {value!r}")
+    if loss is not None and not callable(loss):
+        raise UsageError(f"loss must be callable as loss(model, batch), got {loss!r}")
+    if max_grad_norm is not None and not (
+        isinstance(max_grad_norm, (int, float))
+        and math.isfinite(max_grad_norm)
+        and max_grad_norm > 0
+    ):
+        raise UsageError(f"max_grad_norm must be a positive number, got {max_grad_norm!r}")
+
+
+def make_plan(plan, mesh, memory: str | None, lowering: str | None) -> Plan:
+    """The plan in force: explicit arguments win over its own values."""
+    if isinstance(plan, Plan):
+        made = copy.deepcopy(plan)  # the caller may give it to another engine, too
+    elif isinstance(plan, Path) or str(plan).endswith(".json"):
+        made = Plan.load(plan)
+    else:
+        made = Plan(str(plan), mesh)
+    check_preset(made.placement, mesh)
+    if made.mesh != mesh:
+        raise UsageError(
+            f"the plan is for mesh {made.mesh}, the ranks form {mesh}",
+            do="launch that mesh, or make a plan for this one",
+        )
+    if memory is not None and memory != made.memory:
+        made.memory, made.recomputation = memory, {}
+    made.lowering = lowering or made.lowering
+    return made
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The one device of a model; the machine's accelerator for a model on the meta device."""
+    devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
+    real = [device for device in devices if device.type != "meta"]
+    if len(real) > 1:
+        raise UsageError(
+            f"the model is on several devices: {', '.join(sorted(map(str, real)))}",
+            do="move it to one device",
+        )
+    if real:
+        return real[0]
+    return torch.accelerator.current_accelerator() or torch.get_default_device()

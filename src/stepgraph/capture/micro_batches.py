@@ -43,7 +43,9 @@ def accumulate_gradients(program: Program, normalisation: Normalisation) -> Prog
     reads: ``Grad`` and ``Loss`` outputs. writes: inputs ``Accumulator``, outputs ``NewAccumulator``.
     preserves: the sum over micro-batches.
     """
-    _replace_boundary_by_one(program, normalisation)
+    boundary = _node(program, normalisation.boundary)
+    if boundary is not None:
+        _replace_boundary_by_one(program, boundary, normalisation)
     accumulated = _accumulate(program, normalisation)
     kept = [
         (role, node, value)
@@ -68,7 +70,7 @@ def finish_accumulation(program: Program, normalisation: Normalisation, count: i
     """
     boundary = _node(program, normalisation.boundary)
     if boundary is not None:
-        boundary = _with_own_reader(program, boundary, normalisation)
+        _replace_boundary_by_one(program, boundary, normalisation)
     sums = _accumulate(program, normalisation)
     emit = Builder(program, BACKWARD)
     by_name = {node.meta.get("name"): node for node in program.operations()}
@@ -106,22 +108,16 @@ def _node(program: Program, name: str | None) -> fx.Node | None:
     return next(node for node in program.operations() if node.meta["name"] == name)
 
 
-def _replace_boundary_by_one(program: Program, normalisation: Normalisation) -> None:
+def _replace_boundary_by_one(
+    program: Program, boundary: fx.Node, normalisation: Normalisation
+) -> None:
     """The rest of the backward is proportional to the boundary: run it at one, scale at the end."""
-    boundary = _node(program, normalisation.boundary)
-    if boundary is not None:
-        _with_own_reader(program, boundary, normalisation)
-
-
-def _with_own_reader(program: Program, boundary: fx.Node, normalisation: Normalisation) -> fx.Node:
-    """Readers of the boundary outside the tail read one instead; returns the boundary."""
     emit = Builder(program, BACKWARD, boundary)
     value = boundary.meta["val"]
     one = emit(aten.full.default, [], 1.0, dtype=value.dtype, device=value.device)
     for user in list(boundary.users):
         if user.meta.get("name") not in normalisation.tail:
             user.replace_input_with(boundary, one)
-    return boundary
 
 
 def _accumulate(program: Program, normalisation: Normalisation) -> dict[str, fx.Node]:

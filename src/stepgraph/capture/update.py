@@ -57,7 +57,6 @@ class _Updates:
         self.program, self.optimizer, self.shared = program, optimizer, shared
         self.emit = Builder(program, OPTIMIZER)
         self.inputs = dict(zip(program.inputs, program.placeholders, strict=True))
-        self.new_inputs: list[tuple[roles.Input, fx.Node]] = []
         self.new: dict[roles.Output, tuple[fx.Node, Value]] = {}
         self.scalars: dict[Any, fx.Node] = {}
 
@@ -94,7 +93,6 @@ class _Updates:
             self.inputs[role] = self.emit.input(
                 roles.label(role), lambda: torch.empty(shape, dtype=dtype, device=device)
             )
-            self.new_inputs.append((role, self.inputs[role]))
         return self.inputs[role]
 
     def _instantiate(self, rule: UpdateRule, arguments: list[fx.Node]) -> list[fx.Node]:

@@ -54,6 +54,7 @@ class _Placer:
         self.new: dict[fx.Node, fx.Node] = {}
         self.placed: dict[tuple[fx.Node, Placements], fx.Node] = {}
         self.shapes = ShapeRunner(program.graph)
+        self.role_of = dict(zip(program.placeholders, program.inputs, strict=True))
         self.wanted = self._wanted_placements()
 
     def run(self) -> Program:
@@ -204,14 +205,9 @@ class _Placer:
         (current,) = new.meta["placements"]
         shape = tuple(node.meta["val"].shape)
         name = new.meta["name"]
-        role = (
-            self.program.inputs[self.program.placeholders.index(node)]
-            if (node.op == "placeholder")
-            else None
-        )
         meta = {
             "phase": reader.meta["phase"] if reader is not None else new.meta.get("phase", FORWARD),
-            "module": getattr(role, "name", None) or name.split("/")[0],
+            "module": getattr(self.role_of.get(node), "name", None) or name.split("/")[0],
         }
 
         def emit(target: Any, *args: Any, **kwargs: Any) -> fx.Node:

@@ -157,12 +157,7 @@ class _DataParallel:
                 user.op == "call_function" and user.meta["phase"] == OPTIMIZER
                 for user in node.users
             ):
-                pin = self._accumulates_whole(node)
-                self.in_update[node] = pin or self._update_placement(tuple(value.shape))
-
-    def _accumulates_whole(self, node: fx.Node) -> Placement | None:
-        """Pending sums stay pending where they are only added to an accumulator that does."""
-        return SUM if node.meta.get("pending") and not self.preset.accumulate_sharded else None
+                self.in_update[node] = self._update_placement(tuple(value.shape))
 
     # -- operations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from torch import fx
@@ -56,7 +57,7 @@ class Builder:
 
     def input(self, label: str, like: Any) -> fx.Node:
         """Adds a placeholder behind the last one; ``like`` gives shape, dtype and device."""
-        last = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
+        *_, last = itertools.takewhile(lambda node: node.op == "placeholder", self.graph.nodes)
         with self.graph.inserting_after(last):
             node = self.graph.placeholder(f"input_{len(self.graph.nodes)}")
         with self.shapes.mode:

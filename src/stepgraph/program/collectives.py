@@ -111,14 +111,7 @@ def _averaged(emit, node: fx.Node, op: str, ranks: int) -> fx.Node:
     return emit(aten.div.Scalar, node, ranks) if op == "avg" else node
 
 
-def _to_front(emit, node: fx.Node, dim: int) -> fx.Node:
-    if dim == 0:
-        return node
-    moved = emit(aten.transpose.int, node, 0, dim)
-    return emit(aten.clone.default, moved, memory_format=torch.contiguous_format)
-
-
-def _back(emit, node: fx.Node, dim: int) -> fx.Node:
+def _swapped_with_first(emit, node: fx.Node, dim: int) -> fx.Node:
     if dim == 0:
         return node
     moved = emit(aten.transpose.int, node, 0, dim)
@@ -132,16 +125,16 @@ def _contiguous(emit, node: fx.Node) -> fx.Node:
 
 
 def _all_gather(emit, node: fx.Node, dim: int, mesh_dim: str, ranks: int, size: int) -> fx.Node:
-    front = _contiguous(emit, _to_front(emit, node, dim))
+    front = _contiguous(emit, _swapped_with_first(emit, node, dim))
     gathered = emit(torch_internals.ALL_GATHER, front, ranks, mesh_dim)
     whole = emit(torch_internals.WAIT, gathered)
     if whole.meta["val"].shape[0] != size:
         whole = emit(aten.slice.Tensor, whole, 0, 0, size)
-    return _back(emit, whole, dim)
+    return _swapped_with_first(emit, whole, dim)
 
 
 def _reduce_scatter(emit, node: fx.Node, op: str, dim: int, mesh_dim: str, ranks: int) -> fx.Node:
-    front = _to_front(emit, node, dim)
+    front = _swapped_with_first(emit, node, dim)
     rows = front.meta["val"].shape[0]
     missing = chunk_size(rows, ranks) * ranks - rows
     if missing:
@@ -150,4 +143,4 @@ def _reduce_scatter(emit, node: fx.Node, op: str, dim: int, mesh_dim: str, ranks
     front = _contiguous(emit, front)
     kind = "sum" if op == "avg" else op
     scattered = emit(torch_internals.REDUCE_SCATTER, front, kind, ranks, mesh_dim)
-    return _back(emit, emit(torch_internals.WAIT, scattered), dim)
+    return _swapped_with_first(emit, emit(torch_internals.WAIT, scattered), dim)

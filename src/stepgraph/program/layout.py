@@ -72,17 +72,6 @@ def local_shape(shape: Sequence[int], placements: Placements, mesh: MeshShape) -
     return tuple(local)
 
 
-def is_even(shape: Sequence[int], placements: Placements, mesh: MeshShape) -> bool:
-    """Whether no rank's part holds padding."""
-    local = list(shape)
-    for placement, ranks in zip(placements, mesh.sizes, strict=True):
-        if isinstance(placement, Shard):
-            if local[placement.dim] % ranks:
-                return False
-            local[placement.dim] //= ranks
-    return True
-
-
 def show(placements: Placements) -> str:
     """``S(0)R`` for (Shard(0), Replicate()); ``P`` is a pending sum, ``P(avg)`` another reduction."""
     return "".join(_show_one(placement) for placement in placements)

@@ -55,6 +55,9 @@ def test_no_copy_of_a_parameter_is_left(preset):
     assert max(copied_elements(code), default=0) < 640, copied_elements(code)
     body = code.split("def call(self, args):")[-1]
     assert "copy_(" not in body
+    # On the host never two in flight.
+    in_flight = re.findall(r"torch\.ops\._c10d_functional\.(wait)?\w*\.default\(", body)
+    assert in_flight == ["", "wait"] * (len(in_flight) // 2)
     gathers = re.findall(r"all_gather_into_tensor(\w*)\.default\(.*", body)
     if preset == "zero1":  # new parameters are gathered straight into the parameters
         assert gathers == ["_out"] * 4

@@ -21,6 +21,7 @@ from stepgraph.errors import InvariantError
 from stepgraph.lowering.bind import bind_to_rank
 from stepgraph.lowering.merge import merge_small_collectives
 from stepgraph.lowering.state import write_state_in_place
+from stepgraph.lowering.waits import delay_waits
 from stepgraph.pipeline import Pass, PassDriver, StepRequest, compile_step
 from stepgraph.planning.decisions import Normalisation
 from stepgraph.planning.plan import Plan
@@ -190,7 +191,7 @@ class _Checker:
             ]
             after = self.values.execute(bound)
             self._record("bind_to_rank", program, before, after)
-            for rewrite in (merge_small_collectives, write_state_in_place):
+            for rewrite in (merge_small_collectives, delay_waits, write_state_in_place):
                 if not self.report.ok:
                     return
                 name = rewrite.__name__

@@ -14,11 +14,12 @@ import torch
 from stepgraph import torch_internals
 from stepgraph.errors import UsageError, near_misses
 from stepgraph.program.program import Program
+from stepgraph.torch_internals.inductor import compile_with_inductor
 
 Executable = Callable[[Sequence[torch.Tensor]], Sequence[Any]]
 
 
-def _lower_eager(program: Program) -> Executable:
+def _lower_eager(program: Program, collectives_overlap: bool) -> Executable:
     program.module.recompile()
     run = torch_internals.disable_compiler(program.module.forward)
 
@@ -34,10 +35,10 @@ def _lower_eager(program: Program) -> Executable:
 INDUCTOR_SETTINGS: dict[str, Any] = {}
 
 
-def _lower_inductor(program: Program) -> Executable:
+def _lower_inductor(program: Program, collectives_overlap: bool) -> Executable:
     program.module.recompile()
     examples = [node.meta["val"] for node in program.placeholders]
-    run = torch_internals.compile_with_inductor(program.module, examples, INDUCTOR_SETTINGS)
+    run = compile_with_inductor(program.module, examples, INDUCTOR_SETTINGS, collectives_overlap)
 
     def execute(inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
         return run(list(inputs))
@@ -45,7 +46,7 @@ def _lower_inductor(program: Program) -> Executable:
     return execute
 
 
-LOWERINGS: dict[str, Callable[[Program], Executable]] = {
+LOWERINGS: dict[str, Callable[[Program, bool], Executable]] = {
     "inductor": _lower_inductor,
     "eager": _lower_eager,
 }
@@ -57,7 +58,13 @@ def check_lowering(name: str) -> None:
         raise UsageError(f"unknown lowering {name!r}", do=near_misses(name, LOWERINGS))
 
 
-def lower(program: Program, name: str) -> Executable:
-    """Makes a bound Program executable: a callable from local inputs to local results."""
+def lower(program: Program, name: str, collectives_overlap: bool) -> Executable:
+    """Makes a bound Program executable: a callable from local inputs to local results.
+
+    Args:
+        program: of one rank; what its collectives and waits are, and in which order, is final.
+        name: of the lowering.
+        collectives_overlap: False: a lowering that reorders must not let two be in flight at once.
+    """
     check_lowering(name)
-    return LOWERINGS[name](program)
+    return LOWERINGS[name](program, collectives_overlap)

@@ -4,9 +4,8 @@ On two gloo ranks twenty small all-reduces take 20 ms, one flat one 0.7 ms (``be
 collectives there are stays the Program's business; this says how they are carried out.
 
 reads: collectives, their inputs' and readers' positions. writes: one flat collective, with ``cat``
-before and slices behind it, in place of several of the same kind, group, type and phase; its wait
-stands right before the first reader. preserves: every result, bitwise (each element is reduced over
-the same ranks in the same order).
+before and slices behind it, in place of several of the same kind, group, type and phase. preserves:
+every result, bitwise (each element is reduced over the same ranks in the same order).
 """
 
 from __future__ import annotations
@@ -63,7 +62,6 @@ def merge_small_collectives(program: Program) -> Program:
     for bucket in [*closed, *open_buckets.values()]:
         if len(bucket.members) > 1:
             _merge(program, bucket, position)
-    _delay_waits(program)
     name_operations(program.graph)
     return program.finish()
 
@@ -154,20 +152,3 @@ _FLAT: dict[Any, Any] = {
     torch_internals.REDUCE_SCATTER: _scatter,
     torch_internals.ALL_GATHER: _gather,
 }
-
-
-def _delay_waits(program: Program) -> None:
-    """Puts each wait, and the slices behind it, right before their first reader."""
-    moved = {torch_internals.WAIT, aten.slice.Tensor, aten.reshape.default}
-    for node in reversed(list(program.operations())):
-        chain = node.target is torch_internals.WAIT or (
-            node.target in moved and node.all_input_nodes[0].target in moved
-        )
-        if not chain:
-            continue
-        readers = set(node.users)
-        behind = node.next
-        while behind.op == "call_function" and behind not in readers:
-            behind = behind.next
-        if behind is not node.next and behind.op == "call_function":
-            behind.prepend(node)

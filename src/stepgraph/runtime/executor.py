@@ -12,6 +12,7 @@ from stepgraph.lowering.bind import bind_to_rank
 from stepgraph.lowering.lower import Executable, lower
 from stepgraph.lowering.merge import merge_small_collectives
 from stepgraph.lowering.state import write_state_in_place
+from stepgraph.lowering.waits import delay_waits
 from stepgraph.pipeline import PassDriver
 from stepgraph.program import roles
 from stepgraph.program.program import Program
@@ -50,9 +51,11 @@ def lower_for_rank(
     """
     bound = driver.run(bind_to_rank, program.copy(), ranks.rank, ranks.groups)
     bound = driver.run(merge_small_collectives, bound)
+    if ranks.collectives_overlap:
+        bound = driver.run(delay_waits, bound)
     unchecked = PassDriver(keep_text=driver.keep_text, records=driver.records)
     final = unchecked.run(write_state_in_place, bound)
-    execute = lower(final, lowering)
+    execute = lower(final, lowering, ranks.collectives_overlap)
     arguments: list[Any] = []
     places: list[tuple[int, int]] = []
     for position, role in enumerate(final.inputs):

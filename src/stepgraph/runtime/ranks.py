@@ -49,6 +49,17 @@ class Ranks:
     groups: dict[str, str]
     owns_group: bool
 
+    @property
+    def collectives_overlap(self) -> bool:
+        """Whether several collectives may be in flight at once.
+
+        On an accelerator its streams order them. Where collectives run on threads of the host, two in
+        flight corrupt the heap sooner or later (torch 2.13; ``benchmarks/collectives_in_flight.py``
+        shows it without stepgraph), and there is little to gain: they compute on the same cores.
+        """
+        accelerator = torch.accelerator.current_accelerator()
+        return accelerator is not None and accelerator.type == self.device_mesh.device_type
+
 
 def join_ranks(mesh: str | DeviceMesh | None, device: torch.device) -> Ranks:
     """Joins the launched ranks, or stands alone where none were launched.
@@ -122,6 +133,10 @@ def agree_on(tensors: list[torch.Tensor], ranks: Ranks) -> None:
     """Gives every rank the first rank's values, in place."""
     if ranks.shape.world_size == 1:
         return
-    pending: list[Any] = [dist.broadcast(tensor, src=0, async_op=True) for tensor in tensors]
+    pending: list[Any] = []
+    for tensor in tensors:
+        pending.append(dist.broadcast(tensor, src=0, async_op=True))
+        if not ranks.collectives_overlap:
+            pending.pop().wait()
     for work in pending:
         work.wait()

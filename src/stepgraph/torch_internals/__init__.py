@@ -1,4 +1,4 @@
-"""The only file that names a private torch API: the one place to port.
+"""The only package that names a private torch API: the one place to port.
 
 Tried on torch 2.13.0; written to import on 2.11. Where a private name moved or is missing, the
 function here says so; nothing else in stepgraph has to change.
@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch._dynamo.config as _dynamo_config
-import torch._inductor.config as _inductor_config
 import torch.utils._pytree as pytree  # noqa: F401  (the one door to it)
 from torch import fx, nn
 from torch._decomp import core_aten_decompositions, get_decompositions
@@ -340,42 +339,7 @@ def one_process_mesh(device_type: str, dims: tuple[tuple[str, int], ...]) -> Any
     )
 
 
-# ----------------------------------------------------------------------------------- lowering
-
-
-def compile_with_inductor(
-    module: fx.GraphModule, examples: list[torch.Tensor], settings: dict[str, Any]
-) -> Callable[[list], Sequence[Any]]:
-    """Compiles a whole-step graph (with its in-place writes) through inductor.
-
-    The graph is decomposed and handed to inductor's inner compiler as it stands: AOTAutograd has
-    differentiated and functionalised it already, and would only undo the in-place writes again.
-
-    Args:
-        module: a graph whose only mutations are its own writes into inputs.
-        examples: fake inputs.
-        settings: inductor config entries. Nothing is compiled lazily, so they need not outlive the call.
-
-    Returns:
-        a callable that takes the list of inputs (and empties it) and returns the results.
-    """
-    from torch._guards import TracingContext, tracing
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
-    from torch._inductor.virtualized import V
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    mode = fake_mode_of(examples) or new_fake_mode()
-    with (
-        torch.no_grad(),
-        V.set_fake_mode(mode),
-        tracing(TracingContext(mode)),
-        _inductor_config.patch(settings),
-    ):
-        graph = make_fx(module, decomposition_table=select_decomp_table())(*examples)
-        joint_graph_passes(graph)
-        return compile_fx_inner(graph, examples, is_inference=True)
+# ----------------------------------------------------------------------------------- running
 
 
 def zero_all(tensors: list[torch.Tensor]) -> None:

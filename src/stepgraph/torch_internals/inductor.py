@@ -1,0 +1,81 @@
+"""Inductor's inner compiler, on a whole step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch._inductor.config as _inductor_config
+from torch import fx
+
+from stepgraph.torch_internals import fake_mode_of, new_fake_mode
+
+
+def _one_collective_at_a_time(nodes: list) -> list:
+    """Makes each collective depend on the wait for the one before, through all later reordering.
+
+    Inductor itself keeps only the order of collectives: fusion, or its search for the least memory, may
+    start several before the first is awaited.
+    """
+    from torch._inductor.dependencies import WeakDep
+    from torch._inductor.utils import contains_collective, contains_wait
+
+    scheduler = nodes[0].scheduler
+    started = {node.get_name(): node for node in nodes if contains_collective(node)}
+    wait_for = {}
+    for wait in filter(contains_wait, nodes):
+        for read in wait.unmet_dependencies:
+            buffer = scheduler.name_to_buf.get(read.name)
+            if buffer is not None and buffer.defining_op_name() in started:
+                wait_for[buffer.defining_op_name()] = wait
+    for before, node in itertools.pairwise(started.values()):
+        mine = next(iter(node.get_buffer_names()))
+        for buffer in wait_for[before.get_name()].get_buffer_names():
+            node.add_fake_dep(WeakDep(buffer, mutating_buf=mine, is_fake=True))
+        node.prune_deps()
+    scheduler.nodes = scheduler.topological_sort_schedule(nodes)
+    scheduler.compute_ancestors()
+    return scheduler.nodes
+
+
+def compile_with_inductor(
+    module: fx.GraphModule,
+    examples: list[torch.Tensor],
+    settings: dict[str, Any],
+    collectives_overlap: bool,
+) -> Callable[[list], Sequence[Any]]:
+    """Compiles a whole-step graph (with its in-place writes) through inductor.
+
+    The graph is decomposed and handed to inductor's inner compiler as it stands: AOTAutograd has
+    differentiated and functionalised it already, and would only undo the in-place writes again.
+
+    Args:
+        module: a graph whose only mutations are its own writes into inputs.
+        examples: fake inputs.
+        settings: inductor config entries. Nothing is compiled lazily, so they need not outlive the call.
+        collectives_overlap: False: no collective starts before the last one has been awaited.
+
+    Returns:
+        a callable that takes the list of inputs (and empties it) and returns the results.
+    """
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    if not collectives_overlap:
+        settings = {**settings, "_pre_fusion_custom_pass": _one_collective_at_a_time}
+    mode = fake_mode_of(examples) or new_fake_mode()
+    with (
+        torch.no_grad(),
+        V.set_fake_mode(mode),
+        tracing(TracingContext(mode)),
+        _inductor_config.patch(settings),
+    ):
+        graph = make_fx(module, decomposition_table=select_decomp_table())(*examples)
+        joint_graph_passes(graph)
+        return compile_fx_inner(graph, examples, is_inference=True)

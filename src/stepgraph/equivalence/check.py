@@ -191,13 +191,17 @@ class _Checker:
             ]
             after = self.values.execute(bound)
             self._record("bind_to_rank", program, before, after)
-            for rewrite in (merge_small_collectives, delay_waits, write_state_in_place):
+            for rewrite, settings in (
+                (merge_small_collectives, ()),
+                (delay_waits, (True,)),
+                (write_state_in_place, ()),
+            ):
                 if not self.report.ok:
                     return
                 name = rewrite.__name__
                 last = rewrite is write_state_in_place
                 driver = in_place if last else functional
-                bound = [driver.run(rewrite, each) for each in bound]
+                bound = [driver.run(rewrite, each, *settings) for each in bound]
                 after = self.values.execute(bound, in_place=last)
                 self._record(name, program, before, after)
         except AssertionError as error:

@@ -1,7 +1,7 @@
 """Lets collectives overlap with what follows them: each wait goes right before its first reader.
 
-Only where several collectives may be in flight at once (``Ranks.collectives_overlap``); elsewhere every
-wait stays right behind its collective.
+Where only one collective may be in flight (not ``Ranks.collectives_overlap``), each wait also stays
+before the next collective.
 
 reads: readers of waits, and of the slices behind them. writes: their order. preserves: every result,
 bitwise.
@@ -12,14 +12,15 @@ from __future__ import annotations
 import torch
 
 from stepgraph import torch_internals
+from stepgraph.program.collectives import is_collective
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
 
 aten = torch.ops.aten
 
 
-def delay_waits(program: Program) -> Program:
-    """Puts each wait, and the slices behind it, right before their first reader."""
+def delay_waits(program: Program, collectives_overlap: bool) -> Program:
+    """Puts each wait, and the slices behind it, as late as its readers (and the others) allow."""
     moved = {torch_internals.WAIT, aten.slice.Tensor, aten.reshape.default}
     for node in reversed(list(program.operations())):
         chain = node.target is torch_internals.WAIT or (
@@ -27,9 +28,11 @@ def delay_waits(program: Program) -> Program:
         )
         if not chain:
             continue
-        readers = set(node.users)
+        alone = node.target is torch_internals.WAIT and not collectives_overlap
         behind = node.next
-        while behind.op == "call_function" and behind not in readers:
+        while behind.op == "call_function" and behind not in node.users:
+            if alone and is_collective(behind):
+                break
             behind = behind.next
         if behind is not node.next and behind.op == "call_function":
             behind.prepend(node)

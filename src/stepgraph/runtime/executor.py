@@ -51,8 +51,7 @@ def lower_for_rank(
     """
     bound = driver.run(bind_to_rank, program.copy(), ranks.rank, ranks.groups)
     bound = driver.run(merge_small_collectives, bound)
-    if ranks.collectives_overlap:
-        bound = driver.run(delay_waits, bound)
+    bound = driver.run(delay_waits, bound, ranks.collectives_overlap)
     unchecked = PassDriver(keep_text=driver.keep_text, records=driver.records)
     final = unchecked.run(write_state_in_place, bound)
     execute = lower(final, lowering, ranks.collectives_overlap)

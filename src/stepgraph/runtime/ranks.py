@@ -55,7 +55,7 @@ class Ranks:
 
         On an accelerator its streams order them. Where collectives run on threads of the host, two in
         flight corrupt the heap sooner or later (torch 2.13; ``benchmarks/collectives_in_flight.py``
-        shows it without stepgraph), and there is little to gain: they compute on the same cores.
+        shows it without stepgraph).
         """
         accelerator = torch.accelerator.current_accelerator()
         return accelerator is not None and accelerator.type == self.device_mesh.device_type

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def delay_waits(program: Program, collectives_overlap: bool) -> Program:
-    """Puts each wait, and the slices behind it, as late as its readers (and the others) allow."""
+    """Puts each wait, and the slices behind it, as late as allowed; see the module docstring."""
     moved = {torch_internals.WAIT, aten.slice.Tensor, aten.reshape.default}
     for node in reversed(list(program.operations())):
         chain = node.target is torch_internals.WAIT or (

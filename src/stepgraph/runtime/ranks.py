@@ -53,9 +53,9 @@ class Ranks:
     def collectives_overlap(self) -> bool:
         """Whether several collectives may be in flight at once.
 
-        On an accelerator its streams order them. Where collectives run on threads of the host, two in
-        flight corrupt the heap sooner or later (torch 2.13; ``benchmarks/collectives_in_flight.py``
-        shows it without stepgraph).
+        On an accelerator its streams order them. Where collectives run on threads of the host, several
+        in flight corrupt the heap (torch 2.13; ``benchmarks/collectives_in_flight.py`` shows it
+        without stepgraph).
         """
         accelerator = torch.accelerator.current_accelerator()
         return accelerator is not None and accelerator.type == self.device_mesh.device_type
@@ -133,10 +133,9 @@ def agree_on(tensors: list[torch.Tensor], ranks: Ranks) -> None:
     """Gives every rank the first rank's values, in place."""
     if ranks.shape.world_size == 1:
         return
-    pending: list[Any] = []
-    for tensor in tensors:
-        pending.append(dist.broadcast(tensor, src=0, async_op=True))
-        if not ranks.collectives_overlap:
-            pending.pop().wait()
+    pending = [
+        dist.broadcast(tensor, src=0, async_op=ranks.collectives_overlap) for tensor in tensors
+    ]
     for work in pending:
-        work.wait()
+        if work is not None:  # a synchronous one has ended
+            work.wait()

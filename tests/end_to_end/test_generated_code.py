@@ -16,6 +16,11 @@ from tests.support import tiny_llama, token_batch
 WIDTH = 640  # first.weight: 2560 elements, second.weight: 1280, first.bias: 640
 
 
+LOOP = re.compile(
+    r"for\(int64_t x0=.*?x0<static_cast<int64_t>\((\d+)L?\).*?\{(.*?)\n {8}\}", re.DOTALL
+)
+
+
 def generated_code(preset: str, apart: bool, llama: bool = False) -> str:
     """Trains a step on this rank and returns the code that inductor generated for it."""
     if apart:
@@ -40,10 +45,7 @@ def generated_code(preset: str, apart: bool, llama: bool = False) -> str:
 def copied_elements(code: str) -> list[int]:
     """Sizes of the loops in generated kernels that store what they loaded, unchanged."""
     sizes = []
-    loop = re.compile(
-        r"for\(int64_t x0=.*?x0<static_cast<int64_t>\((\d+)L?\).*?\{(.*?)\n {8}\}", re.DOTALL
-    )
-    for size, body in loop.findall(code):
+    for size, body in LOOP.findall(code):
         loaded = re.findall(r"auto (tmp\d+) = .*?in_ptr\d+", body)
         computed = re.findall(r"auto (tmp\d+) = ", body)
         stores = re.findall(r"(?:(tmp\d+)\.store\(out_ptr|out_ptr\d+\[.*?\] = (tmp\d+))", body)
@@ -65,9 +67,13 @@ def test_no_copy_of_a_parameter_is_left(preset):
         assert len(re.findall(r"all_gather_into_tensor_out.*out=arg\d+_1\)", body)) == 4
 
 
-def test_merged_collectives_copy_each_gradient_once():
-    (code, _) = launch(generated_code, "ddp", False, ranks=2)
-    body = code.split("def call(self, args):")[-1]
+@pytest.fixture(scope="module")
+def ddp_code() -> str:
+    return launch(generated_code, "ddp", False, ranks=2)[0]
+
+
+def test_merged_collectives_copy_each_gradient_once(ddp_code):
+    body = ddp_code.split("def call(self, args):")[-1]
     assert len(re.findall(r"all_reduce_?\.default\(", body)) <= 2  # gradients, and the loss
 
 
@@ -79,3 +85,10 @@ def test_on_the_host_no_two_collectives_are_in_flight(preset):
     calls = re.findall(r"torch\.ops\._c10d_functional\.(wait)?\w*\.default\(", body)
     assert len(calls) > 40
     assert calls == ["", "wait"] * (len(calls) // 2)
+
+
+def test_adams_bias_correction_is_computed_once_not_per_element(ddp_code):
+    assert "std::pow" in ddp_code
+    inside = "".join(body for _, body in LOOP.findall(ddp_code))
+    assert ".sqrt()" in inside
+    assert "std::pow" not in inside

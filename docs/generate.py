@@ -9,13 +9,14 @@ import inspect
 from pathlib import Path
 
 from stepgraph import errors
-from stepgraph.capture import micro_batches, simplify, update
+from stepgraph.capture import micro_batches, randomness, simplify, update
 from stepgraph.lowering import bind, merge, waits
 from stepgraph.lowering import state as lowering_state
 from stepgraph.memory import apply as memory_apply
 from stepgraph.placement import apply as placement_apply
 
 PASSES = [
+    ("capture", randomness.key_random_operations),
     ("capture", simplify.drop_identities),
     ("capture", simplify.drop_empty_cat_operands),
     ("capture", simplify.index_rows_in_place),

@@ -88,7 +88,7 @@ class GraphBreakError(CaptureError):
 
 
 class RandomOperationError(CaptureError):
-    """A random operation in training mode, which this version cannot yet reproduce on every mesh."""
+    """A random operation that has no version keyed by (seed, step, operation)."""
 
 
 class HookError(CaptureError):

@@ -21,6 +21,7 @@ from stepgraph.capture.micro_batches import (
 )
 from stepgraph.capture.module import BatchSpec, LossFunction, capture
 from stepgraph.capture.optimizer import FunctionalOptimizer, functionalize_optimizer
+from stepgraph.capture.randomness import key_random_operations
 from stepgraph.capture.simplify import (
     drop_empty_cat_operands,
     drop_identities,
@@ -32,6 +33,7 @@ from stepgraph.memory.apply import recompute_in_backward
 from stepgraph.placement import policies as placement_policies
 from stepgraph.placement.apply import place_values
 from stepgraph.placement.normalisation import find_normalisation
+from stepgraph.placement.randomness import draw_by_global_row
 from stepgraph.planning.decisions import Normalisation
 from stepgraph.planning.plan import Plan
 from stepgraph.program import roles
@@ -148,7 +150,7 @@ def compile_step(request: StepRequest, driver: PassDriver) -> StepPrograms:
         step = driver.run(update_parameters, step, optimizer, shared)
     programs["step"] = step
     for name, program in programs.items():
-        programs[name] = apply_plan(program, request.plan, driver)
+        programs[name] = apply_plan(program, request.plan, driver, request.micro_batches)
     for program in programs.values():
         notes += [note for note in program.notes if note not in notes]
     return StepPrograms(programs, optimizer, normalisation, notes)
@@ -161,7 +163,7 @@ def compile_evaluation(request: StepRequest, driver: PassDriver) -> tuple[Progra
     return apply_plan(program, request.plan, driver), result_tree
 
 
-def apply_plan(program: Program, plan: Plan, driver: PassDriver) -> Program:
+def apply_plan(program: Program, plan: Plan, driver: PassDriver, micro_batches: int = 1) -> Program:
     """Places and tags a global Program by the plan: replayed where it holds decisions, else decided.
 
     Raises:
@@ -171,6 +173,7 @@ def apply_plan(program: Program, plan: Plan, driver: PassDriver) -> Program:
     if key is None:
         key = plan.new_key(program.name)
         plan.placements[key] = placement_policies.decide(program, plan.mesh, plan.placement)
+    draw_by_global_row(program, plan.placements[key], plan.mesh, micro_batches)
     program = driver.run(place_values, program, plan.placements[key], plan.mesh)
     if key not in plan.recomputation:
         plan.recomputation[key] = memory_policies.decide(program, plan.memory)
@@ -183,7 +186,8 @@ def _named(program: Program, name: str) -> Program:
 
 
 def _simplify(program: Program, driver: PassDriver) -> Program:
-    for rewrite in (drop_identities, drop_empty_cat_operands, index_rows_in_place):
+    passes = (key_random_operations, drop_identities, drop_empty_cat_operands, index_rows_in_place)
+    for rewrite in passes:
         program = driver.run(rewrite, program)
     return program
 

@@ -18,7 +18,6 @@ from stepgraph.errors import (
     LossError,
     MeshError,
     OptimizerError,
-    RandomOperationError,
     RecompilationError,
     ShapeLimitError,
     StrictError,
@@ -344,20 +343,6 @@ def test_control_flow_that_depends_on_data_names_its_line():
 
     with pytest.raises(GraphBreakError, match=r"test_engine.py:\d+ in forward"):
         engine_for(Branches()).step(pairs())
-
-
-def test_dropout_in_training_is_an_error_that_names_the_module():
-    class Drops(Regression):
-        def __init__(self):
-            super().__init__()
-            self.dropout = nn.Dropout(0.5)
-
-        def forward(self, x, y):
-            return super().forward(self.dropout(x), y)
-
-    with pytest.raises(RandomOperationError, match="dropout/"):
-        engine_for(Drops()).step(pairs())
-    engine_for(Drops()).evaluate(pairs())
 
 
 def test_a_loss_that_is_no_scalar_is_an_error():

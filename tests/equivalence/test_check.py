@@ -70,6 +70,7 @@ def test_a_transformer_with_ignored_labels_and_a_padding_mask_passes():
     assert report.ok, str(report)
     assert {check.name for check in report.passes} == {
         "capture",
+        "key_random_operations",
         "drop_identities",
         "drop_empty_cat_operands",
         "index_rows_in_place",

@@ -16,6 +16,7 @@ from tests.support import (
     assert_golden,
     assert_summation,
     captured,
+    compiled,
     mlp,
     observed_pass,
     regression_batch,
@@ -154,3 +155,26 @@ def test_a_buffer_that_the_forward_writes_is_the_same_on_every_rank():
     expected = inputs.execute(before)
     assert roles.NewBuffer("total") in expected
     assert_summation(expected, inputs.execute(placed(before, "zero3", 2)))
+
+
+def test_the_gradient_of_a_sum_does_not_make_every_rank_work_on_the_whole_batch():
+    """It is a constant of the batch's shape, which nothing cuts by itself."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 4))
+
+    def products(ranks):
+        made = compiled(Summed(model), (torch.ones(8, 6),), ranks=ranks, plan="ddp")
+        step = made.programs["step"]
+        products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        found = [n for n in step.operations() if n.target in products]
+        return sum(2 * n.meta["val"].numel() * n.args[-2].meta["val"].shape[1] for n in found)
+
+    assert products(2) == products(1) // 2
+
+
+class Summed(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x).sum()

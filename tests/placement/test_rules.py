@@ -15,7 +15,7 @@ from stepgraph.equivalence.lockstep import run_lockstep
 from stepgraph.placement.apply import place_values
 from stepgraph.placement.rules import TABLE, Rules, Strategy, tensor_arguments
 from stepgraph.planning.decisions import OperationPlacement, PlacementDecision
-from stepgraph.program import roles
+from stepgraph.program import randomness, roles
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import FORWARD, Program, Value, tensors_of
 from stepgraph.runtime.ranks import parse_mesh
@@ -57,6 +57,11 @@ CASES = {
     "scalar": (aten.scalar_tensor.default, (2.0,), {}),
     "eye": (aten.eye.default, (4,), {}),
     "linspace": (aten.linspace.default, (0.0, 1.0, 4), {}),
+    "random": (
+        randomness.RANDOM,
+        (randomness.seed_words(1, 2, 0), "bits", 3, [4, 6, 2], [4, 6, 2], [0, 0, 0], [], ""),
+        {},
+    ),
     "lift": (aten.lift_fresh_copy.default, (rand(4, 6),), {}),
     "embedding": (aten.embedding.default, (rand(10, 6), ints(10, 4, 8)), {}),
     "embedding backward": (

@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from stepgraph import torch_internals
 from stepgraph.capture.decompositions import decomposition_table
-from stepgraph.capture.refusals import check_hooks, check_random_operations, graph_break_error
+from stepgraph.capture.refusals import check_hooks, graph_break_error
 from stepgraph.errors import CaptureError, LossError
 from stepgraph.program import roles
 from stepgraph.program.names import name_operations
@@ -75,7 +75,7 @@ def capture(
         the pytree spec of what ``loss`` returned.
 
     Raises:
-        GraphBreakError, RandomOperationError, HookError, LossError, CaptureError.
+        GraphBreakError, HookError, LossError, CaptureError.
     """
     check_hooks(model)
     module = _StepFunction(model, loss, batch, only_loss=training)
@@ -93,9 +93,7 @@ def capture(
             if isinstance(cause, LossError):
                 raise cause from None
             raise graph_break_error(error) from error
-    program = _describe(joint, names, batch, training)
-    check_random_operations(program)
-    return program, result_tree
+    return _describe(joint, names, batch, training), result_tree
 
 
 class _StepFunction(nn.Module):

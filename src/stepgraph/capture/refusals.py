@@ -1,6 +1,6 @@
 """What cannot be captured, each with an error that says where and what to do.
 
-Nothing here is silently dropped: a gradient hook, a random mask or a branch on data that vanished
+Nothing here is silently dropped: a gradient hook or a branch on data that vanished
 from the captured program would train another model than the user wrote.
 """
 
@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from stepgraph import torch_internals
-from stepgraph.errors import GraphBreakError, HookError, RandomOperationError
-from stepgraph.program.program import Program
+from stepgraph.errors import GraphBreakError, HookError
 
 _USER_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
@@ -48,34 +47,6 @@ def check_hooks(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
                 "step cannot call",
                 do="remove it, or write it as a torch.autograd.Function in the forward",
             )
-
-
-def check_random_operations(program: Program) -> None:
-    """Refuses random operations, whose masks would differ from mesh to mesh.
-
-    Raises:
-        RandomOperationError: names the operation, its module and source line.
-    """
-    for node in program.operations():
-        if not _is_random(node):
-            continue
-        raise RandomOperationError(
-            f"random operation {node.target} in the training step",
-            where=": ".join(filter(None, (node.meta["name"], node.meta.get("source")))),
-            why="this version cannot yet draw the same global mask on every mesh",
-            do="set the dropout probabilities to 0 (in a transformers config: *_dropout, *_pdrop)",
-        )
-
-
-def _is_random(node) -> bool:
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    # Attention kernels are tagged random whether or not they drop anything.
-    schema = node.target._schema.arguments
-    arguments = {argument.name: argument.default_value for argument in schema}
-    arguments |= dict(zip((argument.name for argument in schema), node.args, strict=False))
-    arguments |= node.kwargs
-    return "dropout_p" not in arguments or arguments["dropout_p"] != 0.0
 
 
 def graph_break_error(error: Exception) -> GraphBreakError:

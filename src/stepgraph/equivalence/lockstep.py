@@ -17,6 +17,7 @@ from stepgraph import torch_internals
 from stepgraph.program.collectives import KINDS, ON_FIRST, SHARD_OF, is_collective, mesh_dim_of
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.program import Program
+from stepgraph.program.randomness import RANDOM, bound_to
 from stepgraph.program.shards import REDUCTIONS, cut
 
 Observer = Callable[[int, fx.Node, Any], None]
@@ -95,6 +96,10 @@ def _interpret(
         elif node.target is ON_FIRST:
             index = mesh.coordinate(rank)[mesh.names.index(node.args[1])]
             values[node] = torch.zeros_like(values[node.args[0]]) if index else values[node.args[0]]
+        elif node.target is RANDOM:
+            coordinate = dict(zip(mesh.names, mesh.coordinate(rank), strict=True))
+            bound = bound_to(node, coordinate, dict(mesh.dims))
+            values[node] = RANDOM(values[bound[0]], *bound[1:])
         else:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = node.target(*args, **kwargs)

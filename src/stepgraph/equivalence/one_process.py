@@ -22,6 +22,7 @@ from stepgraph.pipeline import PassDriver, StepPrograms, StepRequest, compile_st
 from stepgraph.planning.plan import Plan
 from stepgraph.program import roles
 from stepgraph.program.program import Program, Value
+from stepgraph.program.randomness import seed_words
 from stepgraph.program.shards import join, split
 from stepgraph.runtime.batches import LocalBatch, cut_micro_batches, flatten_batch, global_spec
 from stepgraph.runtime.ranks import parse_mesh
@@ -50,6 +51,7 @@ class OneProcessRun:
         memory: str | None = None,
         micro_batches: int = 1,
         max_grad_norm: float | None = None,
+        seed: int = 0,
         driver: PassDriver | None = None,
     ) -> None:
         self.mesh = parse_mesh(mesh)
@@ -58,6 +60,7 @@ class OneProcessRun:
         self.model, self.loss, self.optimizer = model, loss or default_loss, optimizer
         self.micro_batches, self.max_grad_norm = micro_batches, max_grad_norm
         self.driver = driver or PassDriver(invariants=True)
+        self.seed, self.steps = seed, 0
         self.compiled: StepPrograms | None = None
         self._state: dict[roles.Input, list[torch.Tensor]] = {}
         self._values: dict[roles.Input, Value] = {}
@@ -84,7 +87,10 @@ class OneProcessRun:
         results: dict[roles.Output, list[torch.Tensor]] = {}
         for number, piece in enumerate(pieces):
             name = "step" if number == len(pieces) - 1 else "accumulate"
+            words = seed_words(self.seed, self.steps, number)
+            self._state[roles.Seed()] = [words] * self.mesh.world_size
             results = self._run(self.programs[name], piece)
+        self.steps += 1
         if self.optimizer is not None:
             torch_internals.mark_stepped(self.optimizer)
         return results[roles.Loss()][0]
@@ -144,7 +150,7 @@ class OneProcessRun:
         tensors |= {roles.Buffer(name): b for name, b in self.model.named_buffers()}
         for program in self.programs.values():
             for role, value in zip(program.inputs, program.input_values, strict=True):
-                if isinstance(role, roles.UserInput) or role in self._state:
+                if isinstance(role, (roles.UserInput, roles.Seed)) or role in self._state:
                     continue
                 tensor = tensors.get(role, self._held(role))
                 if tensor is None:

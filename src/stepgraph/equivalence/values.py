@@ -15,6 +15,7 @@ from stepgraph.pipeline import StepRequest
 from stepgraph.program import roles
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.program import Program, Value
+from stepgraph.program.randomness import seed_words
 from stepgraph.program.shards import join, split
 
 
@@ -34,6 +35,7 @@ class GlobalValues:
         }
         self.tensors |= {roles.Buffer(name): b for name, b in model.named_buffers()}
         self.request, self.leaves, self.max_grad_norm = request, leaves, max_grad_norm
+        self.micro_batch = request.micro_batches - 1  # the leaves are the last one's
         self.random = torch.Generator().manual_seed(seed)
 
     def of(self, role: roles.Input, value: Value) -> torch.Tensor:
@@ -48,6 +50,8 @@ class GlobalValues:
         match role:
             case roles.Tangent():
                 return torch.ones((), dtype=value.dtype)
+            case roles.Seed():
+                return seed_words(0, 3, self.micro_batch)
             case roles.Scalar(name) if name == MAX_GRAD_NORM:
                 return torch.tensor(self.max_grad_norm, dtype=value.dtype)
             case roles.Scalar(name):

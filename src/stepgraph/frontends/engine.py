@@ -70,7 +70,7 @@ class Engine:
         micro_batches: gradient accumulation, inside the program: each rank's batch is cut in so many.
         lowering: ``inductor`` or ``eager``; None: the plan's own (presets: ``inductor``).
         strict: a fallback that would be reported becomes an error.
-        seed: of random operations.
+        seed: of random operations; with the step's number it decides every mask, on any mesh.
         max_shapes: distinct batch shapes to keep compiled programs for.
 
     Raises:
@@ -152,8 +152,10 @@ class Engine:
         self._state.update_numbers()
         if self._micro_batches > 1:
             self._state.clear_accumulators()
-            for leaves in pieces[:-1]:
-                compiled.programs["accumulate"].run(leaves)
+        for number, leaves in enumerate(pieces[:-1]):
+            self._state.seed_random_operations(self._seed, self.stats.steps, number)
+            compiled.programs["accumulate"].run(leaves)
+        self._state.seed_random_operations(self._seed, self.stats.steps, len(pieces) - 1)
         results = compiled.programs["step"].run(pieces[-1])
         self._set_gradients(results)
         if self._optimizer is not None:
@@ -172,6 +174,7 @@ class Engine:
         """
         local = flatten_batch(batch, self._device)
         compiled = self._entry("evaluate", local)
+        self._state.seed_random_operations(self._seed, self.stats.steps, 0)
         results = compiled.programs["evaluate"].run(local.leaves)
         leaves = {
             role.index: value

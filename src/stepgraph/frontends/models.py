@@ -110,20 +110,20 @@ def find_model(name: str) -> Callable[[], nn.Module]:
     """What makes the model of a name; nothing is built yet, so that a bad name fails at once.
 
     Returns:
-        a function without arguments: a module with every dropout at 0 (a random operation cannot be
-        captured), on torch's default device (``with torch.device("meta")`` works).
+        a function without arguments: a module in training mode, on torch's default device
+        (``with torch.device("meta")`` works).
 
     Raises:
         UsageError: unknown name, missing or malformed file, no such module or function.
     """
     if name in BUILT_IN:
-        return lambda: _without_dropout(_from_config(BUILT_IN[name]))
+        return lambda: _from_config(BUILT_IN[name])
     if name.endswith(".json") or Path(name).is_dir():
         config = _read_config(Path(name))
-        return lambda: _without_dropout(_from_config(config))
+        return lambda: _from_config(config)
     if ":" in name:
         factory = _find_factory(name)
-        return lambda: _without_dropout(_from_factory(name, factory))
+        return lambda: _from_factory(name, factory)
     raise UsageError(
         f"unknown model {name!r}",
         do=f"{near_misses(name, BUILT_IN)}; or a path to a config.json, or package.module:factory",
@@ -172,9 +172,6 @@ def _from_config(config: dict[str, Any]) -> nn.Module:
     try:
         made = AutoConfig.for_model(settings.pop("model_type"), **settings)
         made.use_cache = False  # generation only; a training step would return it
-        for key, value in made.to_dict().items():
-            if _is_dropout(key, value):
-                setattr(made, key, 0.0)
         return AutoModelForCausalLM.from_config(made)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
@@ -223,18 +220,3 @@ def _from_factory(name: str, factory: Callable[[], Any]) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise UsageError(f"{name} returned a {type(model).__name__}, not an nn.Module")
     return model
-
-
-def _without_dropout(model: nn.Module) -> nn.Module:
-    """Sets every dropout to 0: modules, and numbers that modules keep to call the function with."""
-    for module in model.modules():
-        if "Dropout" in type(module).__name__ and hasattr(module, "p"):
-            vars(module)["p"] = 0.0
-        for key, value in vars(module).items():
-            if _is_dropout(key, value):
-                vars(module)[key] = 0.0
-    return model
-
-
-def _is_dropout(name: str, value: object) -> bool:
-    return isinstance(value, float) and "drop" in name

@@ -12,6 +12,7 @@ from stepgraph.program.collectives import ON_FIRST, SHARD_OF, is_collective, mes
 from stepgraph.program.layout import chunk_size
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
+from stepgraph.program.randomness import RANDOM, bound_to
 
 aten = torch.ops.aten
 
@@ -25,7 +26,8 @@ def bind_to_rank(program: Program, rank: int, groups: Mapping[str, str]) -> Prog
         groups: names of mesh dimensions -> names of this rank's process groups.
 
     reads: mesh dimension names. writes: group names in collectives; ``slice`` (and padding) in place
-    of ``shard_of``, the value or zeros in place of ``on_first``. preserves: every result, bitwise.
+    of ``shard_of``, the value or zeros in place of ``on_first``; where a random part starts. preserves:
+    every result, bitwise.
     """
     assert program.mesh is not None
     coordinate = dict(zip(program.mesh.names, program.mesh.coordinate(rank), strict=True))
@@ -36,6 +38,8 @@ def bind_to_rank(program: Program, rank: int, groups: Mapping[str, str]) -> Prog
             _slice(program, node, coordinate[mesh_dim_of(node)])
         elif node.target is ON_FIRST:
             _first_only(program, node, coordinate[mesh_dim_of(node)])
+        elif node.target is RANDOM:
+            node.args = bound_to(node, coordinate, dict(program.mesh.dims))
     name_operations(program.graph)
     return program.finish()
 

@@ -19,6 +19,7 @@ from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from stepgraph import torch_internals
+from stepgraph.placement.randomness import local_part_of
 from stepgraph.placement.rules import tensor_arguments
 from stepgraph.planning.decisions import PlacementDecision
 from stepgraph.program import roles
@@ -27,6 +28,7 @@ from stepgraph.program.collectives import redistribute
 from stepgraph.program.layout import MeshShape, Placements, local_shape, replicated
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import FORWARD, Program, Value
+from stepgraph.program.randomness import RANDOM
 
 aten = torch.ops.aten
 
@@ -152,6 +154,8 @@ class _Placer:
             isinstance(p, Shard) for ps in (*choice.inputs, *choice.outputs) for p in ps or ()
         ):
             return target, args
+        if target is RANDOM:
+            return target, local_part_of(node, args, choice.outputs[0], self.mesh)
         if adjuster := torch_internals.scalar_shape_adjuster(target):
             return target, self._adjust(adjuster, node, args, kwargs, choice)
         position = _SHAPE_ARGUMENT.get(target, torch_internals.shape_argument(target))

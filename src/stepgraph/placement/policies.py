@@ -99,15 +99,18 @@ class _DataParallel:
         self.now: dict[fx.Node, tuple[Placement | None, ...]] = {}
         self.in_update: dict[fx.Node, Placement] = {}
         self.from_batch: set[fx.Node] = set()
+        self.cut_by_some: dict[fx.Node, Placement] = {}
 
     def decide(self) -> PlacementDecision:
         self._place_inputs()
         self._pin_gradients()
-        for node in self.program.graph.nodes:
-            if node.op == "get_attr":
-                self.now[node] = (REPLICATE,)
-            elif node.op == "call_function":
-                self._place(node)
+        while True:
+            self._walk()
+            found = self._constants_cut_by_some()
+            if found.keys() <= self.cut_by_some.keys():
+                break
+            self.cut_by_some |= found
+            self.from_batch |= found.keys()
         self._shard_constants_at_their_source()
         self._record()
         return self.decision
@@ -164,7 +167,49 @@ class _DataParallel:
     def _placement_of(self, argument: fx.Node, reader: fx.Node) -> Placement:
         if reader.meta["phase"] == OPTIMIZER and argument in self.in_update:
             return self.in_update[argument]
-        return self.now[argument][0] or REPLICATE
+        return self.cut_by_some.get(argument) or self.now[argument][0] or REPLICATE
+
+    def _walk(self) -> None:
+        self.decision.unruled.clear()
+        for node in self.program.graph.nodes:
+            if node.op == "get_attr":
+                self.now[node] = (REPLICATE,)
+            elif node.op == "call_function":
+                self._place(node)
+
+    def _constants_cut_by_some(self) -> dict[fx.Node, Placement]:
+        """Constants that one reader cuts and another reads whole: they have the batch's shape.
+
+        The gradient of a sum is ones; its readers must not work on the whole batch on every rank.
+        """
+        wanted: dict[fx.Node, set[Placement]] = {}
+        for node, strategy in self.chosen.items():
+            if node.meta["phase"] != OPTIMIZER:
+                for argument, placement in zip(
+                    tensor_arguments(node), strategy.inputs, strict=True
+                ):
+                    wanted.setdefault(argument, set()).add(placement)
+        found = {}
+        for node in reversed(self.chosen):
+            cuts = [kind for kind in wanted.get(node, ()) if isinstance(kind, Shard)]
+            if len(cuts) != 1 or self.now[node] != (REPLICATE,) or node in self.from_batch:
+                continue
+            if len(wanted[node]) > 1:
+                found[node] = cuts[0]
+            for argument, placement in self._cut_through(node, cuts[0]):
+                wanted[argument].add(placement)
+        return found
+
+    def _cut_through(self, node: fx.Node, target: Shard) -> list[tuple[fx.Node, Placement]]:
+        """How the argument of a view would be cut, were its result cut as ``target``."""
+        arguments = tensor_arguments(node)
+        if len(arguments) != 1 or not isinstance(arguments[0].meta["val"], torch.Tensor):
+            return []
+        for dim in range(arguments[0].meta["val"].dim()):
+            cut = Strategy((Shard(dim),), (target,))
+            if cut in self.rules.strategies(node, cut.inputs):
+                return [(arguments[0], cut.inputs[0])]
+        return []
 
     def _place(self, node: fx.Node) -> None:
         arguments = tensor_arguments(node)
@@ -211,7 +256,8 @@ class _DataParallel:
         """A constant that every reader cuts is made cut: a mask, or a gradient of ones, costs n-th."""
         results = set(self.program.results)
         for node in reversed(list(self.program.graph.nodes)):
-            if node not in self.chosen or node in self.from_batch or node in results:
+            constant = node not in self.from_batch or node in self.cut_by_some
+            if node not in self.chosen or not constant or node in results:
                 continue
             if self.now[node] != (REPLICATE,) or not isinstance(node.meta["val"], torch.Tensor):
                 continue

@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph import torch_internals
 from stepgraph.program.build import freeze
+from stepgraph.program.randomness import RANDOM
 
 aten = torch.ops.aten
 
@@ -119,6 +120,8 @@ class Rules:
                 self.without_rule.add(str(node.target))
                 found = []
         found = [_aligned(strategy, results) for strategy in found]
+        if node.target is aten.expand.default:
+            found += _repeated(node)
         kept = [s for s in found if self._usable(s, arguments, results)]
         return [*dict.fromkeys(kept), replicate]
 
@@ -249,6 +252,20 @@ def _looked_up(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strateg
     return [*by_index, Strategy((Shard(1), Replicate()), (Shard(indices.dim()),))]
 
 
+def _repeated(node: fx.Node) -> list[Strategy]:
+    """Expand: along a dimension that it repeats, a part costs nothing (DTensor repeats whole)."""
+    before, after = node.args[0].meta["val"].shape, node.meta["val"].shape  # type: ignore[union-attr]
+    new = len(after) - len(before)
+    repeated = [d for d in range(len(after)) if d < new or before[d - new] != after[d]]
+    return [Strategy((Replicate(),), (Shard(d),)) for d in repeated]
+
+
+def _drawn(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
+    """Random numbers: any part can be drawn alone; whole, until a reader wants it cut."""
+    cuts = [Shard(dim) for dim in range(node.meta["val"].dim())]
+    return [Strategy((Replicate(),), (where,)) for where in (Replicate(), *cuts)]
+
+
 TABLE: dict[Any, Entry] = {
     aten.arange.default: _same_everywhere,
     aten.arange.start: _same_everywhere,
@@ -260,6 +277,7 @@ TABLE: dict[Any, Entry] = {
     aten.scalar_tensor.default: _same_everywhere,
     aten.eye.default: _same_everywhere,
     aten.linspace.default: _same_everywhere,
+    RANDOM: _drawn,
     aten.lift_fresh_copy.default: _follows_first,
     aten.embedding.default: _looked_up,
     aten.embedding_dense_backward.default: _sorted_into_rows,

@@ -26,6 +26,7 @@ from stepgraph.errors import CheckpointError, FrozenNumberError, OptimizerError,
 from stepgraph.program import roles
 from stepgraph.program.layout import Placements, local_shape
 from stepgraph.program.program import Program, Value
+from stepgraph.program.randomness import seed_words
 from stepgraph.program.shards import local_part, rows_held
 from stepgraph.runtime.ranks import Ranks, agree_on
 
@@ -176,6 +177,11 @@ class State:
                 if isinstance(role, roles.Accumulator)
             ]
         torch_internals.zero_all(self._accumulators)
+
+    def seed_random_operations(self, seed: int, step: int, micro_batch: int) -> None:
+        """Sets what random operations draw from, where a program has any."""
+        if (tensor := self.tensors.get(roles.Seed())) is not None:
+            tensor.copy_(seed_words(seed, step, micro_batch))
 
     def set_gradient(self, name: str, local: torch.Tensor, program: Program) -> None:
         """Puts a local gradient into the parameter's ``.grad`` as a DTensor."""

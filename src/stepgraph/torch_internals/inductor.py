@@ -70,6 +70,7 @@ def compile_with_inductor(
     examples: list[torch.Tensor],
     settings: dict[str, Any],
     collectives_overlap: bool,
+    decompositions: dict[Any, Callable],
 ) -> Callable[[list], Sequence[Any]]:
     """Compiles a whole-step graph (with its in-place writes) through inductor.
 
@@ -81,6 +82,7 @@ def compile_with_inductor(
         examples: fake inputs.
         settings: inductor config entries. Nothing is compiled lazily, so they need not outlive the call.
         collectives_overlap: False: no collective starts before the last one has been awaited.
+        decompositions: of operators of our own, beside inductor's.
 
     Returns:
         a callable that takes the list of inputs (and empties it) and returns the results.
@@ -101,7 +103,9 @@ def compile_with_inductor(
         tracing(TracingContext(mode)),
         _inductor_config.patch(settings),
     ):
-        graph = make_fx(module, decomposition_table=select_decomp_table())(*examples)
+        graph = make_fx(module, decomposition_table={**select_decomp_table(), **decompositions})(
+            *examples
+        )
         joint_graph_passes(graph)
         _compute_numbers_once(graph)
         return compile_fx_inner(graph, examples, is_inference=True)

@@ -1,0 +1,161 @@
+"""Dropout: one mask, whatever the mesh, the micro-batches, the recomputation or the lowering."""
+
+import copy
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import stepgraph
+from stepgraph.equivalence.check import check_model, relative_difference, tolerance
+from stepgraph.equivalence.one_process import OneProcessRun
+from stepgraph.frontends.launcher import launch
+
+STEPS = 3
+
+
+class Block(nn.Module):
+    """Dropout on activations, in attention, on a residual, and noise."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        x = x + self.drop(self.outer(F.dropout(F.gelu(self.inner(x)), 0.3, self.training)))
+        heads = x.unflatten(-1, (2, -1)).transpose(1, 2)
+        p = 0.2 if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=p)
+        return x + mixed.transpose(1, 2).flatten(2) + 0.01 * torch.randn_like(x)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x, y):
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), y.flatten())
+
+
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+
+def batch(step=0):
+    random = torch.Generator().manual_seed(step)
+    return (
+        torch.randn(16, 3, 8, generator=random),
+        torch.randint(0, 5, (16, 3), generator=random),
+    )
+
+
+def run(mesh="dp=1", plan="ddp", memory="none", micro_batches=1, seed=0):
+    """Losses and parameters of a few steps, all ranks in this process."""
+    model = net()
+    made = OneProcessRun(
+        model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        mesh=mesh,
+        plan=plan,
+        memory=memory,
+        micro_batches=micro_batches,
+        seed=seed,
+    )
+    losses = [made.step(batch(step)) for step in range(STEPS)]
+    return {"loss": torch.stack(losses)} | made.parameters()
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return run()
+
+
+def assert_close(got, expected):
+    for name in expected:
+        difference = relative_difference(got[name], expected[name])
+        assert difference <= tolerance([expected[name]]), (name, difference)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2", "zero3"])
+def test_every_mesh_draws_the_same_masks(plan, ranks, micro_batches, alone):
+    assert_close(run(f"dp={ranks}", plan, micro_batches=micro_batches), alone)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("memory", ["full", "layers:1"])
+def test_recomputation_changes_no_bit(memory, micro_batches):
+    kept = run("dp=2", "zero3", micro_batches=micro_batches)
+    recomputed = run("dp=2", "zero3", memory, micro_batches)
+    assert all(torch.equal(kept[name], recomputed[name]) for name in kept)
+
+
+def test_another_seed_and_another_step_draw_other_masks(alone):
+    assert not torch.equal(run(seed=1)["loss"], alone["loss"])
+    model = net()
+    made = OneProcessRun(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
+    assert made.step(batch()) != made.step(batch())
+
+
+def test_the_checker_follows_every_pass():
+    report = check_model(net(), batch=batch(), mesh="dp=2", micro_batches=2, memory="full")
+    assert report.ok, str(report)
+    assert sum(check.preserves.startswith("distribution") for check in report.passes) == 2
+
+
+def train(lowering, steps=STEPS):
+    """One rank of a run; returns losses, parameters and an evaluation."""
+    ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    model = net()
+    engine = stepgraph.Engine(
+        model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        plan="zero3",
+        micro_batches=2,
+        memory="full",
+        lowering=lowering,
+    )
+    parts = [[part.chunk(ranks)[rank] for part in batch(step)] for step in range(steps)]
+    losses = torch.stack([engine.step(part) for part in parts])
+    found = {n: p.detach().full_tensor() for n, p in engine.model.named_parameters()}
+    return {"loss": losses} | found, engine.evaluate(parts[0])
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_two_real_ranks_draw_them_too(lowering, alone):
+    results = launch(train, lowering, ranks=2)
+    for found, evaluated in results:
+        assert_close(found, alone)
+        assert evaluated == results[0][1]
+
+
+def test_both_lowerings_draw_the_same_bits():
+    """Masks of ones: a result shows each mask, and nothing that sums."""
+
+    class Masks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one = nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            noise = torch.randn_like(x) + torch.rand_like(x) + torch.empty_like(x).exponential_()
+            return F.dropout(x, 0.5), torch.randint_like(x, 100), noise * self.one
+
+    x = torch.ones(64, 33)
+    results = []
+    for lowering in ("eager", "inductor"):
+        engine = stepgraph.Engine(Masks(), loss=lambda m, b: m(b), lowering=lowering, seed=11)
+        engine.model.train()
+        program_of = copy.copy(engine)  # evaluate() switches training off; these draw regardless
+        results.append(program_of.evaluate(x))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)

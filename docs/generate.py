@@ -14,6 +14,7 @@ from stepgraph.lowering import bind, merge, waits
 from stepgraph.lowering import state as lowering_state
 from stepgraph.memory import apply as memory_apply
 from stepgraph.placement import apply as placement_apply
+from stepgraph.placement import vocabulary
 
 PASSES = [
     ("capture", randomness.key_random_operations),
@@ -25,6 +26,7 @@ PASSES = [
     ("capture", micro_batches.finish_accumulation),
     ("capture", update.clip_gradients),
     ("capture", update.update_parameters),
+    ("placement", vocabulary.spell_out_log_softmax),
     ("placement", placement_apply.place_values),
     ("memory", memory_apply.recompute_in_backward),
     ("lowering", bind.bind_to_rank),

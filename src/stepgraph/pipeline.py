@@ -34,10 +34,12 @@ from stepgraph.placement import policies as placement_policies
 from stepgraph.placement.apply import place_values
 from stepgraph.placement.normalisation import find_normalisation
 from stepgraph.placement.randomness import draw_by_global_row
+from stepgraph.placement.vocabulary import spell_out_log_softmax
 from stepgraph.planning.decisions import Normalisation
 from stepgraph.planning.plan import Plan
 from stepgraph.program import roles
 from stepgraph.program.invariants import check_invariants
+from stepgraph.program.layout import TENSOR_PARALLEL
 from stepgraph.program.program import Program
 from stepgraph.program.text import program_text
 
@@ -169,10 +171,14 @@ def apply_plan(program: Program, plan: Plan, driver: PassDriver, micro_batches: 
     Raises:
         PlanError: a plan file holds decisions for this program that do not fit it.
     """
+    if TENSOR_PARALLEL in plan.mesh.names:
+        program = driver.run(spell_out_log_softmax, program)
     key = plan.find_placement(program)
     if key is None:
         key = plan.new_key(program.name)
-        plan.placements[key] = placement_policies.decide(program, plan.mesh, plan.placement)
+        plan.placements[key] = placement_policies.decide(
+            program, plan.mesh, plan.placement, plan.parameters()
+        )
     draw_by_global_row(program, plan.placements[key], plan.mesh, micro_batches)
     program = driver.run(place_values, program, plan.placements[key], plan.mesh)
     if key not in plan.recomputation:

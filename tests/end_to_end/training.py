@@ -12,7 +12,9 @@ VOCABULARY, WIDTH, TOKENS, ROWS = 101, 32, 12, 16  # 101 rows: uneven on 2 and 4
 STEPS, RATE, CLIP = 10, 1e-3, 0.5
 
 
-def tiny_llama(layers: int = 2, checkpoint: bool = False) -> LlamaForCausalLM:
+def tiny_llama(
+    layers: int = 2, checkpoint: bool = False, vocabulary: int = VOCABULARY
+) -> LlamaForCausalLM:
     """Two layers, grouped-query attention, tied embeddings; the same weights every time."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
@@ -22,7 +24,7 @@ def tiny_llama(layers: int = 2, checkpoint: bool = False) -> LlamaForCausalLM:
             num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,
-            vocab_size=VOCABULARY,
+            vocab_size=vocabulary,
             tie_word_embeddings=True,
         )
     )
@@ -50,9 +52,11 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 @functools.cache
-def reference(steps: int = STEPS) -> tuple[list[float], dict[str, torch.Tensor]]:
+def reference(
+    steps: int = STEPS, vocabulary: int = VOCABULARY
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and final parameters of plain PyTorch on the whole batch, one process."""
-    model = tiny_llama()
+    model = tiny_llama(vocabulary=vocabulary)
     optimizer = adamw(model.parameters())
     losses = []
     for step in range(steps):
@@ -74,9 +78,11 @@ LOSS_TOLERANCE = 64 * torch.finfo(torch.float32).eps
 PARAMETER_TOLERANCE = 0.01 * STEPS * RATE
 
 
-def compare(losses: list[float], parameters: dict[str, torch.Tensor]) -> None:
+def compare(
+    losses: list[float], parameters: dict[str, torch.Tensor], vocabulary: int = VOCABULARY
+) -> None:
     """Asserts that a run equals the reference."""
-    expected_losses, expected = reference(len(losses))
+    expected_losses, expected = reference(len(losses), vocabulary)
     for step, (loss, wanted) in enumerate(zip(losses, expected_losses, strict=True)):
         assert abs(loss - wanted) <= LOSS_TOLERANCE * abs(wanted), (step, loss, wanted)
     assert parameters.keys() == expected.keys()

@@ -39,8 +39,8 @@ BITWISE, SUMMATION = "bitwise", "summation order"
 DISTRIBUTION = "distribution (not compared)"
 _OTHER_BITS = {"key_random_operations", "finish_accumulation"}
 _SUMMATION_ORDER = {
-    "capture", "place_values", "accumulate_gradients", "finish_accumulation", "clip_gradients",
-    "update_parameters",
+    "capture", "accumulate_gradients", "finish_accumulation", "clip_gradients", "update_parameters",
+    "spell_out_log_softmax", "place_values",
 }  # fmt: skip
 
 

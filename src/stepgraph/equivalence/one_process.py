@@ -105,7 +105,7 @@ class OneProcessRun:
 
     def _pieces(self, batch: LocalBatch) -> list[LocalBatch]:
         """Micro-batch i: the i-th slice of every rank's part, in rank order."""
-        ranks = self.mesh.world_size
+        ranks = self.mesh.data_size
         tensors = [leaf for leaf in batch.leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
         if tensors[0].shape[0] % ranks:
             raise BatchError(f"{tensors[0].shape[0]} rows do not divide over {ranks} ranks")

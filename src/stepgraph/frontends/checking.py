@@ -14,6 +14,7 @@ from stepgraph.equivalence.check import CheckReport, check_model
 from stepgraph.errors import UsageError
 from stepgraph.frontends.engine import Engine
 from stepgraph.planning.plan import Plan
+from stepgraph.program.layout import MeshShape
 from stepgraph.torch_internals import pytree
 
 
@@ -45,7 +46,7 @@ def check(engine_or_plan: Engine | Plan, batch: Any) -> CheckReport:
     return check_model(
         model,
         optimizer=_optimizer_over(optimizer, replaced),
-        batch=_global_batch(batch),
+        batch=_global_batch(batch, engine.plan.mesh),
         mesh=engine.plan.mesh,
         plan=copy.deepcopy(engine.plan),
         **settings,
@@ -80,16 +81,17 @@ def _optimizer_over(
     return clone
 
 
-def _global_batch(batch: Any) -> Any:
+def _global_batch(batch: Any, mesh: MeshShape) -> Any:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return batch
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, batch)
+    by_part = {mesh.data_rank(rank): part for rank, part in enumerate(parts)}
     return pytree.tree_map(
         lambda *leaves: (
             torch.cat(leaves)
             if isinstance(leaves[0], torch.Tensor) and leaves[0].dim()
             else leaves[0]
         ),
-        *parts,
+        *by_part.values(),
     )

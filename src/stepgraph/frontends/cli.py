@@ -151,7 +151,7 @@ def check_command(
         parse_policy(memory)
     made = models.build_model(model, seed).train()
     generator = torch.Generator().manual_seed(seed)
-    rows = batch_per_rank * shape.world_size
+    rows = batch_per_rank * shape.data_size
     vocabulary = models.vocabulary_size(made, otherwise=256)
     ids = torch.randint(vocabulary, (rows, seq), generator=generator)
     report = check_model(

@@ -239,7 +239,7 @@ class Engine:
         request = StepRequest(
             self.model,
             self._loss,
-            global_spec(batch, micro, self._ranks.shape.world_size),
+            global_spec(batch, micro, self._ranks.shape.data_size),
             self.plan,
             self._optimizer,
             micro,

@@ -28,8 +28,6 @@ from stepgraph.planning.plan import Plan
 from stepgraph.program.layout import MeshShape
 from stepgraph.runtime.ranks import parse_mesh
 
-# Ranks that differ only along these mesh dimensions train on the same rows.
-MODEL_PARALLEL = ("tp",)
 PROMPT_BYTES = 48
 
 
@@ -144,18 +142,7 @@ def _mesh_of(options: TrainOptions, plan: Plan | None) -> MeshShape:
 
 
 def _batch_shape(options: TrainOptions, mesh: MeshShape) -> BatchShape:
-    sharing = [size for name, size in mesh.dims if name not in MODEL_PARALLEL]
-    parts = MeshShape(tuple((str(i), size) for i, size in enumerate(sharing))).world_size
-    return BatchShape(options.batch_per_rank, options.seq, parts)
-
-
-def _data_rank(mesh: MeshShape, rank: int) -> int:
-    """Which part of the batch a rank trains on."""
-    index = 0
-    for (name, size), position in zip(mesh.dims, mesh.coordinate(rank), strict=True):
-        if name not in MODEL_PARALLEL:
-            index = index * size + position
-    return index
+    return BatchShape(options.batch_per_rank, options.seq, mesh.data_size)
 
 
 def _train_on_rank(options: TrainOptions, mesh: MeshShape) -> Summary | None:
@@ -166,7 +153,7 @@ def _train_on_rank(options: TrainOptions, mesh: MeshShape) -> Summary | None:
         )  # what is said once is said by rank 0
     device = rank_device()
     shape = _batch_shape(options, mesh)
-    batches = TextBatches(read_text(options.text), shape, options.seed, _data_rank(mesh, rank))
+    batches = TextBatches(read_text(options.text), shape, options.seed, mesh.data_rank(rank))
     model = build_model(options.model, options.seed).to(device).train()
     count = sum(parameter.numel() for parameter in model.parameters())
     engine = Engine(

@@ -17,17 +17,19 @@ from typing import Any
 import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph import torch_internals
 from stepgraph.placement.randomness import local_part_of
 from stepgraph.placement.rules import tensor_arguments
+from stepgraph.placement.vocabulary import LOCAL_FORMS, Rows, rows_cut
 from stepgraph.planning.decisions import PlacementDecision
 from stepgraph.program import roles
 from stepgraph.program.build import ShapeRunner
 from stepgraph.program.collectives import redistribute
 from stepgraph.program.layout import MeshShape, Placements, local_shape, replicated
 from stepgraph.program.names import name_operations
-from stepgraph.program.program import FORWARD, Program, Value
+from stepgraph.program.program import FORWARD, Program, Value, tensors_of
 from stepgraph.program.randomness import RANDOM
 
 aten = torch.ops.aten
@@ -88,6 +90,8 @@ class _Placer:
             self.mesh,
             list(program.notes),
         )
+        for text in self.decision.notes:
+            placed.note(text)
         for name, operator_name in self.decision.unruled.items():
             placed.note(f"{operator_name} has no sharding rule here, so it is replicated: {name}")
         return placed.finish()
@@ -142,8 +146,25 @@ class _Placer:
             args, kwargs = fx.node.map_arg(
                 (node.args, node.kwargs), lambda a: self._as(a, next(wanted), node)
             )
+        if cut := rows_cut(node, choice.inputs, choice.outputs):
+            self._set(node, self._on_own_rows(node, tuple(args), *cut), choice.outputs)
+            return
         target, args = self._localise(node, tuple(args), dict(kwargs), choice)
         self._set(node, self._emit(target, args, dict(kwargs), node.meta), choice.outputs)
+
+    def _on_own_rows(self, node: fx.Node, args: tuple, axis: int, size: int) -> fx.Node:
+        """What a rank does alone where the rows of a table are cut."""
+
+        def emit(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+            new = self._emit(target, args, kwargs, {"placements": (), **node.meta})
+            del new.meta["name"]
+            return new
+
+        name, ranks = self.mesh.dims[axis]
+        rows = Rows(emit, size, name, ranks, tensors_of(node.meta["val"])[0].device)
+        new = LOCAL_FORMS[node.target](rows, node, args)
+        new.meta["name"] = node.meta["name"]
+        return new
 
     def _localise(self, node: fx.Node, args: tuple, kwargs: dict, choice) -> tuple[Any, tuple]:
         """Global sizes among the arguments become this rank's."""
@@ -165,9 +186,9 @@ class _Placer:
         return target, args
 
     def _adjust(self, adjuster, node: fx.Node, args: tuple, kwargs: dict, choice) -> tuple:
-        mesh = torch_internals.planning_mesh(self.mesh.world_size)
+        mesh = torch_internals.planning_mesh(self.mesh.sizes)
         specs = [
-            torch_internals.tensor_spec(mesh, placements[:1], argument.meta["val"])
+            torch_internals.tensor_spec(mesh, placements, argument.meta["val"])
             for argument, placements in zip(tensor_arguments(node), choice.inputs, strict=True)
         ]
         remaining = iter(specs)
@@ -236,12 +257,28 @@ class _Placer:
         return value
 
 
-def _steps(have: Placements, want: Placements) -> list[tuple[int, Any]]:
-    """One change of placement per mesh dimension: communication inside out, then cuts outside in."""
-    changed = [axis for axis in range(len(have)) if have[axis] != want[axis]]
-    communicated = [axis for axis in changed if not isinstance(have[axis], Replicate)]
-    cut = [axis for axis in changed if isinstance(have[axis], Replicate)]
-    return [(axis, want[axis]) for axis in [*reversed(communicated), *cut]]
+def _steps(have: Placements, want: Placements) -> list[tuple[int, Placement]]:
+    """One change of placement per mesh dimension: communication inside out, then cuts outside in.
+
+    Where several mesh dimensions cut one dimension of the value, the outer one cuts first; so before an
+    outer cut changes, the inner ones are undone.
+    """
+    changed = {axis for axis in range(len(have)) if have[axis] != want[axis]}
+    undone: set[int] = set()
+    cuts = [{p.dim for p in pair if isinstance(p, Shard)} for pair in zip(have, want, strict=True)]
+    for dim in set().union(*cuts):
+        sharing = {axis for axis, dims in enumerate(cuts) if dim in dims}
+        if len(sharing) > 1 and sharing & changed:
+            undone |= sharing
+    steps: list[tuple[int, Placement]] = []
+    for axis in reversed(range(len(have))):
+        if axis in changed | undone and not isinstance(have[axis], Replicate):
+            steps.append((axis, Replicate() if axis in undone else want[axis]))
+    for axis in range(len(have)):
+        cut = isinstance(have[axis], Replicate) or axis in undone
+        if axis in changed | undone and cut and not isinstance(want[axis], Replicate):
+            steps.append((axis, want[axis]))
+    return steps
 
 
 def _squeezed_dims(node: fx.Node) -> list[int]:

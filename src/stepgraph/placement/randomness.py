@@ -6,7 +6,7 @@ from torch import fx
 from torch.distributed.tensor import Shard
 
 from stepgraph.planning.decisions import PlacementDecision
-from stepgraph.program.layout import MeshShape, Placements, local_shape
+from stepgraph.program.layout import TENSOR_PARALLEL, MeshShape, Placements, local_shape
 from stepgraph.program.program import Program
 from stepgraph.program.randomness import RANDOM
 
@@ -28,7 +28,7 @@ def draw_by_global_row(
         (placements,) = decision.operations[node.meta["name"]].outputs
         ranks, batch_dim = 1, None
         for name, placement, size in zip(mesh.names, placements or (), mesh.sizes, strict=True):
-            if name != "tp" and isinstance(placement, Shard):
+            if name != TENSOR_PARALLEL and isinstance(placement, Shard):
                 ranks, batch_dim = ranks * size, placement.dim
         if batch_dim is None:
             continue

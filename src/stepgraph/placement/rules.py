@@ -6,7 +6,7 @@ cached by operator, shapes, literals and placements, so repeated layers cost one
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,13 +64,18 @@ def _aligned(strategy: Strategy, results: list[object]) -> Strategy:
 class Rules:
     """Answers "under which placements can this operator run locally" for one mesh dimension.
 
+    ``extra``: strategies beside those of DTensor and the table, by operator.
+
     Args:
         size: ranks along the dimension.
+        unit: what a sharded dimension must divide by; more than ``size`` where other mesh dimensions
+            cut it as well.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._mesh = torch_internals.planning_mesh(size)
+    def __init__(self, size: int, unit: int | None = None) -> None:
+        self.size, self.unit = size, unit or size
+        self._mesh = torch_internals.planning_mesh((size,))
+        self.extra: Mapping[Any, Entry] = {}
         self._answers: dict[Any, list[Strategy]] = {}
         self.without_rule: set[str] = set()
 
@@ -85,7 +90,7 @@ class Rules:
             found = self._answers[key] = self._ask(node, placements)
         return found
 
-    def element_by_element(self, node: fx.Node) -> list[Strategy]:
+    def element_by_element(self, node: fx.Node, placements: Sequence[Placement]) -> list[Strategy]:
         """Strategies of an elementwise operation on shards of any size, padding included.
 
         Padding may go through arithmetic whose results at the padding nobody reads; for anything
@@ -94,8 +99,10 @@ class Rules:
         """
         value = node.meta["val"]
         arguments = [argument.meta["val"] for argument in tensor_arguments(node)]
+        dims = dict.fromkeys(p.dim for p in placements if isinstance(p, Shard)) or {0: None}
         if node.meta.get("padding_is_zero"):
-            return [Strategy((Shard(0),), (Partial("sum"),))] if arguments[0].dim() else []
+            cuts = [dim for dim in dims if dim < arguments[0].dim()]
+            return [Strategy((Shard(dim),), (Partial("sum"),)) for dim in cuts]
         if (
             not _is_elementwise(node.target)
             or not isinstance(value, torch.Tensor)
@@ -104,8 +111,13 @@ class Rules:
             return []
         if any(a.dim() and a.shape != value.shape for a in arguments):
             return []
-        inputs = tuple(Shard(0) if a.dim() else Replicate() for a in arguments)
-        return [Strategy(inputs, (Shard(0),))]
+        return [
+            Strategy(
+                tuple(Shard(dim) if a.dim() else Replicate() for a in arguments), (Shard(dim),)
+            )
+            for dim in dims
+            if dim < value.dim()
+        ]
 
     def _ask(self, node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
         arguments = tensor_arguments(node)
@@ -119,6 +131,8 @@ class Rules:
             except Exception:  # rules raise all sorts on arguments they cannot handle
                 self.without_rule.add(str(node.target))
                 found = []
+        if node.target in self.extra:
+            found = [*found, *self.extra[node.target](node, placements)]
         found = [_aligned(strategy, results) for strategy in found]
         if node.target is aten.expand.default:
             found += _repeated(node)
@@ -161,7 +175,7 @@ class Rules:
             return (
                 isinstance(value, torch.Tensor)
                 and placement.dim < value.dim()
-                and value.shape[placement.dim] % self.size == 0
+                and value.shape[placement.dim] % self.unit == 0
             )
         if isinstance(placement, Partial):
             # Masked and norm partials carry state that a plain local program does not have.

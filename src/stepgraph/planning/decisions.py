@@ -20,7 +20,8 @@ class PlacementDecision:
     """Where every value of one Program lives.
 
     Keys are role labels (``Param(lm_head.weight)``) for inputs and outputs, and stable names for
-    operations. ``unruled`` lists operators that no rule could place: they are replicated.
+    operations. ``unruled`` lists operators that no rule could place: they are replicated. ``notes`` go
+    into the report.
     """
 
     preset: str
@@ -28,6 +29,7 @@ class PlacementDecision:
     outputs: dict[str, Placements] = field(default_factory=dict)
     operations: dict[str, OperationPlacement] = field(default_factory=dict)
     unruled: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass

@@ -68,6 +68,15 @@ class Plan:
             )
         return None
 
+    def parameters(self) -> dict[str, Placements]:
+        """Where the programs decided so far store parameters, by name."""
+        found: dict[str, Placements] = {}
+        for decision in self.placements.values():
+            for label, placements in decision.inputs.items():
+                if label.startswith("Param("):
+                    found[label[len("Param(") : -1]] = placements
+        return found
+
     def new_key(self, name: str) -> str:
         """A free key for the decisions of a program."""
         number = 1 + sum(key.split("#")[0] == name for key in self.placements)
@@ -120,6 +129,7 @@ class Plan:
                         for key, o in d.operations.items()
                     },
                     "unruled": d.unruled,
+                    "notes": d.notes,
                 }
                 for name, d in self.placements.items()
             },
@@ -147,6 +157,7 @@ class Plan:
                     for key, (inputs, outputs) in d["operations"].items()
                 },
                 dict(d["unruled"]),
+                list(d.get("notes", ())),
             )
             for name, d in data["placements"].items()
         }

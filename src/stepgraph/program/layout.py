@@ -15,6 +15,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 Placements = tuple[Placement, ...]
 
+TENSOR_PARALLEL = "tp"
+
 
 @dataclass(frozen=True)
 class MeshShape:
@@ -37,6 +39,11 @@ class MeshShape:
         """Number of ranks."""
         return math.prod(self.sizes)
 
+    @property
+    def data_size(self) -> int:
+        """Number of ranks that hold different rows of the batch: all but those along ``tp``."""
+        return math.prod(size for name, size in self.dims if name != TENSOR_PARALLEL)
+
     def coordinate(self, rank: int) -> tuple[int, ...]:
         """Position of a rank, row-major (the last dimension varies fastest)."""
         coordinate = []
@@ -44,6 +51,14 @@ class MeshShape:
             coordinate.append(rank % size)
             rank //= size
         return tuple(reversed(coordinate))
+
+    def data_rank(self, rank: int) -> int:
+        """Which part of the batch a rank holds, among ``data_size``."""
+        index = 0
+        for (name, size), position in zip(self.dims, self.coordinate(rank), strict=True):
+            if name != TENSOR_PARALLEL:
+                index = index * size + position
+        return index
 
     def groups(self, dim: str) -> list[list[int]]:
         """The groups of ranks that differ only in ``dim``."""

@@ -18,16 +18,15 @@ from stepgraph import torch_internals
 from stepgraph.capture.optimizer import (
     FIRST_STEP,
     FunctionalOptimizer,
-    group_numbers,
-    group_settings,
 )
 from stepgraph.capture.update import MAX_GRAD_NORM
-from stepgraph.errors import CheckpointError, FrozenNumberError, OptimizerError, UnfilledModelError
+from stepgraph.errors import CheckpointError, OptimizerError, UnfilledModelError
 from stepgraph.program import roles
 from stepgraph.program.layout import Placements, local_shape
 from stepgraph.program.program import Program, Value
 from stepgraph.program.randomness import seed_words
 from stepgraph.program.shards import local_part, rows_held
+from stepgraph.runtime.group_numbers import GroupNumbers
 from stepgraph.runtime.ranks import Ranks, agree_on
 
 StoredAs = Callable[[tuple[int, ...]], Placements]
@@ -56,9 +55,8 @@ class State:
         self.tensors: dict[roles.Input, torch.Tensor] = {}
         self.unfilled: set[str] = set()
         self.functional: FunctionalOptimizer | None = None
-        self._numbers: dict[str, float] = {}
+        self._numbers = GroupNumbers(optimizer) if optimizer is not None else None
         self._accumulators: list[torch.Tensor] | None = None
-        self._settings: list[dict[str, Any]] | None = None
         self._values: dict[roles.Input, Value] = {}
         named = dict(model.named_parameters())
         _check_optimizer(optimizer, named)
@@ -135,6 +133,8 @@ class State:
         if functional is not None:
             self.functional = functional
         for role, value in inputs.items():
+            if isinstance(role, roles.Param):
+                self._store_as(role, value)
             if role in self.tensors or isinstance(role, roles.UserInput):
                 continue
             assert value.placements is not None
@@ -149,6 +149,17 @@ class State:
             self.tensors[role] = tensor.to(self.device)
         self._accumulators = None
         self._values.update(inputs)
+
+    def _store_as(self, role: roles.Param, value: Value) -> None:
+        """Cuts a parameter as the program wants it, if it is stored otherwise (tensor parallelism)."""
+        parameter = self.model.get_parameter(role.name)
+        assert isinstance(parameter, DTensor) and value.placements is not None
+        if tuple(parameter.placements) == value.placements:
+            return
+        whole = parameter.detach().full_tensor()
+        local = local_part(whole, value.placements, self.ranks.shape, self.ranks.rank).clone()
+        self.tensors[role] = local
+        torch_internals.replace_parts(parameter, self._as_dtensor(local, value))
 
     def _first_state(self, owner: str, key: str, value: Value, shape) -> torch.Tensor:
         """An optimizer state's starting value: what the optimizer holds already, or its first fill."""
@@ -209,56 +220,8 @@ class State:
         Raises:
             FrozenNumberError: a number changed that the program holds as a constant.
         """
-        if self.optimizer is None or self.functional is None:
-            return
-        settings = [group_settings(group) for group in self.optimizer.param_groups]
-        self._settings = self._settings or settings
-        if settings != self._settings:
-            self._report_settings(settings)
-        for index, group in enumerate(self.optimizer.param_groups):
-            numbers = group_numbers(group)
-            for name, value in numbers.items():
-                full = f"group{index}.{name}"
-                if self._numbers.get(full) == value:
-                    continue
-                self._check_number(index, name, value)
-                self._numbers[full] = value
-                tensor = self.tensors.get(roles.Scalar(full))
-                if tensor is not None:
-                    tensor.fill_(value)
-
-    def _report_settings(self, settings: list[dict[str, Any]]) -> None:
-        assert self._settings is not None
-        if len(settings) != len(self._settings):
-            what = f"there are {len(settings)} parameter groups, there were {len(self._settings)}"
-        else:
-            what = "; ".join(
-                f"{key!r} of parameter group {index} changed from {old.get(key)!r} to {new.get(key)!r}"
-                for index, (old, new) in enumerate(zip(self._settings, settings, strict=True))
-                for key in {*old, *new}
-                if old.get(key) != new.get(key)
-            )
-        raise FrozenNumberError(
-            f"the optimizer changed after the step was compiled: {what}",
-            do="set it before the first step, or make a new Engine",
-        )
-
-    def _check_number(self, group: int, name: str, value: float) -> None:
-        assert self.functional is not None
-        for (of_group, _, _), rule in self.functional.rules.items():
-            if of_group != group:
-                continue
-            burnt = rule.constants.get(name)
-            broken = any(c.number == name and not c.holds(value) for c in rule.conditions)
-            if broken or (burnt is not None and burnt != value):
-                raise FrozenNumberError(
-                    f"{name!r} of parameter group {group} changed to {value} after the step was "
-                    "compiled, which took it as fixed",
-                    why="the compiled update has another form for the new value"
-                    if broken
-                    else f"this optimizer needs {name!r} as a plain number",
-                    do="set it before the first step, or make a new Engine",
-                )
+        if self._numbers is not None and self.functional is not None:
+            self._numbers.update(self.functional, self.tensors)
 
     # -- optimizer state dicts
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -216,15 +217,20 @@ def _single_dim_rules() -> dict:
     return getattr(_propagator(), "op_single_dim_strategy_funcs", {})
 
 
-def planning_mesh(size: int) -> Any:
-    """A 1-D DeviceMesh of ``size`` ranks without processes, to ask sharding rules on."""
+def replace_parts(tensor: DTensor, other: DTensor) -> None:
+    """Lets a DTensor hold another one's parts and placements; it stays the same object."""
+    tensor._local_tensor, tensor._spec = other._local_tensor, other._spec
+
+
+def planning_mesh(sizes: tuple[int, ...]) -> Any:
+    """A DeviceMesh of these sizes without processes, to ask sharding rules on."""
     from torch.distributed.device_mesh import DeviceMesh
 
     # The rules ask the device for its number of devices per host; no tensor is ever placed on it.
     device_type = torch.get_default_device().type
-    return DeviceMesh(
-        device_type, list(range(size)), mesh_dim_names=("d",), _init_backend=False, _rank=0
-    )
+    ranks = torch.arange(math.prod(sizes)).view(sizes)
+    names = tuple(f"d{axis}" for axis in range(len(sizes)))
+    return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=0)
 
 
 def shape_argument(op: Any) -> int | None:

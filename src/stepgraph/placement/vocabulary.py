@@ -1,0 +1,196 @@
+"""Tables that are cut by rows, and choices among classes that are cut: what each rank does alone.
+
+An embedding, a ``gather`` of the label's logit and their backwards read one row in many. Where rows are
+cut, a rank answers for its own and adds zero for the others; DTensor says so with a placement of its own
+(``MaskPartial``), a plain program spells it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from stepgraph.placement.rules import Entry, Strategy, tensor_arguments
+from stepgraph.program.build import Builder
+from stepgraph.program.collectives import SHARD_OF
+from stepgraph.program.names import name_operations
+from stepgraph.program.program import Program
+
+aten = torch.ops.aten
+
+_SUM, _WHOLE = Partial("sum"), Replicate()
+
+
+def spell_out_log_softmax(program: Program) -> Program:
+    """Log-softmax and its backward as maxima, sums and differences, which classes that are cut allow.
+
+    reads: ``_log_softmax`` and its backward. writes: elementwise operations and reductions over classes
+    in their place. preserves: every result, up to the order of summation over classes.
+    """
+    for node in list(program.operations()):
+        if node.target not in (aten._log_softmax.default, aten._log_softmax_backward_data.default):
+            continue
+        emit = Builder(program, node.meta["phase"], node)
+        emit.module = node.meta["module"]
+        node.replace_all_uses_with(_SPELLED[node.target](emit, node))
+    name_operations(program.graph)
+    return program.finish()
+
+
+def _cast(emit: Any, node: Any, dtype: torch.dtype) -> fx.Node:
+    same = node.meta["val"].dtype == dtype
+    return node if same else emit(aten._to_copy.default, node, dtype=dtype)
+
+
+def _log_softmax(emit: Any, node: fx.Node) -> fx.Node:
+    x, dim, _ = node.args
+    x = _cast(emit, x, torch.promote_types(torch.float32, x.meta["val"].dtype))  # type: ignore[union-attr]
+    shifted = emit(aten.sub.Tensor, x, emit(aten.amax.default, x, [dim], True))
+    total = emit(aten.sum.dim_IntList, emit(aten.exp.default, shifted), [dim], True)
+    result = emit(aten.sub.Tensor, shifted, emit(aten.log.default, total))
+    return _cast(emit, result, node.meta["val"].dtype)
+
+
+def _log_softmax_backward(emit: Any, node: fx.Node) -> fx.Node:
+    gradient, result, dim, dtype = node.args
+    total = emit(aten.sum.dim_IntList, gradient, [dim], True)
+    share = emit(aten.mul.Tensor, emit(aten.exp.default, result), total)
+    return _cast(emit, emit(aten.sub.Tensor, gradient, share), dtype)  # type: ignore[arg-type]
+
+
+_SPELLED = {
+    aten._log_softmax.default: _log_softmax,
+    aten._log_softmax_backward_data.default: _log_softmax_backward,
+}
+
+
+# ------------------------------------------------------------------------------------- strategies
+
+
+def _embedding(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
+    return [Strategy((Shard(0), _WHOLE), (_SUM,))]
+
+
+def _embedding_backward(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
+    counted = len(node.args) > 4 and node.args[4]  # by frequency in the whole batch, and table
+    return [] if counted else [Strategy((_WHOLE, _WHOLE), (Shard(0),))]
+
+
+def _gather(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
+    return [Strategy((Shard(_class_dim(node)), _WHOLE), (_SUM,))]
+
+
+def _scatter(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
+    """One class a row: a comparison with the label says which rank has it."""
+    dim = _class_dim(node)
+    whole, index = (argument.meta["val"].shape for argument in tensor_arguments(node))
+    one_a_row = index == (*whole[:dim], 1, *whole[dim + 1 :])
+    return [Strategy((Shard(dim), _WHOLE), (Shard(dim),))] if one_a_row else []
+
+
+def _class_dim(node: fx.Node) -> int:
+    return node.args[1] % tensor_arguments(node)[0].meta["val"].dim()  # type: ignore[operator]
+
+
+STRATEGIES: dict[Any, Entry] = {
+    aten.embedding.default: _embedding,
+    aten.embedding_dense_backward.default: _embedding_backward,
+    aten.gather.default: _gather,
+    aten.scatter.value: _scatter,
+}
+
+
+# ------------------------------------------------------------------------------------ local forms
+
+
+class Rows:
+    """This rank's rows of a table of ``size`` along a mesh dimension, as nodes.
+
+    Args:
+        emit: ``emit(target, *args, **kwargs) -> node``.
+        size: rows of the whole table.
+    """
+
+    def __init__(self, emit: Any, size: int, mesh_dim: str, ranks: int, device: Any) -> None:
+        self.emit, self.count = emit, size // ranks
+        every = emit(aten.arange.default, size, device=device)
+        self.ids = emit(SHARD_OF, every, 0, ranks, mesh_dim)
+        self.first = emit(aten.select.int, self.ids, 0, 0)
+
+    def find(self, index: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """(position among this rank's rows, whether it is not one of them) of global row numbers."""
+        emit = self.emit
+        position = emit(aten.sub.Tensor, index, self.first)
+        below = emit(aten.lt.Scalar, position, 0)
+        beyond = emit(aten.ge.Scalar, position, self.count)
+        elsewhere = emit(aten.logical_or.default, below, beyond)
+        return emit(aten.clamp.default, position, 0, self.count - 1), elsewhere
+
+
+def _local_embedding(rows: Rows, node: fx.Node, args: tuple) -> fx.Node:
+    table, index = args[:2]
+    position, elsewhere = rows.find(index)
+    found = rows.emit(aten.embedding.default, table, position)
+    masked = rows.emit(aten.unsqueeze.default, elsewhere, -1)
+    return rows.emit(aten.masked_fill.Scalar, found, masked, 0.0)
+
+
+def _local_embedding_backward(rows: Rows, node: fx.Node, args: tuple) -> fx.Node:
+    gradient, index, _, padding, _ = args
+    position, elsewhere = rows.find(index)
+    if padding >= 0:  # a row that gets no gradient
+        is_padding = rows.emit(aten.eq.Scalar, index, padding)
+        elsewhere = rows.emit(aten.logical_or.default, elsewhere, is_padding)
+    masked = rows.emit(aten.unsqueeze.default, elsewhere, -1)
+    kept = rows.emit(aten.masked_fill.Scalar, gradient, masked, 0.0)
+    return rows.emit(aten.embedding_dense_backward.default, kept, position, rows.count, -1, False)
+
+
+def _local_gather(rows: Rows, node: fx.Node, args: tuple) -> fx.Node:
+    values, dim, index = args[:3]
+    position, elsewhere = rows.find(index)
+    found = rows.emit(aten.gather.default, values, dim, position)
+    return rows.emit(aten.masked_fill.Scalar, found, elsewhere, 0.0)
+
+
+def _local_scatter(rows: Rows, node: fx.Node, args: tuple) -> fx.Node:
+    values, _, index, number = args[:4]
+    dim = _class_dim(node)
+    shape = [1] * values.meta["val"].dim()
+    shape[dim] = rows.count
+    ids = rows.emit(aten.view.default, rows.ids, shape)
+    return rows.emit(aten.masked_fill.Scalar, values, rows.emit(aten.eq.Tensor, index, ids), number)
+
+
+LOCAL_FORMS: dict[Any, Callable[[Rows, fx.Node, tuple], fx.Node]] = {
+    aten.embedding.default: _local_embedding,
+    aten.embedding_dense_backward.default: _local_embedding_backward,
+    aten.gather.default: _local_gather,
+    aten.scatter.value: _local_scatter,
+}
+
+
+def rows_cut(node: fx.Node, inputs: tuple, outputs: tuple) -> tuple[int, int] | None:
+    """(mesh axis, size of the whole table) where a placed operation has its rows cut, or None.
+
+    Args:
+        inputs, outputs: placements of each tensor argument and result, over all mesh dimensions.
+    """
+    if node.target not in LOCAL_FORMS:
+        return None
+    first = tensor_arguments(node)[0].meta["val"]
+    match node.target:
+        case aten.embedding.default:
+            placements, dim, size = inputs[0], 0, first.shape[0]
+        case aten.embedding_dense_backward.default:
+            placements, dim, size = outputs[0], 0, int(node.args[2])  # type: ignore[call-overload]
+        case _:
+            dim = _class_dim(node)
+            placements, size = inputs[0], first.shape[dim]
+    axes = [axis for axis, placement in enumerate(placements) if placement == Shard(dim)]
+    return (axes[0], size) if axes else None

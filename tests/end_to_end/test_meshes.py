@@ -1,0 +1,188 @@
+"""Tensor parallelism and hybrid sharding, alone and together, give the run of one process."""
+
+import os
+
+import pytest
+
+import stepgraph
+from stepgraph.equivalence.check import check_model
+from stepgraph.equivalence.one_process import OneProcessRun
+from stepgraph.errors import MeshError, UsageError
+from stepgraph.frontends.launcher import launch
+from stepgraph.program import roles
+from stepgraph.runtime.ranks import parse_mesh
+from tests.end_to_end.training import (
+    CLIP,
+    STEPS,
+    adamw,
+    compare,
+    llama_batch,
+    reference,
+    tiny_llama,
+)
+
+VOCABULARY = 104  # divides over 2 and 4 ranks
+
+CELLS = [
+    ("tp", "tp=2"),
+    ("tp", "dp=2,tp=2"),
+    ("tp+ddp", "dp=2,tp=2"),
+    ("tp+zero1", "dp=2,tp=2"),
+    ("tp+zero2", "dp=2,tp=2"),
+    ("tp+zero3", "dp=2,tp=2"),
+    ("zero3", "tp=2,dp=2"),
+    ("tp+zero3", "dp=4,tp=2"),
+    ("hsdp", "replicate=2,shard=2"),
+    ("hsdp", "shard=2,replicate=4"),
+    ("tp+hsdp", "replicate=2,shard=2,tp=2"),
+]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("memory", ["none", "full"])
+@pytest.mark.parametrize(("plan", "mesh"), CELLS)
+def test_ten_steps_equal_plain_pytorch(plan, mesh, memory, micro_batches):
+    model = tiny_llama(vocabulary=VOCABULARY)
+    run = OneProcessRun(
+        model,
+        optimizer=adamw(model.parameters()),
+        mesh=mesh,
+        plan=plan,
+        memory=memory,
+        micro_batches=micro_batches,
+        max_grad_norm=CLIP,
+    )
+    losses = [run.step(llama_batch(step)).item() for step in range(STEPS)]
+    compare(losses, run.parameters(), VOCABULARY)
+    assert run.compiled.notes == []
+
+
+@pytest.mark.parametrize(("plan", "mesh"), [("tp+zero3", "dp=2,tp=4"), ("tp", "tp=2")])
+def test_heads_and_a_vocabulary_that_do_not_divide_stay_whole_and_are_reported(plan, mesh):
+    """Two key-value heads over four ranks; 101 words over any."""
+    model = tiny_llama()
+    run = OneProcessRun(
+        model, optimizer=adamw(model.parameters()), mesh=mesh, plan=plan, max_grad_norm=CLIP
+    )
+    losses = [run.step(llama_batch(step)).item() for step in range(STEPS)]
+    compare(losses, run.parameters())
+    (note,) = [note for note in run.compiled.notes if note.startswith("tp keeps")]
+    assert "model.embed_tokens.weight" in note
+    assert ("k_proj" in note) == ("tp=4" in mesh)
+    assert "q_proj" not in note
+
+
+@pytest.mark.parametrize(
+    ("plan", "mesh"), [("tp+zero2", "dp=2,tp=2"), ("hsdp", "replicate=2,shard=2")]
+)
+def test_the_checker_follows_every_pass(plan, mesh):
+    model = tiny_llama(vocabulary=VOCABULARY)
+    report = check_model(
+        model,
+        optimizer=adamw(model.parameters()),
+        batch=llama_batch(0),
+        mesh=mesh,
+        plan=plan,
+        memory="full",
+        micro_batches=2,
+        max_grad_norm=CLIP,
+    )
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize(
+    ("plan", "mesh", "problem"),
+    [
+        ("hsdp", "dp=4", "lacks replicate, shard"),
+        ("tp+zero3", "dp=4", "lacks tp"),
+        ("zero3", "tp=4", "lacks dp"),
+        ("zero3", "dp=2,cp=2", "has cp besides"),
+    ],
+)
+def test_a_preset_that_names_a_missing_dimension_is_an_error(plan, mesh, problem):
+    model = tiny_llama()
+    with pytest.raises(MeshError, match=problem):
+        OneProcessRun(model, mesh=mesh, plan=plan).step(llama_batch(0))
+
+
+@pytest.mark.parametrize("plan", ["tp+zero4", "tp+zero3+ddp", "tp+tp"])
+def test_a_preset_that_cannot_be_meant_is_an_error(plan):
+    with pytest.raises(UsageError):
+        OneProcessRun(tiny_llama(), mesh="dp=2,tp=2", plan=plan).step(llama_batch(0))
+
+
+def train(plan, mesh, lowering, evaluate_first, steps=STEPS):
+    """One rank of a run; returns losses, whole parameters and placements."""
+    shape, rank = parse_mesh(mesh), int(os.environ["RANK"])
+    model = tiny_llama(vocabulary=VOCABULARY)
+    engine = stepgraph.Engine(
+        model,
+        optimizer=adamw(model.parameters()),
+        mesh=mesh,
+        plan=plan,
+        max_grad_norm=CLIP,
+        lowering=lowering,
+    )
+    kept = {name: id(p) for name, p in engine.model.named_parameters()}
+
+    def part(step):
+        whole = llama_batch(step)
+        return {k: v.chunk(shape.data_size)[shape.data_rank(rank)] for k, v in whole.items()}
+
+    before = engine.evaluate(part(0)).item() if evaluate_first else None
+    losses = [engine.step(part(step)).item() for step in range(steps)]
+    if evaluate_first:
+        assert abs(before - losses[0]) < 1e-5
+    parameters = dict(engine.model.named_parameters())
+    assert {name: id(p) for name, p in parameters.items()} == kept
+    stored = {name: str(tuple(p.placements)) for name, p in parameters.items()}
+    for name, parameter in parameters.items():  # what the user sees is what the program holds
+        assert parameter.to_local().shape == engine._state.tensors[roles.Param(name)].shape
+    whole = {name: p.detach().full_tensor() for name, p in parameters.items()}
+    assert all(p.grad is None for p in parameters.values())
+    return losses, whole, stored
+
+
+@pytest.mark.parametrize(
+    ("plan", "mesh", "lowering", "evaluate_first"),
+    [
+        ("tp", "tp=2", "eager", True),
+        ("tp", "tp=2", "inductor", False),
+        ("tp+zero3", "dp=2,tp=2", "eager", False),
+        ("hsdp", "replicate=2,shard=2", "eager", True),
+    ],
+)
+def test_real_ranks(plan, mesh, lowering, evaluate_first):
+    ranks = parse_mesh(mesh).world_size
+    results = launch(train, plan, mesh, lowering, evaluate_first, ranks=ranks)
+    for losses, parameters, stored in results:
+        compare(losses, parameters, VOCABULARY)
+        if "tp" in mesh:
+            assert "Shard(dim=0)" in stored["model.layers.0.self_attn.q_proj.weight"]
+
+
+def test_a_state_dict_goes_from_mesh_to_mesh():
+    """Saved under tp + zero3, loaded by plain PyTorch."""
+    (state, *_) = launch(_trained_state, ranks=4)
+    model = tiny_llama(vocabulary=VOCABULARY)
+    model.load_state_dict(state)
+    losses, _ = reference(STEPS, VOCABULARY)
+    compare(losses, {name: p.detach() for name, p in model.named_parameters()}, VOCABULARY)
+
+
+def _trained_state():
+    mesh = parse_mesh("dp=2,tp=2")
+    model = tiny_llama(vocabulary=VOCABULARY)
+    engine = stepgraph.Engine(
+        model,
+        optimizer=adamw(model.parameters()),
+        mesh="dp=2,tp=2",
+        plan="tp+zero3",
+        max_grad_norm=CLIP,
+        lowering="eager",
+    )
+    rank = int(os.environ["RANK"])
+    for step in range(STEPS):
+        whole = llama_batch(step)
+        engine.step({k: v.chunk(2)[mesh.data_rank(rank)] for k, v in whole.items()})
+    return {name: value.full_tensor() for name, value in engine.state_dict().items()}

@@ -9,7 +9,7 @@ import inspect
 from pathlib import Path
 
 from stepgraph import errors
-from stepgraph.capture import micro_batches, randomness, simplify, update
+from stepgraph.capture import micro_batches, precision, randomness, simplify, update
 from stepgraph.lowering import bind, merge, waits
 from stepgraph.lowering import state as lowering_state
 from stepgraph.memory import apply as memory_apply
@@ -21,9 +21,11 @@ PASSES = [
     ("capture", simplify.drop_identities),
     ("capture", simplify.drop_empty_cat_operands),
     ("capture", simplify.index_rows_in_place),
+    ("capture", precision.cast_parameters),
     ("capture", micro_batches.start_backward_at_one),
     ("capture", micro_batches.accumulate_gradients),
     ("capture", micro_batches.finish_accumulation),
+    ("capture", precision.reduce_gradients_in),
     ("capture", update.clip_gradients),
     ("capture", update.update_parameters),
     ("placement", vocabulary.spell_out_log_softmax),

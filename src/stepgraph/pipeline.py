@@ -21,6 +21,7 @@ from stepgraph.capture.micro_batches import (
 )
 from stepgraph.capture.module import BatchSpec, LossFunction, capture
 from stepgraph.capture.optimizer import FunctionalOptimizer, functionalize_optimizer
+from stepgraph.capture.precision import Precision, cast_parameters, reduce_gradients_in
 from stepgraph.capture.randomness import key_random_operations
 from stepgraph.capture.simplify import (
     drop_empty_cat_operands,
@@ -109,6 +110,7 @@ class StepRequest:
     optimizer: torch.optim.Optimizer | None = None
     micro_batches: int = 1
     clip: bool = False
+    precision: Precision = Precision()
 
 
 @dataclass
@@ -123,8 +125,11 @@ class StepPrograms:
 
 def compile_step(request: StepRequest, driver: PassDriver) -> StepPrograms:
     """From a module to one rank's programs: ``step``, and ``accumulate`` with micro-batches."""
-    joint, _ = capture(request.model, request.loss, request.batch)
+    joint, _ = capture(
+        request.model, request.loss, request.batch, compute_dtype=request.precision.compute
+    )
     joint = _simplify(joint, driver)
+    joint = _mixed(request, joint, driver, request.micro_batches > 1)
     notes = _parameters_without_gradient(request.model, joint)
     optimizer = None
     shared: set[tuple[str, str]] = set()
@@ -146,6 +151,9 @@ def compile_step(request: StepRequest, driver: PassDriver) -> StepPrograms:
         step = driver.run(finish_accumulation, step, normalisation, request.micro_batches)
     else:
         step = driver.run(start_backward_at_one, _named(joint, "step"))
+    if request.precision != Precision() and not _reduces_each_micro_batch(request):
+        masters = _master_types(request.model)
+        step = driver.run(reduce_gradients_in, step, masters, request.precision)
     if request.clip:
         step = driver.run(clip_gradients, step)
     if optimizer is not None:
@@ -160,8 +168,15 @@ def compile_step(request: StepRequest, driver: PassDriver) -> StepPrograms:
 
 def compile_evaluation(request: StepRequest, driver: PassDriver) -> tuple[Program, Any]:
     """The forward alone: the program ``evaluate`` and the structure of what the loss callable returns."""
-    program, result_tree = capture(request.model, request.loss, request.batch, training=False)
+    program, result_tree = capture(
+        request.model,
+        request.loss,
+        request.batch,
+        training=False,
+        compute_dtype=request.precision.compute,
+    )
     program = _simplify(_named(program, "evaluate"), driver)
+    program = _mixed(request, program, driver, accumulate=False)
     return apply_plan(program, request.plan, driver), result_tree
 
 
@@ -184,6 +199,22 @@ def apply_plan(program: Program, plan: Plan, driver: PassDriver, micro_batches: 
     if key not in plan.recomputation:
         plan.recomputation[key] = memory_policies.decide(program, plan.memory)
     return driver.run(recompute_in_backward, program, plan.recomputation[key])
+
+
+def _mixed(request: StepRequest, program: Program, driver: PassDriver, accumulate: bool) -> Program:
+    if request.precision == Precision():
+        return program
+    masters = _master_types(request.model)
+    return driver.run(cast_parameters, program, masters, request.precision, accumulate)
+
+
+def _master_types(model: nn.Module) -> dict[str, torch.dtype]:
+    return {name: parameter.dtype for name, parameter in model.named_parameters()}
+
+
+def _reduces_each_micro_batch(request: StepRequest) -> bool:
+    storages = placement_policies.check_preset(request.plan.placement, request.plan.mesh).values()
+    return request.micro_batches > 1 and any(s.accumulate_sharded for s in storages)
 
 
 def _named(program: Program, name: str) -> Program:

@@ -305,9 +305,10 @@ def test_a_compilation_past_warm_up_raises_with_its_reason():
         ({"mesh": "dp=4"}, MeshError, "has 4 ranks, but 1 is running"),
         ({"mesh": "dp:4"}, MeshError, "is not understood"),
         ({"mesh": "dp=0"}, MeshError, "is not understood"),
-        ({"mesh": "tp=1"}, MeshError, "one dimension 'dp'"),
+        ({"mesh": "tp=1"}, MeshError, "lacks dp"),
+        ({"plan": "hsdp"}, MeshError, "lacks replicate, shard"),
         ({"micro_batches": 0}, BatchError, "positive whole number"),
-        ({"compute_dtype": torch.bfloat16}, UsageError, "not available yet"),
+        ({"compute_dtype": torch.int8}, UsageError, "floating-point torch.dtype"),
         ({"plan": "no-such-file.json"}, stepgraph.errors.PlanError, "no plan file"),
     ],
 )

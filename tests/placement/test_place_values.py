@@ -44,7 +44,8 @@ def transformer():
 
 
 def placed(program, preset, ranks):
-    mesh = parse_mesh(f"dp={ranks}")
+    hybrid = f"replicate={min(ranks, 2)},shard={ranks}"
+    mesh = parse_mesh(hybrid if preset == "hsdp" else f"dp={ranks}")
     after = place_values(program.copy(), decide(program, mesh, preset), mesh)
     check_invariants(after, "place_values")
     return after

@@ -59,7 +59,12 @@ def default_loss(model: nn.Module, batch: Any) -> Any:
 
 
 def capture(
-    model: nn.Module, loss: LossFunction, batch: BatchSpec, *, training: bool = True
+    model: nn.Module,
+    loss: LossFunction,
+    batch: BatchSpec,
+    *,
+    training: bool = True,
+    compute_dtype: torch.dtype | None = None,
 ) -> tuple[Program, pytree.TreeSpec]:
     """Captures ``loss(model, batch)``, with its backward if ``training``.
 
@@ -69,6 +74,7 @@ def capture(
             ``training``.
         batch: leaves of the global shape.
         training: with gradients; otherwise the module's forward under ``torch.no_grad()``.
+        compute_dtype: of floating-point parameters and batch leaves; None: as they are.
 
     Returns:
         the Program, with outputs ``Loss`` and ``Grad`` (training) or ``UserOutput``, and ``NewBuffer``;
@@ -78,8 +84,8 @@ def capture(
         GraphBreakError, HookError, LossError, CaptureError.
     """
     check_hooks(model)
-    module = _StepFunction(model, loss, batch, only_loss=training)
-    with _fake_parameters(model, batch), torch.set_grad_enabled(training):
+    module = _StepFunction(model, loss, batch, compute_dtype, only_loss=training)
+    with _fake_parameters(model, batch, compute_dtype), torch.set_grad_enabled(training):
         try:
             captured, flat_names = torch_internals.export_graph(module, tuple(batch.tensors))
             names = _canonical_names(model, captured, flat_names)
@@ -100,7 +106,13 @@ class _StepFunction(nn.Module):
     """What dynamo traces: flat tensors in, the loss (or all that the loss callable returned) out."""
 
     def __init__(
-        self, model: nn.Module, loss: LossFunction, batch: BatchSpec, *, only_loss: bool
+        self,
+        model: nn.Module,
+        loss: LossFunction,
+        batch: BatchSpec,
+        compute_dtype: torch.dtype | None,
+        *,
+        only_loss: bool,
     ) -> None:
         super().__init__()
         self.model = model
@@ -109,15 +121,21 @@ class _StepFunction(nn.Module):
             None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in batch.leaves
         ]
         self.tree = batch.tree
+        self.compute_dtype = compute_dtype
         self.only_loss = only_loss
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        remaining = list(tensors)
+        remaining = [in_dtype(tensor, self.compute_dtype) for tensor in tensors]
         leaves = [remaining.pop(0) if const is None else const[0] for const in self.constants]
         result = self.loss(self.model, pytree.tree_unflatten(leaves, self.tree))
         if not self.only_loss:
             return result
         return result if isinstance(result, torch.Tensor) else first_leaf(result)
+
+
+def in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A floating-point tensor in another type; others as they are."""
+    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
 def first_leaf(result: Any) -> Any:
@@ -131,7 +149,9 @@ def first_leaf(result: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _fake_parameters(model: nn.Module, batch: BatchSpec) -> Iterator[None]:
+def _fake_parameters(
+    model: nn.Module, batch: BatchSpec, compute_dtype: torch.dtype | None
+) -> Iterator[None]:
     """Lends the model fake parameters and buffers of their global shapes on the batch's device.
 
     So capture never sees shards, DTensors or the meta device, and computes nothing.
@@ -147,7 +167,7 @@ def _fake_parameters(model: nn.Module, batch: BatchSpec) -> Iterator[None]:
                     if tensor is None:
                         continue
                     if id(tensor) not in stand_ins:
-                        stand_ins[id(tensor)] = _stand_in(tensor, mode, device)
+                        stand_ins[id(tensor)] = _stand_in(tensor, mode, device, compute_dtype)
                     replaced.append((table, name, tensor))
                     table[name] = stand_ins[id(tensor)]
         yield
@@ -156,10 +176,15 @@ def _fake_parameters(model: nn.Module, batch: BatchSpec) -> Iterator[None]:
             table[name] = tensor
 
 
-def _stand_in(tensor: torch.Tensor, mode: Any, device: torch.device) -> torch.Tensor:
+def _stand_in(
+    tensor: torch.Tensor, mode: Any, device: torch.device, compute_dtype: torch.dtype | None
+) -> torch.Tensor:
+    dtype = tensor.dtype
+    if isinstance(tensor, nn.Parameter) and dtype.is_floating_point:
+        dtype = compute_dtype or dtype
     with mode:
         fake = torch.empty_strided(
-            tuple(tensor.shape), tuple(tensor.stride()), dtype=tensor.dtype, device=device
+            tuple(tensor.shape), tuple(tensor.stride()), dtype=dtype, device=device
         )
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)

@@ -8,14 +8,15 @@ tensor. So a wrong result is found at the pass that made it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from stepgraph.capture.module import LossFunction, default_loss, first_leaf
+from stepgraph.capture.module import LossFunction, default_loss, first_leaf, in_dtype
+from stepgraph.capture.precision import Precision
 from stepgraph.equivalence.values import GlobalValues
 from stepgraph.errors import InvariantError
 from stepgraph.lowering.bind import bind_to_rank
@@ -40,7 +41,7 @@ DISTRIBUTION = "distribution (not compared)"
 _OTHER_BITS = {"key_random_operations", "finish_accumulation"}
 _SUMMATION_ORDER = {
     "capture", "accumulate_gradients", "finish_accumulation", "clip_gradients", "update_parameters",
-    "spell_out_log_softmax", "place_values",
+    "spell_out_log_softmax", "place_values", "reduce_gradients_in",
 }  # fmt: skip
 
 
@@ -87,6 +88,9 @@ class CheckReport:
         return "\n".join([*lines, end])
 
 
+_AS_IT_IS = Precision()
+
+
 def check_model(
     model: nn.Module,
     *,
@@ -100,6 +104,7 @@ def check_model(
     max_grad_norm: float | None = None,
     replaced: Mapping[str, Pass] | None = None,
     seed: int = 0,
+    precision: Precision = _AS_IT_IS,
 ) -> CheckReport:
     """Checks every pass of a training step of a plain module, on a mesh that need not exist.
 
@@ -127,6 +132,7 @@ def check_model(
         optimizer,
         micro_batches,
         max_grad_norm is not None,
+        precision,
     )
     checker = _Checker(request, local, max_grad_norm, seed)
     return checker.run(dict(replaced or {}))
@@ -222,6 +228,10 @@ class _Checker:
     def _eager(self, leaves: list[Any]) -> dict[Any, torch.Tensor]:
         """Loss, gradients and written buffers of plain PyTorch."""
         model = copy.deepcopy(self.request.model)
+        compute = self.request.precision.compute
+        for parameter in model.parameters():
+            parameter.data = in_dtype(parameter.data, compute)
+        leaves = [in_dtype(x, compute) if isinstance(x, torch.Tensor) else x for x in leaves]
         batch = pytree.tree_unflatten(leaves, self.batch.tree)
         model.zero_grad(set_to_none=True)
         result = self.request.loss(model, batch)
@@ -295,10 +305,14 @@ class _Checker:
             size = relative_difference(old[role], new[role])
             if size > difference:
                 worst, difference = roles.label(role), size
-        allowed = tolerance(old.values()) if preserves == SUMMATION else 0.0
+        allowed = tolerance(old.values(), self._types()) if preserves == SUMMATION else 0.0
         self.report.passes.append(
             PassCheck(program.name, name, preserves, difference, worst, difference <= allowed)
         )
+
+    def _types(self) -> set[torch.dtype]:
+        precision = self.request.precision
+        return {dtype for dtype in (precision.compute, precision.reduce) if dtype is not None}
 
     def _fail(self, name: str, program: str, problem: str) -> None:
         self.report.passes.append(PassCheck(program, name, "", float("inf"), "", False, problem))
@@ -333,14 +347,15 @@ def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return difference / scale if scale else float("inf") if difference else 0.0
 
 
-def tolerance(values: Any) -> float:
+def tolerance(values: Any, inside: Iterable[torch.dtype] = ()) -> float:
     """What another order of summation may change, relative to the largest entry of a result.
 
     A sum of n terms in precision eps is off by about sqrt(n) eps of its magnitude (Higham, Accuracy and
     Stability of Numerical Algorithms, 4.2). The sums here have up to 2^12 terms (tokens times width of
     the models that are checked), and a result passes through a few of them: 4 * 64 eps, which is 3e-5
-    in fp32. Two-byte types add up in fp32 and round once per operation: 8 eps.
+    in fp32. Two-byte types add up in fp32 and round once per operation: 8 eps. ``inside``: types that
+    results passed through.
     """
-    dtypes = {value.dtype for value in values if value.is_floating_point()}
+    dtypes = {value.dtype for value in values if value.is_floating_point()} | set(inside)
     allowed = [torch.finfo(d).eps * (256 if d.itemsize > 2 else 8) for d in dtypes]
     return max(allowed, default=0.0)

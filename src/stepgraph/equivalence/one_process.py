@@ -15,6 +15,7 @@ from torch import nn
 from stepgraph import torch_internals
 from stepgraph.capture.module import BatchSpec, LossFunction, default_loss
 from stepgraph.capture.optimizer import group_numbers
+from stepgraph.capture.precision import Precision
 from stepgraph.capture.update import MAX_GRAD_NORM
 from stepgraph.equivalence.lockstep import run_lockstep
 from stepgraph.errors import BatchError
@@ -26,6 +27,8 @@ from stepgraph.program.randomness import seed_words
 from stepgraph.program.shards import join, split
 from stepgraph.runtime.batches import LocalBatch, cut_micro_batches, flatten_batch, global_spec
 from stepgraph.runtime.ranks import parse_mesh
+
+_AS_IT_IS = Precision()
 
 
 class OneProcessRun:
@@ -52,6 +55,7 @@ class OneProcessRun:
         micro_batches: int = 1,
         max_grad_norm: float | None = None,
         seed: int = 0,
+        precision: Precision = _AS_IT_IS,
         driver: PassDriver | None = None,
     ) -> None:
         self.mesh = parse_mesh(mesh)
@@ -61,6 +65,7 @@ class OneProcessRun:
         self.micro_batches, self.max_grad_norm = micro_batches, max_grad_norm
         self.driver = driver or PassDriver(invariants=True)
         self.seed, self.steps = seed, 0
+        self.precision = precision
         self.compiled: StepPrograms | None = None
         self._state: dict[roles.Input, list[torch.Tensor]] = {}
         self._values: dict[roles.Input, Value] = {}
@@ -142,6 +147,7 @@ class OneProcessRun:
             self.optimizer,
             self.micro_batches,
             self.max_grad_norm is not None,
+            self.precision,
         )
         self.compiled = compile_step(request, self.driver)
         tensors: dict[roles.Input, torch.Tensor] = {

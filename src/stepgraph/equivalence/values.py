@@ -44,7 +44,7 @@ class GlobalValues:
             return self.leaves[role.index]
         if role not in self.tensors:
             self.tensors[role] = self._make(role, value)
-        return self.tensors[role]
+        return self.tensors[role].to(value.dtype)
 
     def _make(self, role: roles.Input, value: Value) -> torch.Tensor:
         match role:

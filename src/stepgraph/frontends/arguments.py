@@ -33,11 +33,13 @@ def check_arguments(model, optimizer, micro_batches, schedule, compute_dtype, re
         raise BatchError(f"micro_batches must be a positive whole number, got {micro_batches!r}")
     if schedule not in (None, "none"):
         raise UsageError(f"unknown schedule {schedule!r}", do="known: none")
-    if compute_dtype is not None or reduce_dtype is not None:
-        raise UsageError(
-            "compute_dtype and reduce_dtype are not available yet",
-            do="leave them out, or convert the model (`model.bfloat16()`)",
-        )
+    for name, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
+        floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        if dtype is not None and not floating:
+            raise UsageError(
+                f"{name} must be a floating-point torch.dtype, got {dtype!r}",
+                do=f"for example {name}=torch.bfloat16",
+            )
 
 
 def check_kinds(loss, mesh, plan, memory, lowering, max_grad_norm) -> None:

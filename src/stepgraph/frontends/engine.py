@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from stepgraph import torch_internals
 from stepgraph.capture.module import LossFunction, default_loss
+from stepgraph.capture.precision import Precision
 from stepgraph.capture.refusals import check_hooks
 from stepgraph.errors import ShapeLimitError, StrictError
 from stepgraph.frontends.arguments import (
@@ -66,6 +67,9 @@ class Engine:
         plan: a preset (``ddp``, ``zero1``, ``zero2``, ``zero3``), a Plan, or the path of a plan file.
         memory: ``none``, ``full`` or ``layers:N``; None: the plan's own.
         schedule: ``"none"``; None: the plan's own.
+        compute_dtype: floating-point parameters and batch leaves are cast to it in the program, before
+            any gather; parameters stay as they are.
+        reduce_dtype: of gradient reductions; None: the type they are computed in.
         max_grad_norm: clips gradients to this global 2-norm, inside the program.
         micro_batches: gradient accumulation, inside the program: each rank's batch is cut in so many.
         lowering: ``inductor`` or ``eager``; None: the plan's own (presets: ``inductor``).
@@ -121,6 +125,7 @@ class Engine:
         self._optimizer = optimizer
         self._max_grad_norm = max_grad_norm
         self._micro_batches = micro_batches
+        self._precision = Precision(compute_dtype, reduce_dtype)
         self._strict, self._seed, self._max_shapes = strict, seed, max_shapes
         preset = self.plan.placement
         self._state = State(
@@ -244,6 +249,7 @@ class Engine:
             self._optimizer,
             micro,
             self._max_grad_norm is not None,
+            self._precision,
         )
         driver = PassDriver()
         tree = None
@@ -297,6 +303,7 @@ class Engine:
             "optimizer": self._optimizer,
             "micro_batches": self._micro_batches,
             "max_grad_norm": self._max_grad_norm,
+            "precision": self._precision,
         }
 
     def report(self) -> str:

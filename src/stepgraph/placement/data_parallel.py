@@ -99,6 +99,11 @@ class DataParallel(Walk):
         """As the optimizer's states are stored."""
         return self._cut(self.storage.shard_optimizer, role.name, shape)
 
+    def reduced_before(self, node: fx.Node) -> bool:
+        """Also for an accumulator that is sharded."""
+        each = self.storage.accumulate_sharded and "accumulated_next" in node.meta
+        return each or super().reduced_before(node)
+
     def crossing(self, node: fx.Node) -> Placement:
         """Reduced on the way into the update, once."""
         value = node.meta["val"]
@@ -144,7 +149,8 @@ class DataParallel(Walk):
                 have, want = SUM, REPLICATE
             cost += redistribution_bytes(argument.meta["val"], have, want, self.ranks)
         # A preset may want the update done on every rank; work on the batch never.
-        repeated = node in self.from_batch and node.meta["phase"] != OPTIMIZER
+        update = node.meta["phase"] == OPTIMIZER or self.reduced_before(node)
+        repeated = node in self.from_batch and not update
         if repeated and not any(isinstance(p, Shard) for p in strategy.outputs):
             if any(isinstance(p, Partial) for p in strategy.outputs):
                 return cost

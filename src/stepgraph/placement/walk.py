@@ -22,6 +22,10 @@ from stepgraph.program.program import OPTIMIZER, Program, tensors_of
 REPLICATE, SUM = Replicate(), Partial("sum")
 
 
+# Tags of operations that work on shards of any size, padding included.
+_ELEMENTWISE = ("accumulates", "reduced_before", "accumulated_next")
+
+
 class Walk(abc.ABC):
     """One kind of parallelism along one mesh dimension.
 
@@ -45,6 +49,7 @@ class Walk(abc.ABC):
         self.in_update: dict[fx.Node, Placement] = {}
         self.from_batch: set[fx.Node] = set()
         self.cut_by_some: dict[fx.Node, Placement] = {}
+        self.casts: dict[fx.Node, Placement] = {}
 
     @abc.abstractmethod
     def stored(self, role: roles.Input, shape: tuple[int, ...]) -> Placement:
@@ -113,7 +118,22 @@ class Walk(abc.ABC):
                 return self.in_update[argument]
             if argument.op == "call_function" and argument.meta["phase"] != OPTIMIZER:
                 return self.crossing(argument)
+        if self.reduced_before(reader):
+            return self.crossing(argument)
+        if argument in self.casts:
+            return self.casts[argument]
         return self.cut_by_some.get(argument) or self.now[argument][0] or REPLICATE
+
+    def reduced_before(self, node: fx.Node) -> bool:
+        """Whether an operation of the backward reads a gradient that is reduced already."""
+        return "reduced_before" in node.meta
+
+    def _place_cast(self, node: fx.Node, parameter: fx.Node) -> None:
+        """A parameter is cast where it is stored; readers find it as they would the parameter."""
+        role = self.program.inputs[self.program.placeholders.index(parameter)]
+        stored = self.inputs[role]
+        self.chosen[node], self.now[node] = Strategy((stored,), (stored,)), (stored,)
+        self.casts[node] = self.now[parameter][0] or REPLICATE
 
     def offers(self, node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
         """The strategies to choose from."""
@@ -122,6 +142,9 @@ class Walk(abc.ABC):
     def place(self, node: fx.Node) -> None:
         """Chooses an operation's strategy."""
         arguments = tensor_arguments(node)
+        if node.meta.get("casts_parameter"):
+            self._place_cast(node, arguments[0])
+            return
         if any(argument in self.from_batch for argument in arguments):
             self.from_batch.add(node)
         if node.target.__name__ == "getitem":  # type: ignore[union-attr]
@@ -131,7 +154,7 @@ class Walk(abc.ABC):
             return
         placements = tuple(self.placement_of(argument, node) for argument in arguments)
         strategies = self.offers(node, placements)
-        if node.meta["phase"] == OPTIMIZER or node.meta.get("accumulates"):
+        if node.meta["phase"] == OPTIMIZER or any(tag in node.meta for tag in _ELEMENTWISE):
             strategies = [*self.rules.element_by_element(node, placements), *strategies]
         best = min(strategies, key=lambda s: self.cost(node, arguments, placements, s))
         self.chosen[node] = best

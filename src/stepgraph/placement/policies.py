@@ -132,9 +132,14 @@ def _sequence_dims(program: Program) -> dict[fx.Node, int]:
     found = {}
     for node, placements in walk.now.items():
         value, placement = node.meta["val"], placements[0]
-        if isinstance(placement, Shard) and isinstance(value, torch.Tensor) and value.dim() == 3:
-            if placement.dim < 2 and value.shape[1 - placement.dim] > 1:
-                found[node] = 1 - placement.dim
+        batched = isinstance(placement, Shard) and isinstance(value, torch.Tensor)
+        if (
+            batched
+            and value.dim() == 3
+            and placement.dim < 2
+            and value.shape[1 - placement.dim] > 1
+        ):
+            found[node] = 1 - placement.dim
     return found
 
 

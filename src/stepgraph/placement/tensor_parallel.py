@@ -25,9 +25,9 @@ from torch.distributed.tensor.placement_types import Placement
 from stepgraph import torch_internals
 from stepgraph.placement.rules import Strategy, tensor_arguments
 from stepgraph.placement.vocabulary import STRATEGIES
-from stepgraph.placement.walk import REPLICATE, Walk, redistribution_bytes, size_in_bytes
+from stepgraph.placement.walk import REPLICATE, SUM, Walk, redistribution_bytes, size_in_bytes
 from stepgraph.program import roles
-from stepgraph.program.program import FORWARD, OPTIMIZER, Program, tensors_of
+from stepgraph.program.program import BACKWARD, FORWARD, OPTIMIZER, Program, tensors_of
 
 aten = torch.ops.aten
 
@@ -132,6 +132,19 @@ class TensorParallel(Walk):
         dim = self.sequence.get(argument)
         return dim is not None and self.now[argument] == (Shard(dim),)
 
+    def _cuts_along_sequence(
+        self, node: fx.Node, have: Placement, want: Placement, strategy: Strategy
+    ) -> bool:
+        """Whether a pending sum, or what is added to one, is cut so that the result is."""
+        dim = self.sequence.get(node)
+        if dim is None or isinstance(have, Shard) or not isinstance(want, Shard):
+            return False
+        begun = any(
+            self._joins_sequence(argument) or isinstance(self.now[argument][0], Partial)
+            for argument in tensor_arguments(node)
+        )
+        return begun and strategy.outputs[0] == Shard(dim)
+
     def may_cut(self, node: fx.Node, argument: fx.Node) -> bool:
         """Whether an operation may read a part of what every rank has."""
         if node.target in _CUT_THEIR_INPUTS:
@@ -152,7 +165,7 @@ class TensorParallel(Walk):
                 redistribution_bytes(argument.meta["val"], have, want, self.ranks)
                 for argument, have, want in rows
             )
-        if _by_columns(node, strategy):
+        if not self._table_is_cut_so(node, strategy):
             return _NEVER
         if _begins_a_cut(strategy) and node in self.from_batch and node.target not in STRATEGIES:
             return _NEVER  # only weights begin one
@@ -164,6 +177,16 @@ class TensorParallel(Walk):
             cost += 1e-2 * sum(size_in_bytes(argument.meta["val"]) for argument in arguments)
         return cost
 
+    def _table_is_cut_so(self, node: fx.Node, strategy: Strategy) -> bool:
+        """Tables are cut by rows, and their gradients where a table of that shape is."""
+        if node.target is aten.embedding.default:
+            return strategy.inputs[0] != Shard(1)
+        if node.target is not aten.embedding_dense_backward.default:
+            return True
+        shape = tuple(node.meta["val"].shape)
+        cuts = {self.layout[name] for name in self.layout if self.shapes[name] == shape}
+        return not isinstance(strategy.outputs[0], Shard) or strategy.outputs[0] in cuts
+
     def _moved(
         self,
         node: fx.Node,
@@ -173,29 +196,32 @@ class TensorParallel(Walk):
         strategy: Strategy,
     ) -> float:
         value = argument.meta["val"]
+        if self._joins_sequence(argument) and isinstance(want, Shard):
+            stays = all(p in (have, None) or isinstance(p, Partial) for p in strategy.outputs)
+            # Norms and sums are done in parts, products are not.
+            return 0.0 if stays and have == want else _NEVER
+        if self._cuts_along_sequence(node, have, want, strategy):
+            return redistribution_bytes(value, have, want, self.ranks)
         if isinstance(want, Partial):
             bias = node.target is aten.addmm.default and argument is node.args[0]
-            if bias and argument in self.of_parameters and isinstance(have, Replicate):
+            # What is added to several pending gradients joins them, so that they are reduced once.
+            joins = (
+                node.target is aten.add.Tensor
+                and node.meta["phase"] == BACKWARD
+                and any(self.now[other] == (SUM,) for other in tensor_arguments(node))
+            )
+            added = joins or (bias and argument in self.of_parameters)
+            if added and want == SUM and isinstance(have, Replicate):
                 return 1e-3 * size_in_bytes(value)  # added on one rank
             return 0.0 if have == want and node.target in _PASS_SUMS else _NEVER
         if have == want:
             return 0.0
-        along_sequence = isinstance(want, Shard) and self.sequence.get(argument) == want.dim
-        if along_sequence and strategy.outputs == (want,):
-            return redistribution_bytes(value, have, want, self.ranks)
         if isinstance(want, Shard):
             if isinstance(have, Replicate):
                 return 1e-3 * size_in_bytes(value) if self.may_cut(node, argument) else _NEVER
             if isinstance(have, Partial):
                 return _NEVER  # the cheapest reduction would cut the batch
         return redistribution_bytes(value, have, want, self.ranks)
-
-
-def _by_columns(node: fx.Node, strategy: Strategy) -> bool:
-    """Whether a table, or its gradient, would be cut by columns: it is by rows only."""
-    if node.target is aten.embedding.default:
-        return strategy.inputs[0] == Shard(1)
-    return node.target is aten.embedding_dense_backward.default and strategy.outputs[0] == Shard(1)
 
 
 def _begins_a_cut(strategy: Strategy) -> bool:

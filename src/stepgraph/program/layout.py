@@ -65,12 +65,10 @@ def blocks_held(placement: Placement, others: Sequence[tuple[Placement, int]]) -
     """:func:`blocks_of`, counted on a rank where ``others`` (placement, ranks) are applied too."""
     blocks = blocks_of(placement)
     for other, ranks in others:
-        if isinstance(other, Shard) and isinstance(placement, Shard) and other.dim == placement.dim:
-            if blocks_of(other) < blocks_of(placement):
-                assert blocks % ranks == 0, (
-                    f"{other} on {ranks} ranks splits a block of {placement}"
-                )
-                blocks //= ranks
+        shared = isinstance(other, Shard) and other.dim == getattr(placement, "dim", None)
+        if shared and blocks_of(other) < blocks_of(placement):
+            assert blocks % ranks == 0, f"{other} on {ranks} ranks splits a block of {placement}"
+            blocks //= ranks
     return blocks
 
 

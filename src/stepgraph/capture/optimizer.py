@@ -194,6 +194,7 @@ def _trace_with_numbers(
         if isinstance(value, torch.Tensor)
     }
     after_first: dict[str, torch.Tensor] = {}
+    fills: dict[str, float | None]
 
     def first_step(parameter, gradient, *tensors):
         updated, states = run(parameter.clone(), gradient.clone(), {}, tensors)
@@ -201,9 +202,9 @@ def _trace_with_numbers(
         return [updated, *states.values()]
 
     if present:  # made by the constructor (Adagrad), or by steps taken before
-        fills: dict[str, float | None] = dict.fromkeys(present, 0.0)
-        state_like = present
-        first = None
+        state_like, first, fills = present, None, {}
+        with contextlib.suppress(Exception):  # a state that only the constructor makes has none
+            fills = _starting_values(optimizer, group, like)
     else:
         first = _trace(first_step, [stand_in, gradient, *number_values])
         fills = _starting_values(optimizer, group, like)

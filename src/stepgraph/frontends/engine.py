@@ -19,7 +19,7 @@ from stepgraph import torch_internals
 from stepgraph.capture.module import LossFunction, default_loss
 from stepgraph.capture.precision import Precision
 from stepgraph.capture.refusals import check_hooks
-from stepgraph.errors import ShapeLimitError, StrictError
+from stepgraph.errors import ShapeLimitError, StrictError, UsageError
 from stepgraph.frontends.arguments import (
     check_arguments,
     check_kinds,
@@ -35,10 +35,14 @@ from stepgraph.program import roles
 from stepgraph.program.program import Program
 from stepgraph.report.text import engine_report
 from stepgraph.runtime.batches import LocalBatch, cut_micro_batches, flatten_batch, global_spec
+from stepgraph.runtime.checkpoint import Saver
 from stepgraph.runtime.executor import LoweredProgram, lower_for_rank
+from stepgraph.runtime.extras import check_extras
+from stepgraph.runtime.manifest import Manifest
 from stepgraph.runtime.ranks import agree_on_shapes, join_ranks
 from stepgraph.runtime.recompiles import Stats, before_compiling, count_call
 from stepgraph.runtime.state import State
+from stepgraph.runtime.weights_file import names_weights_file
 from stepgraph.torch_internals import pytree
 
 log = logging.getLogger("stepgraph")
@@ -135,6 +139,7 @@ class Engine:
             lambda shape: stored_parameter(preset, shape, ranks.shape),
             device,
         )
+        self._saver = Saver(self._state)
         self._parameters = list(model.parameters())
         self._compiled: dict[str, dict[tuple, _Compiled]] = {"step": {}, "evaluate": {}}
         if ranks.owns_group:
@@ -151,6 +156,7 @@ class Engine:
         Returns:
             the loss of one process on the global batch: a detached 0-dim tensor.
         """
+        self._saver.check()
         local = flatten_batch(batch, self._device)
         pieces = cut_micro_batches(local, self._micro_batches)
         compiled = self._entry("step", local)
@@ -295,6 +301,96 @@ class Engine:
             CheckpointError: keys or shapes that do not fit.
         """
         self._state.load_state_dict(state_dict)
+
+    @property
+    def seed(self) -> int:
+        """The seed of random operations; ``load`` takes over the one that was saved."""
+        return self._seed
+
+    def save(
+        self, directory: str | Path, extra: Mapping[str, Any] | None = None, wait: bool = True
+    ) -> None:
+        """Saves a checkpoint: model, optimizer, step and seed, and the extras; called by every rank.
+
+        It appears under its name when it is complete, in one step, and replaces one that is there.
+        Plain PyTorch reads it with ``torch.distributed.checkpoint`` (``model`` and ``optimizer`` under
+        the model's own names).
+
+        Args:
+            directory: a folder that all ranks reach. A name that ends in ``.safetensors``, ``.pt`` or
+                ``.pth`` means one file with the whole weights alone, for any other program.
+            extra: objects with ``state_dict`` and ``load_state_dict`` (a data loader, a scheduler), by
+                name.
+            wait: False returns when the state is copied to the host's memory, and goes on in a thread;
+                the next ``save``, ``load`` or ``wait_for_save`` waits for it. If it fails, they or the
+                next ``step`` raise its error.
+
+        Raises:
+            CheckpointError: it could not be written, on whichever rank: raised by all. What was
+                complete before is as it was.
+            UsageError: an extra without ``state_dict``.
+        """
+        path = Path(directory)
+        extra = check_extras(extra)
+        if names_weights_file(path):
+            self._refuse_extras(path, extra)
+            self._saver.save_weights(path, wait=wait)
+            return
+        optimizer = None if self._optimizer is None else type(self._optimizer).__name__
+        steps, mesh = self.stats.steps, str(self._ranks.shape)
+        manifest = Manifest(steps, self._seed, mesh, self.plan.placement, optimizer)
+        self._saver.save(path, manifest, extra, wait=wait)
+
+    def load(
+        self,
+        directory: str | Path,
+        extra: Mapping[str, Any] | None = None,
+        weights_only: bool = False,
+    ) -> None:
+        """Loads what ``save`` wrote, from any mesh and plan, before or after the first step.
+
+        Everything is checked before anything is changed. The saved step and seed are taken, so that
+        the run goes on with the same random masks. Optimizer states go by the parameters' names; the
+        numbers of parameter groups (learning rates) are those that were saved.
+
+        Args:
+            directory: a checkpoint's folder, or a file of weights.
+            extra: objects to give their state back, by the names they were saved under.
+            weights_only: the model alone.
+
+        Raises:
+            CheckpointError: there is none, a file of it is damaged (and is named), or it does not fit
+                the model, the optimizer or the extras.
+        """
+        path = Path(directory)
+        extra = check_extras(extra)
+        if names_weights_file(path):
+            self._refuse_extras(path, extra)
+            self._saver.load_weights(path)
+            return
+        manifest = self._saver.load(path, extra, weights_only=weights_only)
+        if weights_only:
+            return
+        if manifest.seed != self._seed:
+            log.warning(
+                "seed %d, of the checkpoint, instead of %d: the run that was saved goes on",
+                manifest.seed, self._seed,
+            )  # fmt: skip
+        self.stats.steps, self._seed = manifest.step, manifest.seed
+
+    def wait_for_save(self) -> None:
+        """Waits for the save under way, if there is one; called by every rank.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        self._saver.finish()
+
+    def _refuse_extras(self, path: Path, extra: Mapping[str, Any]) -> None:
+        if extra:
+            raise UsageError(
+                f"{path} is one file of weights, which holds no extras", do="name a folder"
+            )
 
     def settings(self) -> dict[str, Any]:
         """What the step was asked to be, besides model, mesh and plan."""

@@ -7,7 +7,8 @@ when somebody asks for a state dict, and read after somebody loaded one.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -31,6 +32,9 @@ def first_value(state: State, owner: str, key: str, value: Value) -> torch.Tenso
             continue
         parameter = state.model.get_parameter(name)
         table = state.optimizer.state.get(parameter, {})
+        if key == FIRST_STEP:  # states that somebody loaded or made come from an earlier step
+            stepped = any(isinstance(held, torch.Tensor) for held in table.values())
+            return _filled(state, value, 0.0 if stepped else 1.0)
         if not isinstance(held := table.get(key), torch.Tensor):
             fill = state.functional.rule(name, parameter).states[key].fill
             return _filled(state, value, fill or 0.0)
@@ -94,7 +98,8 @@ def adopt(state: State) -> None:
     """
     if state.optimizer is None or state.functional is None:
         return
-    check_shared_numbers(state, lambda name: state.optimizer.state.get(_parameter(state, name), {}))
+    optimizer = state.optimizer
+    check_loaded(state, lambda name: optimizer.state.get(state.model.get_parameter(name), {}))
     for name, group in state.functional.group_of.items():
         parameter = state.model.get_parameter(name)
         table = state.optimizer.state.get(parameter, {})
@@ -103,37 +108,46 @@ def adopt(state: State) -> None:
         for key, role in states_of(state, name, group).items():
             if key in loaded:
                 _copy_into(state, state.tensors[role], state.values[role], loaded[key])
-            elif (fill := specs[key].fill) is not None or FIRST_STEP in specs:
-                state.tensors[role].fill_(fill or 0.0)
             else:
-                raise CheckpointError(
-                    f"there is nothing loaded for {key!r} of {name!r}, and the compiled step "
-                    "cannot start it afresh",
-                    why="it was compiled for an optimizer that had taken steps already",
-                    do="load into a new Engine",
-                )
+                state.tensors[role].fill_(specs[key].fill or 0.0)
         if (first := role_of(state, name, group, FIRST_STEP)) in state.tensors:
             state.tensors[first].fill_(0.0 if loaded else 1.0)
 
 
-def check_shared_numbers(state: State, table_of) -> None:
-    """Refuses numbers that the programs keep once for a group and that differ between its parameters.
+def check_loaded(state: State, table_of: Callable[[str], Mapping[str, Any]]) -> None:
+    """Refuses loaded states that the compiled programs have no place for.
 
     Args:
         table_of: the loaded states by parameter name.
+
+    Raises:
+        CheckpointError: a number that is kept once for a group differs between its parameters, or a
+            state is missing that only the optimizer's constructor makes.
     """
     assert state.functional is not None
     seen: dict[roles.OptimizerState, tuple[str, float]] = {}
     for name, group in state.functional.group_of.items():
-        table = table_of(name)
-        for key, role in states_of(state, name, group).items():
-            if role.owner == name:
-                continue
-            number = float(table[key]) if isinstance(table.get(key), torch.Tensor) else 0.0
+        table = {k: v for k, v in table_of(name).items() if isinstance(v, torch.Tensor)}
+        specs = state.functional.rule(name, state.model.get_parameter(name)).states
+        places = states_of(state, name, group)
+        for key in places:
+            if key not in table and specs[key].fill is None and FIRST_STEP not in specs:
+                raise CheckpointError(
+                    f"nothing was loaded for {key!r} of {name!r}, which the optimizer makes with its "
+                    "parameters and not in a step",
+                    do="load a state that has it, or into a new Engine",
+                )
+        numbers = {
+            role: float(table.get(k, 0.0)) for k, role in places.items() if role.owner != name
+        }
+        first = role_of(state, name, group, FIRST_STEP)
+        if first in state.tensors and first.owner != name:
+            numbers[first] = 0.0 if table else 1.0
+        for role, number in numbers.items():
             other, expected = seen.setdefault(role, (name, number))
             if number != expected:
                 raise CheckpointError(
-                    f"{key!r} is {expected:g} for {other!r} and {number:g} for {name!r}, which "
+                    f"{role.key!r} is {expected:g} for {other!r} and {number:g} for {name!r}, which "
                     f"are in one parameter group (number {group})",
                     why="the compiled step keeps it once for the group",
                     do="load before the first step, or build the groups as they were saved",
@@ -143,7 +157,7 @@ def check_shared_numbers(state: State, table_of) -> None:
 def states_of(state: State, name: str, group: int) -> dict[str, roles.OptimizerState]:
     """The states of a parameter that the programs hold, under torch's keys."""
     assert state.functional is not None
-    keys = state.functional.rule(name, _parameter(state, name)).states
+    keys = state.functional.rule(name, state.model.get_parameter(name)).states
     found = {key: role_of(state, name, group, key) for key in keys if key != FIRST_STEP}
     return {key: role for key, role in found.items() if role in state.tensors}
 
@@ -152,10 +166,6 @@ def role_of(state: State, name: str, group: int, key: str) -> roles.OptimizerSta
     """Where the programs keep a state: for the whole group, or for the parameter."""
     shared = roles.OptimizerState(f"group{group}", key)
     return shared if shared in state.tensors else roles.OptimizerState(name, key)
-
-
-def _parameter(state: State, name: str) -> torch.nn.Parameter:
-    return state.model.get_parameter(name)
 
 
 def _filled(state: State, value: Value, fill: float) -> torch.Tensor:

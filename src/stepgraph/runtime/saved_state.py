@@ -206,7 +206,7 @@ def load_optimizer(state: State, saved: SavedState) -> None:
             tables.setdefault(name, {})[state_key] = target
     saved.read_into(small)
     if state.functional is not None:
-        states.check_shared_numbers(state, lambda name: tables.get(name, {}))
+        states.check_loaded(state, lambda name: tables.get(name, {}))
     groups = saved.read_tree("optimizer", "param_groups")
     saved.read_into(large)
     for name, parameter in state.model.named_parameters():

@@ -6,7 +6,6 @@ import atexit
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from stepgraph.frontends.arguments import (
     device_of,
     make_plan,
 )
+from stepgraph.frontends.entries import Compiled, evaluation_mode, recompilation_reason, show_key
 from stepgraph.lowering.lower import check_lowering
 from stepgraph.memory.policies import parse_policy
 from stepgraph.pipeline import PassDriver, StepRequest, compile_evaluation, compile_step
@@ -36,7 +36,7 @@ from stepgraph.program.program import Program
 from stepgraph.report.text import engine_report
 from stepgraph.runtime.batches import LocalBatch, cut_micro_batches, flatten_batch, global_spec
 from stepgraph.runtime.checkpoint import Saver
-from stepgraph.runtime.executor import LoweredProgram, lower_for_rank
+from stepgraph.runtime.executor import lower_for_rank
 from stepgraph.runtime.extras import check_extras
 from stepgraph.runtime.manifest import Manifest
 from stepgraph.runtime.ranks import agree_on_shapes, join_ranks
@@ -48,14 +48,6 @@ from stepgraph.torch_internals import pytree
 log = logging.getLogger("stepgraph")
 
 MAX_SHAPES = 8
-
-
-@dataclass
-class _Compiled:
-    """One entry point for one batch shape: its programs in the order they run, and the result's tree."""
-
-    programs: dict[str, LoweredProgram]
-    result_tree: Any = None
 
 
 class Engine:
@@ -141,7 +133,7 @@ class Engine:
         )
         self._saver = Saver(self._state)
         self._parameters = list(model.parameters())
-        self._compiled: dict[str, dict[tuple, _Compiled]] = {"step": {}, "evaluate": {}}
+        self._compiled: dict[str, dict[tuple, Compiled]] = {"step": {}, "evaluate": {}}
         if ranks.owns_group:
             atexit.register(_leave_group)  # other engines may be using it until then
 
@@ -203,7 +195,7 @@ class Engine:
 
     # -- compiling
 
-    def _entry(self, entry: str, batch: LocalBatch) -> _Compiled:
+    def _entry(self, entry: str, batch: LocalBatch) -> Compiled:
         """The compiled programs of an entry point for this batch's shapes."""
         count_call(self, entry)
         check_hooks(self.model, self._optimizer)
@@ -213,14 +205,14 @@ class Engine:
         known = self._compiled[entry]
         if key not in known:
             self._state.check_filled()
-            reason = self._reason(entry, batch, key)
+            reason = recompilation_reason(entry, known, batch, key, self.model)
             if reason is not None:
                 before_compiling(self, entry, reason)
             if len({k[0] for k in known} | {key[0]}) > self._max_shapes:
                 raise ShapeLimitError(
                     f"{len(known) + 1} different batch shapes; programs are kept for "
                     f"{self._max_shapes}",
-                    why="so far: " + "; ".join(_shown(k) for k in known),
+                    why="so far: " + "; ".join(show_key(k) for k in known),
                     do="pad batches to a few lengths, or raise max_shapes",
                 )
             agree_on_shapes(batch.key, batch.shapes(), self._ranks)
@@ -232,20 +224,7 @@ class Engine:
                 self.stats.recompiles.append(reason)
         return known[key]
 
-    def _reason(self, entry: str, batch: LocalBatch, key: tuple) -> str | None:
-        known = self._compiled[entry]
-        if not known:
-            return None
-        last = list(known)[-1]
-        if key[0] != last[0] and all(key[0] != k[0] for k in known):
-            return f"{entry}: new batch shape: {batch.shapes()}"
-        if key[1] != last[1]:
-            names = [name for name, _ in self.model.named_parameters()]
-            changed = [n for n, a, b in zip(names, key[1], last[1], strict=True) if a != b]
-            return f"{entry}: requires_grad changed: {', '.join(changed[:5])}"
-        return f"{entry}: train/eval mode or forward hooks changed"
-
-    def _compile(self, entry: str, batch: LocalBatch) -> _Compiled:
+    def _compile(self, entry: str, batch: LocalBatch) -> Compiled:
         micro = self._micro_batches if entry == "step" else 1
         request = StepRequest(
             self.model,
@@ -263,7 +242,7 @@ class Engine:
             compiled = compile_step(request, driver)
             programs, notes, functional = compiled.programs, compiled.notes, compiled.optimizer
         else:
-            with _evaluation_mode(self.model):
+            with evaluation_mode(self.model):
                 program, tree = compile_evaluation(request, driver)
             programs, notes, functional = {entry: program}, program.notes, None
         self._report_notes(notes)
@@ -275,7 +254,7 @@ class Engine:
                 program, self.plan.lowering, self._ranks, self._state, driver
             )
             self.programs[name] = program
-        return _Compiled(lowered, tree)
+        return Compiled(lowered, tree)
 
     def _report_notes(self, notes: list[str]) -> None:
         new = [note for note in notes if note not in self.notes]
@@ -410,27 +389,3 @@ class Engine:
 def _leave_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-class _evaluation_mode:
-    """The model in evaluation mode, every submodule's flag put back afterwards."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.flags = [(module, module.training) for module in model.modules()]
-        self.model = model
-
-    def __enter__(self) -> None:
-        self.model.eval()
-
-    def __exit__(self, *error: object) -> None:
-        for module, training in self.flags:
-            module.training = training
-
-
-def _shown(key: tuple) -> str:
-    (leaves, paths), _, _ = key
-    return ", ".join(
-        f"{path} {list(leaf[0])}"
-        for path, leaf in zip(paths, leaves, strict=True)
-        if leaf[0] != "constant"
-    )

@@ -289,10 +289,11 @@ def _signals_passed_on(known: set[Any], signals: str) -> Iterator[list[int]]:
     came: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        if came:
-            raise SignalException(f"signal {number} came again", signal.Signals(number))
+        ranks = set(multiprocessing.active_children()) - known
+        if came or not ranks:  # the second one, or before there is anybody to tell
+            raise SignalException(f"got signal {number}", signal.Signals(number))
         came.append(number)
-        for process in set(multiprocessing.active_children()) - known:
+        for process in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)
 

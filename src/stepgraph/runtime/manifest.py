@@ -81,7 +81,8 @@ class Manifest:
                 do="weights alone are read from .safetensors, .pt and .pth files",
             )
         try:
-            content = json.loads(path.read_bytes())
+            text = path.read_bytes()
+            content = json.loads(text)
             found = content.pop("checksum")
         except FileNotFoundError:
             raise _foreign(folder) from None
@@ -98,7 +99,10 @@ class Manifest:
         if found != _checksum(content) or content.keys() != {f.name for f in fields(Manifest)}:
             raise damaged(path, "its checksum does not match")
         content["files"] = {name: FileRecord(**record) for name, record in content["files"].items()}
-        return Manifest(**content)
+        manifest = Manifest(**content)
+        if manifest.to_text().encode() != text:
+            raise damaged(path, "it is not what was written")
+        return manifest
 
     def verify(self, folder: Path, part: int = 0, parts: int = 1) -> None:
         """Checks that every file is what was written; the bytes of every ``parts``-th file only.

@@ -259,6 +259,6 @@ def _functional(
         (name, key): value
         for name, parameter in learned.items()
         for key, value in request.optimizer.state.get(parameter, {}).items()
-        if isinstance(value, torch.Tensor) and value.dim() == 0
+        if isinstance(value, torch.Tensor)
     }
     return optimizer, shared_states(optimizer, present)

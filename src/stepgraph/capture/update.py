@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.capture.optimizer import FunctionalOptimizer, UpdateRule
+from stepgraph.capture.optimizer import FIRST_STEP, FunctionalOptimizer, UpdateRule
 from stepgraph.errors import OptimizerError
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
@@ -187,7 +187,8 @@ def shared_states(
             if key == pair[1] and f"group{optimizer.group_of.get(name)}" == pair[0]
         }
         owners = [n for n, g in optimizer.group_of.items() if f"group{g}" == pair[0]]
-        held = [n for n in owners if (n, pair[1]) in present]
+        stepped = {name for name, _ in present} if pair[1] == FIRST_STEP else set()
+        held = [n for n in owners if (n, pair[1]) in present or n in stepped]
         candidates[pair] = len(values) <= 1 and len(held) in (0, len(owners))
     return {pair for pair, shared in candidates.items() if shared}
 

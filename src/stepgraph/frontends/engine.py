@@ -6,7 +6,6 @@ import atexit
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,14 @@ from stepgraph import torch_internals
 from stepgraph.capture.module import LossFunction, default_loss
 from stepgraph.capture.precision import Precision
 from stepgraph.capture.refusals import check_hooks
-from stepgraph.errors import ShapeLimitError, StrictError
+from stepgraph.errors import ShapeLimitError, StrictError, UsageError
 from stepgraph.frontends.arguments import (
     check_arguments,
     check_kinds,
     device_of,
     make_plan,
 )
+from stepgraph.frontends.entries import Compiled, evaluation_mode, recompilation_reason, show_key
 from stepgraph.lowering.lower import check_lowering
 from stepgraph.memory.policies import parse_policy
 from stepgraph.pipeline import PassDriver, StepRequest, compile_evaluation, compile_step
@@ -35,23 +35,19 @@ from stepgraph.program import roles
 from stepgraph.program.program import Program
 from stepgraph.report.text import engine_report
 from stepgraph.runtime.batches import LocalBatch, cut_micro_batches, flatten_batch, global_spec
-from stepgraph.runtime.executor import LoweredProgram, lower_for_rank
+from stepgraph.runtime.checkpoint import Saver
+from stepgraph.runtime.executor import lower_for_rank
+from stepgraph.runtime.extras import check_extras
+from stepgraph.runtime.manifest import Manifest
 from stepgraph.runtime.ranks import agree_on_shapes, join_ranks
 from stepgraph.runtime.recompiles import Stats, before_compiling, count_call
 from stepgraph.runtime.state import State
+from stepgraph.runtime.weights_file import names_weights_file
 from stepgraph.torch_internals import pytree
 
 log = logging.getLogger("stepgraph")
 
 MAX_SHAPES = 8
-
-
-@dataclass
-class _Compiled:
-    """One entry point for one batch shape: its programs in the order they run, and the result's tree."""
-
-    programs: dict[str, LoweredProgram]
-    result_tree: Any = None
 
 
 class Engine:
@@ -135,8 +131,9 @@ class Engine:
             lambda shape: stored_parameter(preset, shape, ranks.shape),
             device,
         )
+        self._saver = Saver(self._state)
         self._parameters = list(model.parameters())
-        self._compiled: dict[str, dict[tuple, _Compiled]] = {"step": {}, "evaluate": {}}
+        self._compiled: dict[str, dict[tuple, Compiled]] = {"step": {}, "evaluate": {}}
         if ranks.owns_group:
             atexit.register(_leave_group)  # other engines may be using it until then
 
@@ -151,6 +148,7 @@ class Engine:
         Returns:
             the loss of one process on the global batch: a detached 0-dim tensor.
         """
+        self._saver.check()
         local = flatten_batch(batch, self._device)
         pieces = cut_micro_batches(local, self._micro_batches)
         compiled = self._entry("step", local)
@@ -197,7 +195,7 @@ class Engine:
 
     # -- compiling
 
-    def _entry(self, entry: str, batch: LocalBatch) -> _Compiled:
+    def _entry(self, entry: str, batch: LocalBatch) -> Compiled:
         """The compiled programs of an entry point for this batch's shapes."""
         count_call(self, entry)
         check_hooks(self.model, self._optimizer)
@@ -207,14 +205,14 @@ class Engine:
         known = self._compiled[entry]
         if key not in known:
             self._state.check_filled()
-            reason = self._reason(entry, batch, key)
+            reason = recompilation_reason(entry, known, batch, key, self.model)
             if reason is not None:
                 before_compiling(self, entry, reason)
             if len({k[0] for k in known} | {key[0]}) > self._max_shapes:
                 raise ShapeLimitError(
                     f"{len(known) + 1} different batch shapes; programs are kept for "
                     f"{self._max_shapes}",
-                    why="so far: " + "; ".join(_shown(k) for k in known),
+                    why="so far: " + "; ".join(show_key(k) for k in known),
                     do="pad batches to a few lengths, or raise max_shapes",
                 )
             agree_on_shapes(batch.key, batch.shapes(), self._ranks)
@@ -226,20 +224,7 @@ class Engine:
                 self.stats.recompiles.append(reason)
         return known[key]
 
-    def _reason(self, entry: str, batch: LocalBatch, key: tuple) -> str | None:
-        known = self._compiled[entry]
-        if not known:
-            return None
-        last = list(known)[-1]
-        if key[0] != last[0] and all(key[0] != k[0] for k in known):
-            return f"{entry}: new batch shape: {batch.shapes()}"
-        if key[1] != last[1]:
-            names = [name for name, _ in self.model.named_parameters()]
-            changed = [n for n, a, b in zip(names, key[1], last[1], strict=True) if a != b]
-            return f"{entry}: requires_grad changed: {', '.join(changed[:5])}"
-        return f"{entry}: train/eval mode or forward hooks changed"
-
-    def _compile(self, entry: str, batch: LocalBatch) -> _Compiled:
+    def _compile(self, entry: str, batch: LocalBatch) -> Compiled:
         micro = self._micro_batches if entry == "step" else 1
         request = StepRequest(
             self.model,
@@ -257,7 +242,7 @@ class Engine:
             compiled = compile_step(request, driver)
             programs, notes, functional = compiled.programs, compiled.notes, compiled.optimizer
         else:
-            with _evaluation_mode(self.model):
+            with evaluation_mode(self.model):
                 program, tree = compile_evaluation(request, driver)
             programs, notes, functional = {entry: program}, program.notes, None
         self._report_notes(notes)
@@ -269,7 +254,7 @@ class Engine:
                 program, self.plan.lowering, self._ranks, self._state, driver
             )
             self.programs[name] = program
-        return _Compiled(lowered, tree)
+        return Compiled(lowered, tree)
 
     def _report_notes(self, notes: list[str]) -> None:
         new = [note for note in notes if note not in self.notes]
@@ -296,6 +281,96 @@ class Engine:
         """
         self._state.load_state_dict(state_dict)
 
+    @property
+    def seed(self) -> int:
+        """The seed of random operations; ``load`` takes over the one that was saved."""
+        return self._seed
+
+    def save(
+        self, directory: str | Path, extra: Mapping[str, Any] | None = None, wait: bool = True
+    ) -> None:
+        """Saves a checkpoint: model, optimizer, step and seed, and the extras; called by every rank.
+
+        It appears under its name when it is complete, in one step, and replaces one that is there.
+        Plain PyTorch reads it with ``torch.distributed.checkpoint`` (``model`` and ``optimizer`` under
+        the model's own names).
+
+        Args:
+            directory: a folder that all ranks reach. A name that ends in ``.safetensors``, ``.pt`` or
+                ``.pth`` means one file with the whole weights alone, for any other program.
+            extra: objects with ``state_dict`` and ``load_state_dict`` (a data loader, a scheduler), by
+                name.
+            wait: False returns when the state is copied to the host's memory, and goes on in a thread;
+                the next ``save``, ``load`` or ``wait_for_save`` waits for it. If it fails, they or the
+                next ``step`` raise its error.
+
+        Raises:
+            CheckpointError: it could not be written, on whichever rank: raised by all. What was
+                complete before is as it was.
+            UsageError: an extra without ``state_dict``.
+        """
+        path = Path(directory)
+        extra = check_extras(extra)
+        if names_weights_file(path):
+            self._refuse_extras(path, extra)
+            self._saver.save_weights(path, wait=wait)
+            return
+        optimizer = None if self._optimizer is None else type(self._optimizer).__name__
+        steps, mesh = self.stats.steps, str(self._ranks.shape)
+        manifest = Manifest(steps, self._seed, mesh, self.plan.placement, optimizer)
+        self._saver.save(path, manifest, extra, wait=wait)
+
+    def load(
+        self,
+        directory: str | Path,
+        extra: Mapping[str, Any] | None = None,
+        weights_only: bool = False,
+    ) -> None:
+        """Loads what ``save`` wrote, from any mesh and plan, before or after the first step.
+
+        Everything is checked before anything is changed. The saved step and seed are taken, so that
+        the run goes on with the same random masks. Optimizer states go by the parameters' names; the
+        numbers of parameter groups (learning rates) are those that were saved.
+
+        Args:
+            directory: a checkpoint's folder, or a file of weights.
+            extra: objects to give their state back, by the names they were saved under.
+            weights_only: the model alone.
+
+        Raises:
+            CheckpointError: there is none, a file of it is damaged (and is named), or it does not fit
+                the model, the optimizer or the extras.
+        """
+        path = Path(directory)
+        extra = check_extras(extra)
+        if names_weights_file(path):
+            self._refuse_extras(path, extra)
+            self._saver.load_weights(path)
+            return
+        manifest = self._saver.load(path, extra, weights_only=weights_only)
+        if weights_only:
+            return
+        if manifest.seed != self._seed:
+            log.warning(
+                "seed %d, of the checkpoint, instead of %d: the run that was saved goes on",
+                manifest.seed, self._seed,
+            )  # fmt: skip
+        self.stats.steps, self._seed = manifest.step, manifest.seed
+
+    def wait_for_save(self) -> None:
+        """Waits for the save under way, if there is one; called by every rank.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        self._saver.finish()
+
+    def _refuse_extras(self, path: Path, extra: Mapping[str, Any]) -> None:
+        if extra:
+            raise UsageError(
+                f"{path} is one file of weights, which holds no extras", do="name a folder"
+            )
+
     def settings(self) -> dict[str, Any]:
         """What the step was asked to be, besides model, mesh and plan."""
         return {
@@ -314,27 +389,3 @@ class Engine:
 def _leave_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-class _evaluation_mode:
-    """The model in evaluation mode, every submodule's flag put back afterwards."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.flags = [(module, module.training) for module in model.modules()]
-        self.model = model
-
-    def __enter__(self) -> None:
-        self.model.eval()
-
-    def __exit__(self, *error: object) -> None:
-        for module, training in self.flags:
-            module.training = training
-
-
-def _shown(key: tuple) -> str:
-    (leaves, paths), _, _ = key
-    return ", ".join(
-        f"{path} {list(leaf[0])}"
-        for path, leaf in zip(paths, leaves, strict=True)
-        if leaf[0] != "constant"
-    )

@@ -10,6 +10,7 @@ from torch import nn
 
 from stepgraph.runtime.batches import LocalBatch
 from stepgraph.runtime.executor import LoweredProgram
+from stepgraph.runtime.split import SplitProgram
 
 
 @dataclass
@@ -18,6 +19,7 @@ class Compiled:
 
     programs: dict[str, LoweredProgram]
     result_tree: Any = None
+    split: SplitProgram | None = None
 
 
 def recompilation_reason(

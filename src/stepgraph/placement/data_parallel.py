@@ -77,6 +77,8 @@ class DataParallel(Walk):
         match role:
             case roles.Param(name):
                 return self._cut(storage.shard_parameters, name, shape)
+            case roles.GivenGrad(name):
+                return self._cut(storage.shard_optimizer, name, shape)
             case roles.OptimizerState(owner):
                 return self._cut(storage.shard_optimizer, owner, shape)
             case roles.UserInput():
@@ -101,6 +103,11 @@ class DataParallel(Walk):
     def updated(self, role: roles.Param, shape: tuple[int, ...]) -> Placement:
         """As the optimizer's states are stored."""
         return self._cut(self.storage.shard_optimizer, role.name, shape)
+
+    def returned(self, node: fx.Node) -> Placement:
+        """This rank's rows, if the result has any."""
+        placement = self.now[node][0]
+        return placement if isinstance(placement, Shard) else REPLICATE
 
     def reduced_before(self, node: fx.Node) -> bool:
         """Also for an accumulator that is sharded."""

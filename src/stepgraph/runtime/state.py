@@ -7,7 +7,7 @@ DTensors that view their unpadded part: a step writes the storage in place, so t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -133,7 +133,7 @@ class State:
         for role, value in inputs.items():
             if isinstance(role, roles.Param):
                 self._store_as(role, value)
-            if role in self.tensors or isinstance(role, roles.UserInput):
+            if role in self.tensors or isinstance(role, roles.BROUGHT):
                 continue
             match role:
                 case roles.OptimizerState(owner, key):
@@ -178,6 +178,25 @@ class State:
         """Puts a local gradient into the parameter's ``.grad`` as a DTensor."""
         value = program.output_values[program.outputs.index(roles.Grad(name))]
         self.model.get_parameter(name).grad = self.as_dtensor(local, value)
+
+    def own_parts(
+        self, gradients: Mapping[str, torch.Tensor], program: Program
+    ) -> dict[roles.Input, torch.Tensor]:
+        """The gradients that an update takes, each this rank's (padded) part."""
+        values = dict(zip(program.inputs, program.input_values, strict=True))
+        found: dict[roles.Input, torch.Tensor] = {}
+        for name, gradient in gradients.items():
+            role = roles.GivenGrad(name)
+            placements = values[role].placements
+            assert placements is not None
+            shape = local_shape(values[role].shape, placements, self.ranks.shape)
+            if isinstance(gradient, DTensor) and tuple(gradient.placements) == placements:
+                part = gradient.to_local()
+            else:
+                whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+                part = local_part(whole, placements, self.ranks.shape, self.ranks.rank)
+            found[role] = part if part.shape == shape else _padded(part, shape)
+        return found
 
     def check_filled(self) -> None:
         """Refuses to compute with a model on the meta device that nobody filled.
@@ -266,6 +285,12 @@ class State:
             self.tensors[roles.Param(name)].copy_(part)
         else:
             self.tensors[roles.Buffer(name)].copy_(value)
+
+
+def _padded(part: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    padded = part.new_zeros(shape)
+    padded[tuple(slice(size) for size in part.shape)] = part
+    return padded
 
 
 def _call(reference: weakref.ref, method: str) -> None:

@@ -4,7 +4,16 @@ from stepgraph.equivalence.check import CheckReport
 from stepgraph.errors import StepgraphError
 from stepgraph.frontends.checking import check
 from stepgraph.frontends.engine import Engine
+from stepgraph.frontends.parallel import parallelize
 from stepgraph.planning.plan import Plan
 from stepgraph.runtime.recompiles import no_recompiles
 
-__all__ = ["CheckReport", "Engine", "Plan", "StepgraphError", "check", "no_recompiles"]
+__all__ = [
+    "CheckReport",
+    "Engine",
+    "Plan",
+    "StepgraphError",
+    "check",
+    "no_recompiles",
+    "parallelize",
+]

@@ -249,7 +249,8 @@ def apply_plan(program: Program, plan: Plan, driver: PassDriver, micro_batches: 
     draw_by_global_row(program, plan.placements[key], plan.mesh, micro_batches)
     program = driver.run(place_values, program, plan.placements[key], plan.mesh)
     if key not in plan.recomputation:
-        plan.recomputation[key] = memory_policies.decide(program, plan.memory)
+        again = placement_policies.gathers_again(plan.placement, plan.mesh)
+        plan.recomputation[key] = memory_policies.decide(program, plan.memory, again)
     return driver.run(recompute_in_backward, program, plan.recomputation[key])
 
 

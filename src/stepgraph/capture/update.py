@@ -39,7 +39,7 @@ def given_gradients(model: nn.Module, names: Sequence[str], device: torch.device
     for name in names:
         parameter = model.get_parameter(name)
         for role in (roles.Param(name), roles.GivenGrad(name)):
-            with mode:  # each its own: a tensor that is given twice is traced as one input
+            with mode:
                 fake = torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device=device)
             node = graph.placeholder(f"input_{len(inputs)}")
             node.meta = {"val": fake, "name": roles.label(role)}

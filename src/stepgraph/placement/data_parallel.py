@@ -28,12 +28,14 @@ class Storage:
     """What is sharded along a data-parallel dimension, and what is on every rank.
 
     ``accumulate_sharded``: with micro-batches, reduce each one's gradients into a sharded
-    accumulator, instead of once at the end.
+    accumulator, instead of once at the end. ``gather_again``: a parameter that was gathered for the forward
+    is not kept for the backward.
     """
 
     shard_parameters: bool
     shard_optimizer: bool
     accumulate_sharded: bool
+    gather_again: bool = True
 
 
 class DataParallel(Walk):

@@ -1,5 +1,6 @@
 """``stepgraph train`` killed at random moments and resumed ends as a run that nobody disturbed."""
 
+import contextlib
 import json
 import os
 import random
@@ -11,8 +12,10 @@ import time
 import psutil
 import pytest
 import torch
+from click.testing import CliRunner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from stepgraph.frontends.cli import main
 from stepgraph.runtime.manifest import NAME, Manifest
 
 STEPS, EVERY = 60, 4
@@ -102,15 +105,15 @@ def kill(run, process, rng, in_a_save):
     wanted = before + rng.randrange(1, 8)
     wait_for(lambda: len(run.metrics()) != before and len(run.metrics()) >= wanted - EVERY, process)
     if in_a_save:
+        # Behind a complete one, so that there is something to lose.
+        wait_for(lambda: any(run.saves.glob("step-*")), process)
         wait_for(lambda: any(run.saves.glob(".step-*/*")), process)
     else:
         time.sleep(rng.random() * 0.05)
     ranks = ranks_of(process)
     for victim in rng.choice([ranks[:1], ranks[1:], [psutil.Process(process.pid), *ranks]]):
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             victim.kill()
-        except psutil.NoSuchProcess:
-            pass
     process.communicate(timeout=60)
     assert process.returncode != 0
     psutil.wait_procs(ranks, timeout=60)
@@ -206,25 +209,28 @@ def test_every_signal_to_every_parent_saves_and_leaves(tmp_path, number, ranks):
     assert run.metrics()[-1][0] == max(run.complete())
 
 
-def test_bad_uses_of_a_folder_of_saves_are_said(tmp_path):
+def test_bad_uses_of_a_folder_of_saves_are_said(tmp_path, monkeypatch):
     run = Run(tmp_path / "run")
+    monkeypatch.chdir(run.folder)
+
+    def train(*options):
+        command = ["train", "--model", "tiny:Bytes", "--text", "text.txt", "--lowering", "eager"]
+        command += ["--batch-per-rank", "2", "--seq", "32", "--checkpoint", "saves"]
+        return CliRunner().invoke(main, [*command, "--save-every", "4", *options])
+
     run.saves.write_text("a file")
-    assert "is a file" in usage_error(run)
+    assert "is a file" in train().stderr
     run.saves.unlink()
-    code, out, err = run.finish(steps=8, ranks=1)
-    assert code == 0, err
-    assert "holds the saves of a run up to step 8" in usage_error(run)
+    assert train("--steps", "8").exit_code == 0
+    fresh = train("--steps", "8")
+    assert fresh.exit_code == 2
+    assert "holds the saves of a run up to step 8" in fresh.stderr
+    assert "no step was left: 8 have been taken" in train("--steps", "8", "--resume").stdout
     damaged = run.saves / "step-00000008" / "__0_0.distcp"
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    code, _, err = run.finish("--resume", ranks=1, steps=9)
-    assert code == 1
-    assert str(damaged) in err
-    assert f"remove the folder {damaged.parent}; --resume then goes on from step 4, which" in err
-    assert "Traceback" not in err
-
-
-def usage_error(run):
-    code, out, err = run.finish(steps=8, ranks=1)
-    assert (code, out) == (2, "")
-    assert "Traceback" not in err
-    return err
+    resumed = train("--resume", "--steps", "9")
+    assert resumed.exit_code == 1
+    assert str(damaged) in resumed.stderr
+    assert f"remove the folder {damaged.parent}; --resume then goes on from step 4" in (
+        resumed.stderr
+    )

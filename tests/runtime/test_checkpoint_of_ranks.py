@@ -90,7 +90,7 @@ def load(folder, kind, plan, mesh, optimizer):
     with pytest.raises(CheckpointError, match="extra 'own' .* differs between the"):
         engine.load(f"{folder}/a", extra={"own": own})
     placed = {name: str(tuple(p.placements)) for name, p in engine.model.named_parameters()}
-    engine.save(f"{folder}/{len(os.listdir(folder))}.safetensors")
+    engine.save(f"{folder}/{plan}.safetensors")
     return losses, placed
 
 
@@ -98,21 +98,58 @@ def close(losses, others):
     return all(abs(a - b) < 1e-4 * abs(a) for a, b in zip(losses, others, strict=True))
 
 
-def test_two_ranks_to_one_and_to_four(tmp_path):
-    wanted = launch(save, tmp_path, "mlp", "zero3", "dp=2", "two_groups", ranks=2)[0]
-    alone, _ = load(tmp_path, "mlp", "ddp", None, "two_groups")
-    assert close(alone[1:], wanted[:1])
-    for losses, placed in launch(load, tmp_path, "mlp", "zero1", "dp=4", "two_groups", ranks=4):
-        assert close(losses, alone)
+def on_two_ranks(folder):
+    """All that two ranks are needed for, in one launch: starting them takes longest."""
+    told = fail_on_one_rank(_new(folder, "failing"))
+    there = _new(folder, "llama")
+    save(there, "llama", "zero3", "dp=2", "two_groups")
+    placed = load(there, "llama", "tp", "tp=2", "two_groups")[1]
+    return save(_new(folder, "mlp"), "mlp", "zero3", "dp=2", "two_groups"), placed, told
+
+
+def _new(folder, name):
+    os.makedirs(folder / name, exist_ok=True)
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder):
+    return launch(on_two_ranks, folder, ranks=2)
+
+
+def test_two_ranks_to_one_and_to_four(folder, two_ranks):
+    losses, _, _ = two_ranks[0]
+    alone, _ = load(folder / "mlp", "mlp", "ddp", None, "two_groups")
+    assert close(alone[1:], losses[:1])
+    for others, placed in launch(
+        load, folder / "mlp", "mlp", "zero1", "dp=4", "two_groups", ranks=4
+    ):
+        assert close(others, alone)
         assert "Shard" not in placed["first.weight"]
 
 
-def test_zero3_into_tensor_parallelism_and_back(tmp_path):
-    (tmp_path / "there").mkdir()
-    (tmp_path / "back").mkdir()
-    wanted = launch(save, tmp_path / "there", "llama", "zero3", "dp=4", "two_groups", ranks=4)[0]
+def test_zero3_goes_into_tensor_parallelism(two_ranks):
+    for _, placed, _ in two_ranks:
+        assert "Shard" in placed["model.layers.0.mlp.down_proj.weight"]
+
+
+def test_a_rank_that_fails_is_named_by_all_and_hangs_nobody(two_ranks):
+    (_, _, one), (_, _, two) = two_ranks
+    assert one == two
+    assert "rank 0 could not write the checkpoint" in one[0]
+    assert "rank 1 could not write the checkpoint" in one[2]
+
+
+@pytest.mark.slow
+def test_zero3_into_tensor_parallelism_on_two_dimensions(tmp_path):
+    wanted = launch(save, tmp_path, "llama", "zero3", "dp=4", "two_groups", ranks=4)[0]
     arguments = ("llama", "tp+zero3", "dp=2,tp=2", "two_groups")
-    for losses, placed in launch(load, tmp_path / "there", *arguments, ranks=4):
+    for losses, placed in launch(load, tmp_path, *arguments, ranks=4):
         assert close(losses[1:], wanted[:1])
         assert "Shard" in placed["model.layers.0.mlp.down_proj.weight"]
 
@@ -178,10 +215,3 @@ def fail_on_one_rank(folder):
     with pytest.raises(CheckpointError, match="__1_0.distcp"):
         engine.load(f"{folder}/c")
     return said
-
-
-def test_a_rank_that_fails_is_named_by_all_and_hangs_nobody(tmp_path):
-    one, two = launch(fail_on_one_rank, tmp_path, ranks=2)
-    assert one == two
-    assert "rank 0 could not write the checkpoint" in one[0]
-    assert "rank 1 could not write the checkpoint" in one[2]

@@ -12,7 +12,6 @@ from stepgraph.errors import CheckpointError
 from stepgraph.frontends.launcher import launch
 from stepgraph.program.layout import MeshShape
 from stepgraph.runtime.ranks import parse_mesh
-from tests.end_to_end.training import llama_batch, tiny_llama
 from tests.runtime.test_checkpoint import adagrad, everything, sgd, two_groups
 from tests.support import mlp, regression_batch
 
@@ -37,7 +36,9 @@ def make(kind, plan, mesh, optimizer, seed=0):
     """An engine, and how it steps: losses of so many steps on this rank's part of the batch."""
     shape = parse_mesh(mesh) if mesh else MeshShape((("dp", 1),))
     rank = shape.data_rank(dist.get_rank() if dist.is_initialized() else 0)
-    if kind == "llama":
+    if kind == "llama":  # imported where it is used: four ranks would each import transformers
+        from tests.end_to_end.training import llama_batch, tiny_llama
+
         model, batch = tiny_llama(vocabulary=VOCABULARY), llama_batch(0)
         part = {name: t.chunk(shape.data_size)[rank] for name, t in batch.items()}
     else:

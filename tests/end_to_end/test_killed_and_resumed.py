@@ -171,7 +171,7 @@ def test_a_run_killed_ten_times_ends_as_if_nothing_had_been(tmp_path, undisturbe
     assert torn >= 2  # some of them hit a save
 
 
-def test_a_signal_saves_and_leaves_and_other_ranks_go_on(tmp_path, undisturbed):
+def test_a_signal_saves_and_leaves_and_other_ranks_go_on(tmp_path, undisturbed, monkeypatch):
     """Only one rank gets it; then a lone process finishes what two began."""
     run = Run(tmp_path / "run")
     process = run.start()
@@ -184,15 +184,22 @@ def test_a_signal_saves_and_leaves_and_other_ranks_go_on(tmp_path, undisturbed):
     assert f"step-{step:08d}" in out
     assert run.metrics()[-1][0] == step
     assert run.metrics() == undisturbed.metrics()[:step]
-    code, _, err = run.finish(
-        "--resume", "--plan", "ddp", "--batch-per-rank", "4", steps=step + 6, ranks=1
-    )
-    assert code == 0, err
-    assert "with other data" not in err  # four rows are two on each of two ranks
+    monkeypatch.chdir(run.folder)
+    options = ["--plan", "ddp", "--batch-per-rank", "4", "--metrics", "run.jsonl"]
+    result = train("--resume", *options, "--steps", str(step + 6))
+    assert result.exit_code == 0, result.output
+    assert "with other data" not in result.stderr  # four rows are two on each of two ranks
     wanted = undisturbed.metrics()[: step + 6]
     for (step, loss), (number, expected) in zip(run.metrics(), wanted, strict=True):
         assert step == number
         assert abs(loss - expected) < 1e-4
+
+
+def train(*options):
+    """In this process, in the present folder."""
+    command = ["train", "--model", "tiny:Bytes", "--text", "text.txt", "--lowering", "eager"]
+    command += ["--batch-per-rank", "2", "--seq", "32", "--checkpoint", "saves", "--lr", "0.01"]
+    return CliRunner().invoke(main, [*command, "--save-every", "4", *options])
 
 
 @pytest.mark.slow
@@ -212,11 +219,6 @@ def test_every_signal_to_every_parent_saves_and_leaves(tmp_path, number, ranks):
 def test_bad_uses_of_a_folder_of_saves_are_said(tmp_path, monkeypatch):
     run = Run(tmp_path / "run")
     monkeypatch.chdir(run.folder)
-
-    def train(*options):
-        command = ["train", "--model", "tiny:Bytes", "--text", "text.txt", "--lowering", "eager"]
-        command += ["--batch-per-rank", "2", "--seq", "32", "--checkpoint", "saves"]
-        return CliRunner().invoke(main, [*command, "--save-every", "4", *options])
 
     run.saves.write_text("a file")
     assert "is a file" in train().stderr

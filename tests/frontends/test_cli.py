@@ -164,7 +164,7 @@ def test_a_run_with_a_checkpoint_that_is_stopped_too_early_leaves_with_its_code(
         options = ["--text", text, "--checkpoint", str(tmp_path / "saves")]
         result = run("train", "--model", "llama-tiny", *options)
         assert result.exit_code == code
-        assert "stopped without a save; what was complete in" in result.stderr
+        assert "stopped at once; what was complete in" in result.stderr
 
 
 def test_json_is_all_of_standard_output(text, launched):

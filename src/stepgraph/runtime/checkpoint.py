@@ -376,8 +376,12 @@ def _open(folder: Path) -> SavedState:
 
 
 def _not_written(error: Exception, path: Path, rank: int) -> CheckpointError:
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     named = getattr(error, "filename", None)
+    root: BaseException = error
+    while not isinstance(root, OSError) and root.__context__ is not None:
+        root = root.__context__  # torch's writer, told of an error, raises its own
+    reason = root.strerror if isinstance(root, OSError) else None
+    reason = reason or str(error)
     return CheckpointError(
         f"rank {rank} could not write the checkpoint {path}: {reason or type(error).__name__}",
         where=None if named is None else str(named),

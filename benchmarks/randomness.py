@@ -8,7 +8,6 @@ same round.
 """
 
 import argparse
-import copy
 import json
 import os
 import platform
@@ -48,7 +47,7 @@ def stepgraph_dropout(lowering: str, x: torch.Tensor):
 def torch_dropout(compiled: bool, x: torch.Tensor):
     """F.dropout, plain or under torch.compile."""
     model = Drop()
-    run = torch.compile(copy.deepcopy(model)) if compiled else model
+    run = torch.compile(model) if compiled else model
 
     def forward():
         with torch.no_grad():

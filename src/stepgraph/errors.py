@@ -7,7 +7,7 @@ docstring of a class is its entry in the error reference; ``anchor`` is the addr
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class StepgraphError(Exception):
@@ -49,6 +49,12 @@ def near_misses(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, known, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}known: {', '.join(known)}"
+
+
+def name_a_few(names: Sequence[str], at_most: int = 5) -> str:
+    """``a, b, c and 7 more``."""
+    more = f" and {len(names) - at_most} more" if len(names) > at_most else ""
+    return ", ".join(names[:at_most]) + more
 
 
 class UsageError(StepgraphError, ValueError):

@@ -21,7 +21,7 @@ from stepgraph.capture.micro_batches import (
 )
 from stepgraph.capture.module import BatchSpec, LossFunction, capture
 from stepgraph.capture.optimizer import FunctionalOptimizer, functionalize_optimizer
-from stepgraph.capture.precision import Precision, cast_parameters, reduce_gradients_in
+from stepgraph.capture.precision import AS_IT_IS, Precision, cast_parameters, reduce_gradients_in
 from stepgraph.capture.randomness import key_random_operations
 from stepgraph.capture.simplify import (
     drop_empty_cat_operands,
@@ -29,11 +29,13 @@ from stepgraph.capture.simplify import (
     index_rows_in_place,
 )
 from stepgraph.capture.update import clip_gradients, shared_states, update_parameters
+from stepgraph.errors import name_a_few
 from stepgraph.memory import policies as memory_policies
 from stepgraph.memory.apply import recompute_in_backward
 from stepgraph.placement import policies as placement_policies
 from stepgraph.placement.apply import place_values
 from stepgraph.placement.normalisation import find_normalisation
+from stepgraph.placement.norms import spell_out_norms
 from stepgraph.placement.randomness import draw_by_global_row
 from stepgraph.placement.vocabulary import spell_out_log_softmax
 from stepgraph.planning.decisions import Normalisation
@@ -110,7 +112,7 @@ class StepRequest:
     optimizer: torch.optim.Optimizer | None = None
     micro_batches: int = 1
     clip: bool = False
-    precision: Precision = Precision()
+    precision: Precision = AS_IT_IS
 
 
 @dataclass
@@ -151,7 +153,7 @@ def compile_step(request: StepRequest, driver: PassDriver) -> StepPrograms:
         step = driver.run(finish_accumulation, step, normalisation, request.micro_batches)
     else:
         step = driver.run(start_backward_at_one, _named(joint, "step"))
-    if request.precision != Precision() and not _reduces_each_micro_batch(request):
+    if request.precision != AS_IT_IS and not _reduces_each_micro_batch(request):
         masters = _master_types(request.model)
         step = driver.run(reduce_gradients_in, step, masters, request.precision)
     if request.clip:
@@ -188,6 +190,8 @@ def apply_plan(program: Program, plan: Plan, driver: PassDriver, micro_batches: 
     """
     if TENSOR_PARALLEL in plan.mesh.names:
         program = driver.run(spell_out_log_softmax, program)
+    if plan.mesh.data_size > 1:
+        program = driver.run(spell_out_norms, program)
     key = plan.find_placement(program)
     if key is None:
         key = plan.new_key(program.name)
@@ -202,7 +206,7 @@ def apply_plan(program: Program, plan: Plan, driver: PassDriver, micro_batches: 
 
 
 def _mixed(request: StepRequest, program: Program, driver: PassDriver, accumulate: bool) -> Program:
-    if request.precision == Precision():
+    if request.precision == AS_IT_IS:
         return program
     masters = _master_types(request.model)
     return driver.run(cast_parameters, program, masters, request.precision, accumulate)
@@ -238,7 +242,7 @@ def _parameters_without_gradient(model: nn.Module, joint: Program) -> list[str]:
     ]
     if not missing:
         return []
-    shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+    shown = name_a_few(missing)
     return [f"parameters that get no gradient are neither updated nor decayed: {shown}"]
 
 

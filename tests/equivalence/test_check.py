@@ -78,6 +78,7 @@ def test_a_transformer_with_ignored_labels_and_a_padding_mask_passes():
         "finish_accumulation",
         "clip_gradients",
         "update_parameters",
+        "spell_out_norms",
         "place_values",
         "recompute_in_backward",
         "bind_to_rank",

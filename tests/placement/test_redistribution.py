@@ -1,6 +1,8 @@
 """Any placement over two mesh dimensions can become any other, also where both cut one dimension."""
 
+import copy
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -9,22 +11,40 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from stepgraph.equivalence.lockstep import run_lockstep
 from stepgraph.placement.apply import place_values
 from stepgraph.planning.decisions import OperationPlacement, PlacementDecision
+from stepgraph.planning.plan import parse_placements
 from stepgraph.program import roles
 from stepgraph.program.invariants import check_invariants
-from stepgraph.program.layout import show
+from stepgraph.program.layout import InnerShard, show
 from stepgraph.program.shards import join, split
 from stepgraph.runtime.ranks import parse_mesh
 from tests.placement.test_rules import one_operation
 
-KEPT = (Replicate(), Shard(0), Shard(1))
+KEPT = (Replicate(), Shard(0), Shard(1), InnerShard(0, 4), InnerShard(0, 2), InnerShard(1, 4))
 FROM = list(itertools.product((*KEPT, Partial()), repeat=2))
 INTO = list(itertools.product(KEPT, repeat=2))
+
+
+def test_an_inner_shard_is_a_slice_of_every_block():
+    mesh = parse_mesh("a=2")
+    value = torch.arange(12)
+    parts = split(value, (InnerShard(0, 3),), mesh)
+    assert [part.tolist() for part in parts] == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]
+    assert torch.equal(join(parts, value.shape, (InnerShard(0, 3),), mesh), value)
+
+
+def test_inner_shards_survive_text_and_copies():
+    placements = (InnerShard(0, 6), Shard(0))
+    assert show(placements) == "S(0/6)S(0)"
+    assert parse_placements(show(placements)) == placements
+    assert copy.deepcopy(placements) == placements
+    assert pickle.loads(pickle.dumps(placements)) == placements
+    assert InnerShard(0, 6) != Shard(0) and Shard(0) != InnerShard(0, 6)
 
 
 @pytest.mark.parametrize("have", FROM, ids=show)
 def test_every_redistribution_keeps_the_value(have):
     mesh = parse_mesh("a=2,b=2")
-    value = torch.randn(8, 12, generator=torch.Generator().manual_seed(0))
+    value = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
     for want in INTO:
         program, node, _ = one_operation(torch.ops.aten.clone.default, (value,), {})
         decision = PlacementDecision("test")

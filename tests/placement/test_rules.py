@@ -16,8 +16,10 @@ from stepgraph.placement.apply import place_values
 from stepgraph.placement.rules import TABLE, Rules, Strategy, tensor_arguments
 from stepgraph.planning.decisions import OperationPlacement, PlacementDecision
 from stepgraph.program import randomness, roles
+from stepgraph.program.layout import InnerShard
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import FORWARD, Program, Value, tensors_of
+from stepgraph.program.shards import join, split
 from stepgraph.runtime.ranks import parse_mesh
 
 aten = torch.ops.aten
@@ -192,6 +194,8 @@ def offered(rules, node):
 
 
 def parts(value, placement):
+    if isinstance(placement, InnerShard):
+        return split(value, (placement,), parse_mesh(f"dp={RANKS}"))
     if isinstance(placement, Shard):
         return [part.contiguous() for part in value.chunk(RANKS, placement.dim)]
     if isinstance(placement, Partial):
@@ -206,6 +210,10 @@ def parts(value, placement):
 
 
 def joined(values, placement):
+    if isinstance(placement, InnerShard):
+        shape = list(values[0].shape)
+        shape[placement.dim] *= RANKS
+        return join(values, shape, (placement,), parse_mesh(f"dp={RANKS}"))
     if isinstance(placement, Shard):
         return torch.cat(values, placement.dim)
     if isinstance(placement, Partial):

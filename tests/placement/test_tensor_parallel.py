@@ -111,10 +111,10 @@ def test_any_part_of_the_layout_gives_the_same_gradients(seed, plan, monkeypatch
     """Whole and cut weights may meet in every way."""
     find, chance = policies.find_layout, random.Random(seed)
 
-    def some_of_it(program, ranks, known):
+    def some_of_it(program, ranks, others, known):
         if known:
-            return find(program, ranks, known)
-        layout = find(program, ranks, known)
+            return find(program, ranks, others, known)
+        layout = find(program, ranks, others, known)
         return {name: layout[name] for name in layout if chance.random() < 0.5}
 
     def trained(mesh, plan):

@@ -28,6 +28,9 @@ class Precision:
     reduce: torch.dtype | None = None
 
 
+AS_IT_IS = Precision()
+
+
 def cast_parameters(
     program: Program, masters: Mapping[str, torch.dtype], precision: Precision, accumulate: bool
 ) -> Program:
@@ -102,10 +105,8 @@ def reduce_gradients_in(
 
 
 def _cast(emit: Builder, node: fx.Node, dtype: torch.dtype | None, tag: str = "") -> fx.Node:
-    if dtype is None or node.meta["val"].dtype == dtype:
-        return node
-    new = emit(aten._to_copy.default, node, dtype=dtype)
-    if tag:
+    new = node if dtype is None else emit.cast(node, dtype)
+    if tag and new is not node:
         new.meta[tag] = True
     return new
 

@@ -66,10 +66,7 @@ class _Draw:
 
     def cast(self, node: fx.Node, dtype: torch.dtype | None = None) -> fx.Node:
         """In the dtype of the result."""
-        dtype = dtype or self.value.dtype
-        if node.meta["val"].dtype == dtype:
-            return node
-        return self.emit(aten._to_copy.default, node, dtype=dtype)
+        return self.emit.cast(node, dtype or self.value.dtype)
 
     def uniform(self) -> fx.Node:
         """In [0, 1), in the result's precision: as many digits as it can tell from 1."""

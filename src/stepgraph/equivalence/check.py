@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from stepgraph.capture.module import LossFunction, default_loss, first_leaf, in_dtype
-from stepgraph.capture.precision import Precision
+from stepgraph.capture.precision import AS_IT_IS, Precision
 from stepgraph.equivalence.values import GlobalValues
 from stepgraph.errors import InvariantError
 from stepgraph.lowering.bind import bind_to_rank
@@ -88,9 +88,6 @@ class CheckReport:
         return "\n".join([*lines, end])
 
 
-_AS_IT_IS = Precision()
-
-
 def check_model(
     model: nn.Module,
     *,
@@ -104,7 +101,7 @@ def check_model(
     max_grad_norm: float | None = None,
     replaced: Mapping[str, Pass] | None = None,
     seed: int = 0,
-    precision: Precision = _AS_IT_IS,
+    precision: Precision = AS_IT_IS,
 ) -> CheckReport:
     """Checks every pass of a training step of a plain module, on a mesh that need not exist.
 

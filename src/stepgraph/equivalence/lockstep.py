@@ -91,14 +91,13 @@ def _interpret(
             values[node] = values[node.args[0]]
         elif node.target is SHARD_OF:
             value, dim, ranks, mesh_dim = node.args
-            index = mesh.coordinate(rank)[mesh.names.index(mesh_dim)]
+            index = mesh.position(rank)[mesh_dim]
             values[node] = cut(values[value], dim, ranks, index)
         elif node.target is ON_FIRST:
-            index = mesh.coordinate(rank)[mesh.names.index(node.args[1])]
+            index = mesh.position(rank)[node.args[1]]
             values[node] = torch.zeros_like(values[node.args[0]]) if index else values[node.args[0]]
         elif node.target is RANDOM:
-            coordinate = dict(zip(mesh.names, mesh.coordinate(rank), strict=True))
-            bound = bound_to(node, coordinate, dict(mesh.dims))
+            bound = bound_to(node, mesh.position(rank), dict(mesh.dims))
             values[node] = RANDOM(values[bound[0]], *bound[1:])
         else:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)

@@ -15,7 +15,7 @@ from torch import nn
 from stepgraph import torch_internals
 from stepgraph.capture.module import BatchSpec, LossFunction, default_loss
 from stepgraph.capture.optimizer import FIRST_STEP, group_numbers
-from stepgraph.capture.precision import Precision
+from stepgraph.capture.precision import AS_IT_IS, Precision
 from stepgraph.capture.update import MAX_GRAD_NORM
 from stepgraph.equivalence.lockstep import run_lockstep
 from stepgraph.errors import BatchError
@@ -27,8 +27,6 @@ from stepgraph.program.randomness import seed_words
 from stepgraph.program.shards import join, split
 from stepgraph.runtime.batches import LocalBatch, cut_micro_batches, flatten_batch, global_spec
 from stepgraph.runtime.ranks import parse_mesh
-
-_AS_IT_IS = Precision()
 
 
 class OneProcessRun:
@@ -55,7 +53,7 @@ class OneProcessRun:
         micro_batches: int = 1,
         max_grad_norm: float | None = None,
         seed: int = 0,
-        precision: Precision = _AS_IT_IS,
+        precision: Precision = AS_IT_IS,
         driver: PassDriver | None = None,
     ) -> None:
         self.mesh = parse_mesh(mesh)

@@ -30,7 +30,7 @@ def bind_to_rank(program: Program, rank: int, groups: Mapping[str, str]) -> Prog
     every result, bitwise.
     """
     assert program.mesh is not None
-    coordinate = dict(zip(program.mesh.names, program.mesh.coordinate(rank), strict=True))
+    coordinate = program.mesh.position(rank)
     for node in list(program.operations()):
         if is_collective(node):
             node.args = (*node.args[:-1], groups[mesh_dim_of(node)])

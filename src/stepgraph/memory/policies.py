@@ -3,7 +3,8 @@
 Every policy answers one question for every forward value: is it kept for the backward, or recomputed
 there in which block? Values that cross from one block to another are always kept. Whatever the
 policy, regions under ``torch.utils.checkpoint`` are recomputed, and parameters that were gathered for
-the forward (zero3) are gathered again for the backward instead of being kept.
+the forward (zero3) are gathered again for the backward instead of being kept; so are activations that
+ranks of tensor parallelism hold in parts (sequence-parallel norms).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from stepgraph.errors import MemoryPolicyError, UsageError, near_misses
 from stepgraph.memory.blocks import Block, find_blocks
 from stepgraph.planning.decisions import MemoryDecision
 from stepgraph.program import roles
-from stepgraph.program.collectives import is_collective
+from stepgraph.program.collectives import is_collective, mesh_dim_of
+from stepgraph.program.layout import TENSOR_PARALLEL
 from stepgraph.program.program import FORWARD, Program
 
 POLICIES = ("none", "full", "layers:N")
@@ -100,7 +102,7 @@ def _not_crossing(region: list[fx.Node], program: Program) -> list[fx.Node]:
 
 
 def _regather(program: Program, decision: MemoryDecision) -> None:
-    """Gathered parameters, and what is only a view or cast of them, are not kept."""
+    """What was gathered, and what is only a view or cast of it, is not kept."""
     parameters = {
         node
         for node, role in zip(program.placeholders, program.inputs, strict=True)
@@ -109,11 +111,19 @@ def _regather(program: Program, decision: MemoryDecision) -> None:
     chain: set[fx.Node] = set()
     for node in program.operations(FORWARD):
         sources = node.all_input_nodes
-        gathers = is_collective(node) and _comes_from(node.args[0], parameters)
+        gathers = is_collective(node) and (
+            _comes_from(node.args[0], parameters) or _joins_sequence(node)
+        )
         follows = len(sources) == 1 and sources[0] in chain
         if gathers or follows:
             chain.add(node)
             decision.recompute.setdefault(node.meta["name"], -1)
+
+
+def _joins_sequence(node: fx.Node) -> bool:
+    """Whether an activation is gathered over the ranks of tensor parallelism: each keeps its part."""
+    gathers = node.target is torch_internals.ALL_GATHER
+    return gathers and mesh_dim_of(node) == TENSOR_PARALLEL
 
 
 def _comes_from(node: object, parameters: set[fx.Node]) -> bool:

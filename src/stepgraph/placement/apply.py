@@ -27,7 +27,16 @@ from stepgraph.planning.decisions import PlacementDecision
 from stepgraph.program import roles
 from stepgraph.program.build import ShapeRunner
 from stepgraph.program.collectives import redistribute
-from stepgraph.program.layout import MeshShape, Placements, local_shape, replicated
+from stepgraph.program.layout import (
+    InnerShard,
+    MeshShape,
+    Placements,
+    blocks_held,
+    blocks_of,
+    local_shape,
+    replicated,
+    to_torch,
+)
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import FORWARD, Program, Value, tensors_of
 from stepgraph.program.randomness import RANDOM
@@ -188,7 +197,9 @@ class _Placer:
     def _adjust(self, adjuster, node: fx.Node, args: tuple, kwargs: dict, choice) -> tuple:
         mesh = torch_internals.planning_mesh(self.mesh.sizes)
         specs = [
-            torch_internals.tensor_spec(mesh, placements, argument.meta["val"])
+            torch_internals.tensor_spec(
+                mesh, tuple(map(to_torch, placements)), argument.meta["val"]
+            )
             for argument, placements in zip(tensor_arguments(node), choice.inputs, strict=True)
         ]
         remaining = iter(specs)
@@ -249,7 +260,16 @@ class _Placer:
                 continue
             before = (*current[:axis], Replicate(), *current[axis + 1 :])
             size = local_shape(shape, before, self.mesh)[have.dim] if isinstance(have, Shard) else 0
-            value = redistribute(emit, value, have, target, mesh_dim, ranks, size)
+            others = [
+                (p, n)
+                for i, (p, n) in enumerate(zip(before, self.mesh.sizes, strict=True))
+                if i != axis
+            ]
+            held = [
+                InnerShard(p.dim, blocks_held(p, others)) if isinstance(p, InnerShard) else p
+                for p in (have, target)
+            ]
+            value = redistribute(emit, value, *held, mesh_dim, ranks, size)
             current = (*current[:axis], target, *current[axis + 1 :])
         if value is not new:
             value.meta["placements"] = (wanted,)
@@ -265,9 +285,12 @@ def _steps(have: Placements, want: Placements) -> list[tuple[int, Placement]]:
     """
     changed = {axis for axis in range(len(have)) if have[axis] != want[axis]}
     undone: set[int] = set()
-    cuts = [{p.dim for p in pair if isinstance(p, Shard)} for pair in zip(have, want, strict=True)]
-    for dim in set().union(*cuts):
-        sharing = {axis for axis, dims in enumerate(cuts) if dim in dims}
+    cuts = [
+        {(p.dim, blocks_of(p)) for p in pair if isinstance(p, Shard)}
+        for pair in zip(have, want, strict=True)
+    ]
+    for part in set().union(*cuts):
+        sharing = {axis for axis, parts in enumerate(cuts) if part in parts}
         if len(sharing) > 1 and sharing & changed:
             undone |= sharing
     steps: list[tuple[int, Placement]] = []

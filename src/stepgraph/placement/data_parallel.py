@@ -36,23 +36,26 @@ class Storage:
     accumulate_sharded: bool
 
 
-# Parameter names, and gradients on their way into the update.
-Taken = frozenset
-
-
 class DataParallel(Walk):
     """The batch is cut, parameters are whole where the model reads them.
 
     Args:
         storage: what is sharded between uses.
         unit: ranks along all data-parallel dimensions.
-        taken: parameters whose dimension 0 another kind of parallelism cuts: dimension 1 is cut here.
+        taken: names of parameters, and gradients on their way into the update, whose dimension 0 another
+            kind of parallelism cuts: dimension 1 is cut here.
     """
 
     def __init__(
-        self, program: Program, ranks: int, unit: int, storage: Storage, taken: Taken
+        self,
+        program: Program,
+        ranks: int,
+        unit: int,
+        others: int,
+        storage: Storage,
+        taken: frozenset = frozenset(),
     ) -> None:
-        super().__init__(program, ranks, unit)
+        super().__init__(program, ranks, unit, others)
         self.storage, self.taken = storage, taken
 
     def decide(self) -> DataParallel:

@@ -1,4 +1,4 @@
-"""The named placement presets: ``ddp``, ``zero1``, ``zero2``, ``zero3``, ``hsdp``; ``tp`` with any of them.
+"""The named placement presets: ``ddp``, ``zero1``, ``zero2``, ``zero3``, ``hsdp``; ``tp``, ``sp`` with any.
 
 A preset says, for each mesh dimension, what is stored where; the walk along a dimension then places
 everything else (:mod:`stepgraph.placement.data_parallel`, :mod:`stepgraph.placement.tensor_parallel`).
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
-from stepgraph.errors import MeshError, UsageError, near_misses
+from stepgraph.errors import MeshError, UsageError, name_a_few, near_misses
 from stepgraph.placement.data_parallel import DataParallel, Storage
 from stepgraph.placement.tensor_parallel import TensorParallel, find_layout
 from stepgraph.placement.walk import REPLICATE, Walk
@@ -21,6 +23,8 @@ from stepgraph.program.layout import TENSOR_PARALLEL, MeshShape, Placements
 from stepgraph.program.program import OPTIMIZER, Program
 
 _WHOLE, _ZERO3 = Storage(False, False, False), Storage(True, True, True)
+
+SEQUENCE_PARALLEL = "sp"
 
 PRESETS: dict[str, dict[str, Storage]] = {
     "ddp": {"dp": _WHOLE},
@@ -34,26 +38,27 @@ PRESETS: dict[str, dict[str, Storage]] = {
 def check_preset(name: str, mesh: MeshShape) -> dict[str, Storage]:
     """What a preset stores where, by data-parallel mesh dimension, if the mesh has what it needs.
 
-    ``tp`` is implied where the mesh has that dimension; ``"tp"`` alone is ``tp+ddp`` on a mesh with ``dp``.
+    ``tp`` is implied where the mesh has that dimension; ``"tp"`` alone is ``tp+ddp`` on a mesh with ``dp``;
+    ``sp`` needs ``tp``.
 
     Raises:
         UsageError: unknown name; the message lists the known ones.
         MeshError: the mesh lacks a dimension, or has one that the preset does not know.
     """
     parts = name.split("+")
+    known = [*PRESETS, TENSOR_PARALLEL, SEQUENCE_PARALLEL]
     for part in parts:
-        if part not in PRESETS and part != TENSOR_PARALLEL:
-            raise UsageError(
-                f"unknown plan {name!r}", do=near_misses(part, [*PRESETS, TENSOR_PARALLEL])
-            )
+        if part not in known:
+            raise UsageError(f"unknown plan {name!r}", do=near_misses(part, known))
     data = [part for part in parts if part in PRESETS]
     if len(data) > 1 or len(set(parts)) != len(parts):
         raise UsageError(
             f"plan {name!r} says twice what happens on the data-parallel dimensions",
-            do="name one of " + ", ".join(PRESETS) + ", and tp",
+            do="name one of " + ", ".join(PRESETS) + ", and tp or tp+sp",
         )
     preset = PRESETS[data[0]] if data else {dim: _WHOLE for dim in ("dp",) if dim in mesh.names}
-    wanted = [*preset, *(part for part in parts if part == TENSOR_PARALLEL)]
+    uses_tensor = TENSOR_PARALLEL in parts or SEQUENCE_PARALLEL in parts
+    wanted = [*preset, *([TENSOR_PARALLEL] if uses_tensor else [])]
     missing = [dim for dim in wanted if dim not in mesh.names]
     extra = [dim for dim in mesh.names if dim not in preset and dim != TENSOR_PARALLEL]
     if missing or extra:
@@ -99,16 +104,47 @@ def decide(
     if TENSOR_PARALLEL in mesh.names:
         axis = mesh.names.index(TENSOR_PARALLEL)
         layout = {name: placements[axis] for name, placements in (parameters or {}).items()}
-        layout = find_layout(program, mesh.sizes[axis], layout)
-        walk = TensorParallel(program, mesh.sizes[axis], layout)
+        ranks = mesh.sizes[axis]
+        layout = find_layout(program, ranks, mesh.data_size, layout)
+        sequence = None
+        if SEQUENCE_PARALLEL in preset_name.split("+"):
+            sequence = _sequence_dims(program)
+        walk = TensorParallel(program, ranks, mesh.data_size, layout, sequence)
         walks[TENSOR_PARALLEL] = walk.decide()
         taken = _cut_by_rows(walk)
         decision.notes += _kept_whole(walk)
+        if sequence is not None and not _cuts_the_sequence(walk):
+            decision.notes.append("sp: no activation of this model could be cut along its sequence")
     for name, storage in preset.items():
         size = mesh.sizes[mesh.names.index(name)]
-        walks[name] = DataParallel(program, size, mesh.data_size, storage, taken).decide()
+        others = mesh.world_size // size
+        walks[name] = DataParallel(program, size, mesh.data_size, others, storage, taken).decide()
     _record(program, [walks[name] for name in mesh.names], decision)
     return decision
+
+
+def _sequence_dims(program: Program) -> dict[fx.Node, int]:
+    """The dimension of (batch, sequence, width) activations, in either order, that is the sequence.
+
+    A data-parallel walk over one rank, where everything divides, tells where the batch is.
+    """
+    walk = DataParallel(program, 1, 1, 1, _WHOLE).decide()
+    found = {}
+    for node, placements in walk.now.items():
+        value, placement = node.meta["val"], placements[0]
+        batched = isinstance(placement, Shard) and isinstance(value, torch.Tensor)
+        if (
+            batched
+            and value.dim() == 3
+            and placement.dim < 2
+            and value.shape[1 - placement.dim] > 1
+        ):
+            found[node] = 1 - placement.dim
+    return found
+
+
+def _cuts_the_sequence(walk: TensorParallel) -> bool:
+    return any(walk.now[node] == (Shard(dim),) for node, dim in walk.sequence.items())
 
 
 def _cut_by_rows(walk: TensorParallel) -> frozenset:
@@ -131,7 +167,7 @@ def _kept_whole(walk: TensorParallel) -> list[str]:
     ]
     if not whole:
         return []
-    shown = ", ".join(whole[:4]) + (f" and {len(whole) - 4} more" if len(whole) > 4 else "")
+    shown = name_a_few(whole)
     return [f"tp keeps these weights, and the work on them, whole on every rank: {shown}"]
 
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph import torch_internals
 from stepgraph.program.build import freeze
+from stepgraph.program.layout import InnerShard, blocks_of, from_torch, to_torch
 from stepgraph.program.randomness import RANDOM
 
 aten = torch.ops.aten
@@ -70,10 +71,11 @@ class Rules:
         size: ranks along the dimension.
         unit: what a sharded dimension must divide by; more than ``size`` where other mesh dimensions
             cut it as well.
+        others: ranks along all other mesh dimensions: they may cut the blocks of an InnerShard.
     """
 
-    def __init__(self, size: int, unit: int | None = None) -> None:
-        self.size, self.unit = size, unit or size
+    def __init__(self, size: int, unit: int | None = None, others: int = 1) -> None:
+        self.size, self.unit, self.others = size, unit or size, others
         self._mesh = torch_internals.planning_mesh((size,))
         self.extra: Mapping[Any, Entry] = {}
         self._answers: dict[Any, list[Strategy]] = {}
@@ -146,16 +148,19 @@ class Rules:
             value = argument.meta["val"]
             if not isinstance(value, torch.Tensor):
                 raise NotImplementedError("a result tuple as an argument")
-            return torch_internals.tensor_spec(self._mesh, (next(remaining),), value)
+            return torch_internals.tensor_spec(self._mesh, (to_torch(next(remaining)),), value)
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), to_spec)
         answers = torch_internals.sharding_strategies(
             node.target, tuple(args), dict(kwargs), node.meta["val"]
         )
-        return [
-            Strategy(tuple(inputs) if inputs is not None else tuple(outputs), tuple(outputs))
-            for inputs, outputs in answers
-        ]
+        found = []
+        for inputs, outputs in answers:
+            results = tuple(p and from_torch(p) for p in outputs)
+            found.append(
+                Strategy(results if inputs is None else tuple(map(from_torch, inputs)), results)  # type: ignore[arg-type]
+            )
+        return found
 
     def _usable(self, strategy: Strategy, arguments: list, results: list) -> bool:
         """Whether a strategy fits the call: one placement per tensor, even shards, known kinds."""
@@ -171,11 +176,14 @@ class Rules:
         return all(self._placeable(placement, value) for placement, value in pairs)
 
     def _placeable(self, placement: Placement, value: object) -> bool:
-        if type(placement) is Shard:
+        if isinstance(placement, Shard):
+            blocks = blocks_of(placement)
             return (
-                isinstance(value, torch.Tensor)
+                type(placement) in (Shard, InnerShard)
+                and isinstance(value, torch.Tensor)
                 and placement.dim < value.dim()
-                and value.shape[placement.dim] % self.unit == 0
+                and value.shape[placement.dim] % (blocks * self.unit) == 0
+                and (blocks == 1 or blocks % self.others == 0)
             )
         if isinstance(placement, Partial):
             # Masked and norm partials carry state that a plain local program does not have.

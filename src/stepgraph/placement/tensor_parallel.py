@@ -6,7 +6,11 @@ rows, whose result is a pending sum. A cut that would have to be gathered on its
 weight that began it stays on every rank (heads that do not divide, a projection that is split unevenly).
 Embedding and loss are cut by the vocabulary.
 
-After Shoeybi et al., "Megatron-LM" (2019). Names of modules are never looked at.
+With sequence-parallel norms a pending sum is not added up on every rank: each rank gets a part of the
+sequence, does the norm's and the residual's share of the work on it, and keeps no more than that.
+
+After Shoeybi et al., "Megatron-LM" (2019), and Korthikanti et al., "Reducing Activation Recomputation
+in Large Transformer Models" (2022). Names of modules are never looked at.
 """
 
 from __future__ import annotations
@@ -21,9 +25,9 @@ from torch.distributed.tensor.placement_types import Placement
 from stepgraph import torch_internals
 from stepgraph.placement.rules import Strategy, tensor_arguments
 from stepgraph.placement.vocabulary import STRATEGIES
-from stepgraph.placement.walk import REPLICATE, Walk, redistribution_bytes, size_in_bytes
+from stepgraph.placement.walk import REPLICATE, SUM, Walk, redistribution_bytes, size_in_bytes
 from stepgraph.program import roles
-from stepgraph.program.program import FORWARD, OPTIMIZER, Program, tensors_of
+from stepgraph.program.program import BACKWARD, FORWARD, OPTIMIZER, Program, tensors_of
 
 aten = torch.ops.aten
 
@@ -50,10 +54,19 @@ class TensorParallel(Walk):
 
     Args:
         layout: where each cut parameter is cut, by name.
+        sequence: the dimension along which an activation may be cut beside the pairs (none by default).
     """
 
-    def __init__(self, program: Program, ranks: int, layout: Mapping[str, Placement]) -> None:
-        super().__init__(program, ranks, ranks)
+    def __init__(
+        self,
+        program: Program,
+        ranks: int,
+        others: int,
+        layout: Mapping[str, Placement],
+        sequence: Mapping[fx.Node, int] | None = None,
+    ) -> None:
+        super().__init__(program, ranks, ranks, others)
+        self.sequence = sequence or {}
         self.rules.extra = STRATEGIES
         self.layout = layout
         self.shapes = {
@@ -90,16 +103,47 @@ class TensorParallel(Walk):
     def place_inputs(self) -> None:
         """Also notes which nodes are parameters."""
         super().place_inputs()
-        for node, role in zip(self.program.placeholders, self.program.inputs, strict=True):
+        for node, role in self.role_of.items():
             if isinstance(role, roles.Param):
                 self.of_parameters[node] = {role.name}
 
     def place(self, node: fx.Node) -> None:
         """Also notes which parameters a value is made of."""
         super().place(node)
+        if any(self._joins_sequence(argument) for argument in tensor_arguments(node)):
+            self.unruled.pop(node.meta["name"], None)  # meant, not a fallback
         made_of = [self.of_parameters.get(argument, set()) for argument in tensor_arguments(node)]
         if node not in self.from_batch and any(made_of):
             self.of_parameters[node] = set().union(*made_of)
+
+    def offers(self, node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
+        """Also what could be done along the sequence: the rules speak of what is cut already."""
+        found = super().offers(node, placements)
+        arguments = tensor_arguments(node)
+        if not any(argument in self.sequence for argument in arguments):
+            return found
+        asked = tuple(
+            Shard(self.sequence[argument]) if argument in self.sequence else placement
+            for argument, placement in zip(arguments, placements, strict=True)
+        )
+        return list(dict.fromkeys([*found, *self.rules.strategies(node, asked)]))
+
+    def _joins_sequence(self, argument: fx.Node) -> bool:
+        dim = self.sequence.get(argument)
+        return dim is not None and self.now[argument] == (Shard(dim),)
+
+    def _cuts_along_sequence(
+        self, node: fx.Node, have: Placement, want: Placement, strategy: Strategy
+    ) -> bool:
+        """Whether a pending sum, or what is added to one, is cut so that the result is."""
+        dim = self.sequence.get(node)
+        if dim is None or isinstance(have, Shard) or not isinstance(want, Shard):
+            return False
+        begun = any(
+            self._joins_sequence(argument) or isinstance(self.now[argument][0], Partial)
+            for argument in tensor_arguments(node)
+        )
+        return begun and strategy.outputs[0] == Shard(dim)
 
     def may_cut(self, node: fx.Node, argument: fx.Node) -> bool:
         """Whether an operation may read a part of what every rank has."""
@@ -121,11 +165,11 @@ class TensorParallel(Walk):
                 redistribution_bytes(argument.meta["val"], have, want, self.ranks)
                 for argument, have, want in rows
             )
-        if node.target is aten.embedding.default and strategy.inputs[0] == Shard(1):
-            return _NEVER  # by rows only
+        if not self._table_is_cut_so(node, strategy):
+            return _NEVER
         if _begins_a_cut(strategy) and node in self.from_batch and node.target not in STRATEGIES:
             return _NEVER  # only weights begin one
-        cost = sum(self._moved(node, *row) for row in rows)
+        cost = sum(self._moved(node, *row, strategy) for row in rows)
         if any(isinstance(p, (Shard, Partial)) for p in strategy.outputs):
             return cost
         if node in self.from_batch:
@@ -133,11 +177,41 @@ class TensorParallel(Walk):
             cost += 1e-2 * sum(size_in_bytes(argument.meta["val"]) for argument in arguments)
         return cost
 
-    def _moved(self, node: fx.Node, argument: fx.Node, have: Placement, want: Placement) -> float:
+    def _table_is_cut_so(self, node: fx.Node, strategy: Strategy) -> bool:
+        """Tables are cut by rows, and their gradients where a table of that shape is."""
+        if node.target is aten.embedding.default:
+            return strategy.inputs[0] != Shard(1)
+        if node.target is not aten.embedding_dense_backward.default:
+            return True
+        shape = tuple(node.meta["val"].shape)
+        cuts = {self.layout[name] for name in self.layout if self.shapes[name] == shape}
+        return not isinstance(strategy.outputs[0], Shard) or strategy.outputs[0] in cuts
+
+    def _moved(
+        self,
+        node: fx.Node,
+        argument: fx.Node,
+        have: Placement,
+        want: Placement,
+        strategy: Strategy,
+    ) -> float:
         value = argument.meta["val"]
+        if self._joins_sequence(argument) and isinstance(want, Shard):
+            stays = all(p in (have, None) or isinstance(p, Partial) for p in strategy.outputs)
+            # Norms and sums are done in parts, products are not.
+            return 0.0 if stays and have == want else _NEVER
+        if self._cuts_along_sequence(node, have, want, strategy):
+            return redistribution_bytes(value, have, want, self.ranks)
         if isinstance(want, Partial):
             bias = node.target is aten.addmm.default and argument is node.args[0]
-            if bias and argument in self.of_parameters and isinstance(have, Replicate):
+            # What is added to several pending gradients joins them, so that they are reduced once.
+            joins = (
+                node.target is aten.add.Tensor
+                and node.meta["phase"] == BACKWARD
+                and any(self.now[other] == (SUM,) for other in tensor_arguments(node))
+            )
+            added = joins or (bias and argument in self.of_parameters)
+            if added and want == SUM and isinstance(have, Replicate):
                 return 1e-3 * size_in_bytes(value)  # added on one rank
             return 0.0 if have == want and node.target in _PASS_SUMS else _NEVER
         if have == want:
@@ -158,8 +232,8 @@ def _begins_a_cut(strategy: Strategy) -> bool:
 class _Search(TensorParallel):
     """The forward alone, with weights free to be cut as their readers like, but for ``banned`` ones."""
 
-    def __init__(self, program: Program, ranks: int, banned: set[str]) -> None:
-        super().__init__(program, ranks, {})
+    def __init__(self, program: Program, ranks: int, others: int, banned: set[str]) -> None:
+        super().__init__(program, ranks, others, {})
         self.banned = banned
         self.blamed: set[str] = set()
         self.began: dict[fx.Node, set[str]] = {}
@@ -219,13 +293,12 @@ class _Search(TensorParallel):
                 if isinstance(placement, Shard) and argument in self.of_parameters:
                     wanted.setdefault(argument, set()).add(placement)
         layout: dict[str, Placement] = {}
-        names = dict(zip(self.program.placeholders, self.program.inputs, strict=True))
         for node in reversed(list(self.program.graph.nodes)):
             cuts = wanted.get(node, set())
             if len(cuts) > 1:
                 self.blamed |= self.of_parameters[node]
-            elif cuts and node in names:
-                (layout[names[node].name],) = cuts  # type: ignore[union-attr]
+            elif cuts and node in self.role_of:
+                (layout[self.role_of[node].name],) = cuts  # type: ignore[union-attr]
             elif cuts and self.now[node] == (REPLICATE,):
                 (cut,) = cuts
                 through = self.cut_through(node, cut) if isinstance(cut, Shard) else []
@@ -237,11 +310,12 @@ class _Search(TensorParallel):
 
 
 def find_layout(
-    program: Program, ranks: int, known: Mapping[str, Placement]
+    program: Program, ranks: int, others: int, known: Mapping[str, Placement]
 ) -> dict[str, Placement]:
     """Where tensor parallelism cuts each parameter of a Program.
 
     Args:
+        ranks, others: along the mesh dimension, and along all others together.
         known: parameters that another program has placed; all of them, or none.
 
     Returns:
@@ -252,7 +326,7 @@ def find_layout(
         return {name: known[name] for name in names if isinstance(known[name], Shard)}
     banned = {name for name, placement in known.items() if isinstance(placement, Replicate)}
     while True:
-        search = _Search(program, ranks, banned)
+        search = _Search(program, ranks, others, banned)
         search.place_inputs()
         search.walk()
         layout = search.layout_found()

@@ -42,25 +42,20 @@ def spell_out_log_softmax(program: Program) -> Program:
     return program.finish()
 
 
-def _cast(emit: Any, node: Any, dtype: torch.dtype) -> fx.Node:
-    same = node.meta["val"].dtype == dtype
-    return node if same else emit(aten._to_copy.default, node, dtype=dtype)
-
-
-def _log_softmax(emit: Any, node: fx.Node) -> fx.Node:
+def _log_softmax(emit: Builder, node: fx.Node) -> fx.Node:
     x, dim, _ = node.args
-    x = _cast(emit, x, torch.promote_types(torch.float32, x.meta["val"].dtype))  # type: ignore[union-attr]
+    x = emit.cast(x, torch.promote_types(torch.float32, x.meta["val"].dtype))  # type: ignore[union-attr]
     shifted = emit(aten.sub.Tensor, x, emit(aten.amax.default, x, [dim], True))
     total = emit(aten.sum.dim_IntList, emit(aten.exp.default, shifted), [dim], True)
     result = emit(aten.sub.Tensor, shifted, emit(aten.log.default, total))
-    return _cast(emit, result, node.meta["val"].dtype)
+    return emit.cast(result, node.meta["val"].dtype)
 
 
-def _log_softmax_backward(emit: Any, node: fx.Node) -> fx.Node:
+def _log_softmax_backward(emit: Builder, node: fx.Node) -> fx.Node:
     gradient, result, dim, dtype = node.args
     total = emit(aten.sum.dim_IntList, gradient, [dim], True)
     share = emit(aten.mul.Tensor, emit(aten.exp.default, result), total)
-    return _cast(emit, emit(aten.sub.Tensor, gradient, share), dtype)  # type: ignore[arg-type]
+    return emit.cast(emit(aten.sub.Tensor, gradient, share), dtype)  # type: ignore[arg-type]
 
 
 _SPELLED = {

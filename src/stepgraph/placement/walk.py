@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph.placement.rules import Rules, Strategy, tensor_arguments
 from stepgraph.program import roles
+from stepgraph.program.layout import InnerShard
 from stepgraph.program.program import OPTIMIZER, Program, tensors_of
 
 REPLICATE, SUM = Replicate(), Partial("sum")
@@ -33,15 +34,17 @@ class Walk(abc.ABC):
         program: with global shapes, not placed yet.
         ranks: along this mesh dimension.
         unit: what a sharded dimension must divide by.
+        others: ranks along all other mesh dimensions.
 
     After :meth:`decide`, ``chosen`` has a Strategy per operation, ``inputs`` and ``outputs`` a placement
     per role, ``unruled`` the operations that no rule could place.
     """
 
-    def __init__(self, program: Program, ranks: int, unit: int) -> None:
+    def __init__(self, program: Program, ranks: int, unit: int, others: int) -> None:
         self.program, self.ranks, self.unit = program, ranks, unit
-        self.rules = Rules(ranks, unit)
+        self.rules = Rules(ranks, unit, others)
         self.inputs: dict[roles.Input, Placement] = {}
+        self.role_of = dict(zip(program.placeholders, program.inputs, strict=True))
         self.outputs: dict[roles.Output, Placement] = {}
         self.unruled: dict[str, str] = {}
         self.chosen: dict[fx.Node, Strategy] = {}
@@ -130,8 +133,7 @@ class Walk(abc.ABC):
 
     def _place_cast(self, node: fx.Node, parameter: fx.Node) -> None:
         """A parameter is cast where it is stored; readers find it as they would the parameter."""
-        role = self.program.inputs[self.program.placeholders.index(parameter)]
-        stored = self.inputs[role]
+        stored = self.inputs[self.role_of[parameter]]
         self.chosen[node], self.now[node] = Strategy((stored,), (stored,)), (stored,)
         self.casts[node] = self.now[parameter][0] or REPLICATE
 
@@ -209,6 +211,8 @@ class Walk(abc.ABC):
 
     def _cut_like(self, argument: fx.Node, node: fx.Node, target: Shard) -> Placement:
         """The same cut on an argument that broadcasting aligns at the right, if it can be had."""
+        if isinstance(target, InnerShard):
+            return target if argument.meta["val"].shape == node.meta["val"].shape else REPLICATE
         own = target.dim - (node.meta["val"].dim() - argument.meta["val"].dim())
         value = argument.meta["val"]
         fits = 0 <= own < value.dim() and value.shape[own] == node.meta["val"].shape[target.dim]
@@ -240,6 +244,8 @@ def redistribution_bytes(value: object, have: Placement, want: Placement, ranks:
     # A mesh of one rank moves nothing; cost it as two, so that its plan is the same kind of plan.
     ranks = max(ranks, 2)
     share = size * (ranks - 1) / ranks
+    if isinstance(have, InnerShard) or (isinstance(have, Shard) and isinstance(want, InnerShard)):
+        return share  # by way of the whole
     if isinstance(have, Partial):
         return share if isinstance(want, Shard) else 2 * share
     return share if isinstance(want, Replicate) else share / ranks

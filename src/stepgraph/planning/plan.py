@@ -16,7 +16,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from stepgraph.errors import PlanError
 from stepgraph.planning.decisions import MemoryDecision, OperationPlacement, PlacementDecision
 from stepgraph.program import roles
-from stepgraph.program.layout import MeshShape, Placements, show
+from stepgraph.program.layout import InnerShard, MeshShape, Placements, show
 from stepgraph.program.program import Program
 
 VERSION = 1
@@ -197,7 +197,8 @@ def parse_placements(text: str) -> Placements:
         if head == "R":
             found.append(Replicate())
         elif head == "S":
-            found.append(Shard(int(argument)))
+            dim, _, blocks = argument.partition("/")
+            found.append(InnerShard(int(dim), int(blocks)) if blocks else Shard(int(dim)))
         elif head == "P":
             found.append(Partial(argument or "sum"))
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import torch
 from torch import fx
 
 from stepgraph import torch_internals
@@ -54,6 +55,12 @@ class Builder:
             "module": self.module,
         }
         return node
+
+    def cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """The node in another type; itself where it has that type."""
+        if node.meta["val"].dtype == dtype:
+            return node
+        return self(torch.ops.aten._to_copy.default, node, dtype=dtype)
 
     def input(self, label: str, like: Any) -> fx.Node:
         """Adds a placeholder behind the last one; ``like`` gives shape, dtype and device."""

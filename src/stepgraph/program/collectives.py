@@ -15,7 +15,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph import torch_internals
-from stepgraph.program.layout import chunk_size
+from stepgraph.program.layout import InnerShard, chunk_size
 
 aten = torch.ops.aten
 
@@ -79,10 +79,12 @@ def redistribute(
     Args:
         emit: ``emit(target, *args) -> node`` inserts one operation and computes its ``val``.
         node: the value.
-        have, want: its placement now and then.
+        have, want: its placement now and then; the blocks of an :class:`InnerShard` as this rank has them.
         mesh_dim, ranks: the dimension and its size.
         size: global length of the sharded dimension (to remove or add padding), if there is one.
     """
+    if isinstance(have, InnerShard) or isinstance(want, InnerShard):
+        return _redistribute_in_blocks(emit, node, have, want, mesh_dim, ranks, size)
     match have, want:
         case Replicate(), Partial(reduce_op="sum"):
             return emit(ON_FIRST, node, mesh_dim)
@@ -105,6 +107,26 @@ def redistribute(
             whole = _all_gather(emit, node, source, mesh_dim, ranks, size)
             return redistribute(emit, whole, Replicate(), want, mesh_dim, ranks, size)
     raise NotImplementedError(f"redistribution from {have} to {want}")
+
+
+def _redistribute_in_blocks(
+    emit, node: fx.Node, have: Placement, want: Placement, mesh_dim: str, ranks: int, size: int
+) -> fx.Node:
+    """Where blocks of a dimension are cut: their own dimension for the while, an ordinary shard."""
+    if isinstance(have, Shard) and isinstance(want, Shard):
+        whole = redistribute(emit, node, have, Replicate(), mesh_dim, ranks, size)
+        return redistribute(emit, whole, Replicate(), want, mesh_dim, ranks, size)
+    cut = have if isinstance(have, InnerShard) else want
+    assert isinstance(cut, InnerShard)
+    shape = list(node.meta["val"].shape)
+    shape[cut.dim : cut.dim + 1] = [cut.outer, shape[cut.dim] // cut.outer]
+    blocks = emit(aten.view.default, node, shape)
+    plain = Shard(cut.dim + 1)
+    have, want = (plain if isinstance(p, InnerShard) else p for p in (have, want))
+    moved = redistribute(emit, blocks, have, want, mesh_dim, ranks, size // cut.outer)
+    shape = list(moved.meta["val"].shape)
+    shape[cut.dim : cut.dim + 2] = [shape[cut.dim] * shape[cut.dim + 1]]
+    return emit(aten.view.default, moved, shape)
 
 
 def _averaged(emit, node: fx.Node, op: str, ranks: int) -> fx.Node:

@@ -13,7 +13,64 @@ from dataclasses import dataclass
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from stepgraph import torch_internals
+
 Placements = tuple[Placement, ...]
+
+
+class InnerShard(Shard):
+    """A cut of the inner part of a dimension that is two flattened into one, (outer, inner).
+
+    So is a batch that is cut once (sequence, batch) has been flattened, and heads once (batch, heads)
+    has: each rank holds its slice of every one of the ``outer`` blocks. torch calls it ``_StridedShard``.
+    """
+
+    def __init__(self, dim: int, outer: int) -> None:
+        super().__init__(dim)
+        self.outer = outer
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, InnerShard) and (self.dim, self.outer) == (other.dim, other.outer)
+
+    def __hash__(self) -> int:
+        return hash((self.dim, self.outer))
+
+    def __reduce__(self) -> tuple:
+        return InnerShard, (self.dim, self.outer)
+
+    def __repr__(self) -> str:
+        return f"InnerShard(dim={self.dim}, outer={self.outer})"
+
+
+def from_torch(placement: Placement) -> Placement:
+    """torch's own placement in the words of a Program."""
+    if isinstance(placement, torch_internals.StridedShard):
+        return InnerShard(placement.dim, placement.split_factor)
+    return placement
+
+
+def to_torch(placement: Placement) -> Placement:
+    """The inverse of :func:`from_torch`."""
+    if isinstance(placement, InnerShard):
+        return torch_internals.StridedShard(placement.dim, split_factor=placement.outer)
+    return placement
+
+
+def blocks_of(placement: Placement) -> int:
+    """How many blocks a cut takes its slices from: 1, or the outer size of an :class:`InnerShard`."""
+    return placement.outer if isinstance(placement, InnerShard) else 1
+
+
+def blocks_held(placement: Placement, others: Sequence[tuple[Placement, int]]) -> int:
+    """:func:`blocks_of`, counted on a rank where ``others`` (placement, ranks) are applied too."""
+    blocks = blocks_of(placement)
+    for other, ranks in others:
+        shared = isinstance(other, Shard) and other.dim == getattr(placement, "dim", None)
+        if shared and blocks_of(other) < blocks_of(placement):
+            assert blocks % ranks == 0, f"{other} on {ranks} ranks splits a block of {placement}"
+            blocks //= ranks
+    return blocks
+
 
 TENSOR_PARALLEL = "tp"
 
@@ -52,6 +109,10 @@ class MeshShape:
             rank //= size
         return tuple(reversed(coordinate))
 
+    def position(self, rank: int) -> dict[str, int]:
+        """The coordinate of a rank by mesh dimension."""
+        return dict(zip(self.names, self.coordinate(rank), strict=True))
+
     def data_rank(self, rank: int) -> int:
         """Which part of the batch a rank holds, among ``data_size``."""
         index = 0
@@ -88,7 +149,10 @@ def local_shape(shape: Sequence[int], placements: Placements, mesh: MeshShape) -
 
 
 def show(placements: Placements) -> str:
-    """``S(0)R`` for (Shard(0), Replicate()); ``P`` is a pending sum, ``P(avg)`` another reduction."""
+    """``S(0)R`` for (Shard(0), Replicate()); ``P`` is a pending sum, ``P(avg)`` another reduction.
+
+    ``S(0/6)`` is an :class:`InnerShard` of 6 blocks.
+    """
     return "".join(_show_one(placement) for placement in placements)
 
 
@@ -96,7 +160,8 @@ def _show_one(placement: Placement) -> str:
     if isinstance(placement, Replicate):
         return "R"
     if isinstance(placement, Shard):
-        return f"S({placement.dim})"
+        blocks = blocks_of(placement)
+        return f"S({placement.dim})" if blocks == 1 else f"S({placement.dim}/{blocks})"
     if isinstance(placement, Partial):
         return "P" if placement.reduce_op == "sum" else f"P({placement.reduce_op})"
     return str(placement)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from stepgraph.program.layout import MeshShape, Placements, chunk_size
+from stepgraph.program.layout import InnerShard, MeshShape, Placements, blocks_held, chunk_size
 
 REDUCTIONS = {
     "sum": lambda stack: stack.sum(0),
@@ -23,7 +23,13 @@ def local_part(
     """One rank's (zero-padded) part of a global tensor; a pending sum is whole on the first rank."""
     for axis, placement in enumerate(placements):
         index = mesh.coordinate(rank)[axis]
-        if isinstance(placement, Shard):
+        if isinstance(placement, InnerShard):
+            blocks = blocks_held(placement, list(zip(placements[:axis], mesh.sizes, strict=False)))
+            parts = cut(
+                _in_blocks(value, placement.dim, blocks), placement.dim + 1, mesh.sizes[axis], index
+            )
+            value = parts.flatten(placement.dim, placement.dim + 1)
+        elif isinstance(placement, Shard):
             value = cut(value, placement.dim, mesh.sizes[axis], index)
         elif isinstance(placement, Partial) and index:
             value = torch.zeros_like(value)
@@ -34,6 +40,10 @@ def split(value: torch.Tensor, placements: Placements, mesh: MeshShape) -> list[
     """All ranks' local parts of a global tensor, each its own memory."""
     ranks = range(mesh.world_size)
     return [local_part(value, placements, mesh, rank).clone() for rank in ranks]
+
+
+def _in_blocks(value: torch.Tensor, dim: int, blocks: int) -> torch.Tensor:
+    return value.unflatten(dim, (blocks, -1))
 
 
 def rows_held(size: int, ranks: int, index: int) -> int:
@@ -68,7 +78,12 @@ def join(
         merged: dict[tuple[int, ...], torch.Tensor] = {}
         for prefix in dict.fromkeys(key[:axis] for key in held):
             members = [held[(*prefix, i)] for i in range(mesh.sizes[axis])]
-            if isinstance(placement, Shard):
+            if isinstance(placement, InnerShard):
+                before = list(zip(placements[:axis], mesh.sizes, strict=False))
+                blocks, dim = blocks_held(placement, before), placement.dim
+                parts = [_in_blocks(member, dim, blocks) for member in members]
+                merged[prefix] = torch.cat(parts, dim + 1).flatten(dim, dim + 1)
+            elif isinstance(placement, Shard):
                 merged[prefix] = torch.cat(members, placement.dim)
             elif isinstance(placement, Partial):
                 merged[prefix] = REDUCTIONS[placement.reduce_op](torch.stack(members))

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from stepgraph import torch_internals
 from stepgraph.capture.optimizer import FunctionalOptimizer
 from stepgraph.capture.update import MAX_GRAD_NORM
-from stepgraph.errors import CheckpointError, OptimizerError, UnfilledModelError
+from stepgraph.errors import CheckpointError, OptimizerError, UnfilledModelError, name_a_few
 from stepgraph.program import roles
 from stepgraph.program.layout import Placements, local_shape, replicated
 from stepgraph.program.program import Program, Value
@@ -186,11 +186,9 @@ class State:
             UnfilledModelError: names what is missing.
         """
         if self.unfilled:
-            missing = sorted(self.unfilled)
-            more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
             raise UnfilledModelError(
                 f"the model was on the meta device, and has no values for: "
-                f"{', '.join(missing[:8])}{more}",
+                f"{name_a_few(sorted(self.unfilled))}",
                 do="call engine.load(...) or engine.load_state_dict(...) before the first step",
             )
 

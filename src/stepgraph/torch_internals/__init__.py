@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, TupleStrategy
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 collective_ops = torch.ops._c10d_functional
@@ -242,6 +243,9 @@ def shape_argument(op: Any) -> int | None:
 def scalar_shape_adjuster(op: Any) -> Callable | None:
     """DTensor's function that turns scalar size arguments (group norm's N, C) into local ones."""
     return getattr(_propagator(), "op_to_scalar_shape_adjuster", {}).get(op)
+
+
+StridedShard = _StridedShard
 
 
 def tensor_spec(mesh: Any, placements: tuple, value: torch.Tensor) -> DTensorSpec:

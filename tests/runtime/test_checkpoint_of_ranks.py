@@ -6,18 +6,29 @@ import resource
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import stepgraph
 from stepgraph.errors import CheckpointError
 from stepgraph.frontends.launcher import launch
 from stepgraph.program.layout import MeshShape
 from stepgraph.runtime.ranks import parse_mesh
-from tests.end_to_end.training import llama_batch, tiny_llama
 from tests.runtime.test_checkpoint import adagrad, everything, sgd, two_groups
 from tests.support import mlp, regression_batch
 
 VOCABULARY = 104  # divides over 2 and 4 ranks
 OPTIMIZERS = {"sgd": sgd, "two_groups": two_groups, "adagrad": adagrad}
+
+
+class Pair(nn.Module):
+    """Two products that tensor parallelism cuts."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 8), nn.Linear(8, 3)
+
+    def forward(self, x, y, weight):
+        return (self.second(torch.tanh(self.first(x))) - y).square().mean()
 
 
 class Position:
@@ -37,11 +48,14 @@ def make(kind, plan, mesh, optimizer, seed=0):
     """An engine, and how it steps: losses of so many steps on this rank's part of the batch."""
     shape = parse_mesh(mesh) if mesh else MeshShape((("dp", 1),))
     rank = shape.data_rank(dist.get_rank() if dist.is_initialized() else 0)
-    if kind == "llama":
+    if kind == "llama":  # imported where it is used: four ranks would each import transformers
+        from tests.end_to_end.training import llama_batch, tiny_llama
+
         model, batch = tiny_llama(vocabulary=VOCABULARY), llama_batch(0)
         part = {name: t.chunk(shape.data_size)[rank] for name, t in batch.items()}
     else:
-        model = mlp(seed=seed)
+        torch.manual_seed(seed)
+        model = Pair() if kind == "pair" else mlp(seed=seed)
         part = tuple(t.chunk(shape.data_size)[rank] for t in regression_batch())
     engine = stepgraph.Engine(
         model, optimizer=OPTIMIZERS[optimizer](model), plan=plan, mesh=mesh, lowering="eager"
@@ -90,7 +104,7 @@ def load(folder, kind, plan, mesh, optimizer):
     with pytest.raises(CheckpointError, match="extra 'own' .* differs between the"):
         engine.load(f"{folder}/a", extra={"own": own})
     placed = {name: str(tuple(p.placements)) for name, p in engine.model.named_parameters()}
-    engine.save(f"{folder}/{len(os.listdir(folder))}.safetensors")
+    engine.save(f"{folder}/{plan}.safetensors")
     return losses, placed
 
 
@@ -98,21 +112,63 @@ def close(losses, others):
     return all(abs(a - b) < 1e-4 * abs(a) for a, b in zip(losses, others, strict=True))
 
 
-def test_two_ranks_to_one_and_to_four(tmp_path):
-    wanted = launch(save, tmp_path, "mlp", "zero3", "dp=2", "two_groups", ranks=2)[0]
-    alone, _ = load(tmp_path, "mlp", "ddp", None, "two_groups")
-    assert close(alone[1:], wanted[:1])
-    for losses, placed in launch(load, tmp_path, "mlp", "zero1", "dp=4", "two_groups", ranks=4):
-        assert close(losses, alone)
+def on_two_ranks(folder):
+    """All that two ranks are needed for, in one launch: starting them takes longest."""
+    told = fail_on_one_rank(_new(folder, "failing"))
+    there = _new(folder, "pair")
+    save(there, "pair", "zero3", "dp=2", "two_groups")
+    placed = load(there, "pair", "tp", "tp=2", "two_groups")[1]
+    return save(_new(folder, "mlp"), "mlp", "zero3", "dp=2", "two_groups"), placed, told
+
+
+def _new(folder, name):
+    os.makedirs(folder / name, exist_ok=True)
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder):
+    return launch(on_two_ranks, folder, ranks=2)
+
+
+def test_two_ranks_to_one(folder, two_ranks):
+    losses, _, _ = two_ranks[0]
+    alone, _ = load(folder / "mlp", "mlp", "ddp", None, "two_groups")
+    assert close(alone[1:], losses[:1])
+
+
+@pytest.mark.slow
+def test_two_ranks_to_four(folder, two_ranks):
+    losses, _, _ = two_ranks[0]
+    for others, placed in launch(
+        load, folder / "mlp", "mlp", "zero1", "dp=4", "two_groups", ranks=4
+    ):
+        assert close(others[1:], losses[:1])
         assert "Shard" not in placed["first.weight"]
 
 
-def test_zero3_into_tensor_parallelism_and_back(tmp_path):
-    (tmp_path / "there").mkdir()
-    (tmp_path / "back").mkdir()
-    wanted = launch(save, tmp_path / "there", "llama", "zero3", "dp=4", "two_groups", ranks=4)[0]
+def test_zero3_goes_into_tensor_parallelism(two_ranks):
+    for _, placed, _ in two_ranks:
+        assert placed["second.weight"] == "(Shard(dim=1),)"
+
+
+def test_a_rank_that_fails_is_named_by_all_and_hangs_nobody(two_ranks):
+    (_, _, one), (_, _, two) = two_ranks
+    assert one == two
+    assert "rank 0 could not write the checkpoint" in one[0]
+    assert "rank 1 could not write the checkpoint" in one[2]
+
+
+@pytest.mark.slow
+def test_zero3_into_tensor_parallelism_on_two_dimensions(tmp_path):
+    wanted = launch(save, tmp_path, "llama", "zero3", "dp=4", "two_groups", ranks=4)[0]
     arguments = ("llama", "tp+zero3", "dp=2,tp=2", "two_groups")
-    for losses, placed in launch(load, tmp_path / "there", *arguments, ranks=4):
+    for losses, placed in launch(load, tmp_path, *arguments, ranks=4):
         assert close(losses[1:], wanted[:1])
         assert "Shard" in placed["model.layers.0.mlp.down_proj.weight"]
 
@@ -178,10 +234,3 @@ def fail_on_one_rank(folder):
     with pytest.raises(CheckpointError, match="__1_0.distcp"):
         engine.load(f"{folder}/c")
     return said
-
-
-def test_a_rank_that_fails_is_named_by_all_and_hangs_nobody(tmp_path):
-    one, two = launch(fail_on_one_rank, tmp_path, ranks=2)
-    assert one == two
-    assert "rank 0 could not write the checkpoint" in one[0]
-    assert "rank 1 could not write the checkpoint" in one[2]

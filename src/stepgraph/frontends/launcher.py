@@ -289,13 +289,13 @@ def _signals_passed_on(known: set[Any], signals: str) -> Iterator[list[int]]:
     came: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        ranks = set(multiprocessing.active_children()) - known
+        ranks = [p.pid for p in set(multiprocessing.active_children()) - known if p.pid]
         if came or not ranks:  # the second one, or before there is anybody to tell
             raise SignalException(f"got signal {number}", signal.Signals(number))
         came.append(number)
-        for process in ranks:
+        for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, number)
+                os.kill(rank, number)
 
     if signals == PASS_ON and threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -104,7 +104,7 @@ def train(options: TrainOptions) -> Summary | None:
     Raises:
         UsageError: options that cannot work, before anything is started.
         LaunchError: a rank failed.
-        SystemExit: with ``checkpoint``, SIGINT or SIGTERM came before a rank could save.
+        SystemExit: with ``checkpoint``, SIGINT or SIGTERM came before a rank was ready for it, or twice.
     """
     mesh = check_options(options)
     if options.checkpoint is None:
@@ -113,7 +113,7 @@ def train(options: TrainOptions) -> Summary | None:
         return launch(_train_on_rank, options, mesh, ranks=mesh.world_size, signals=PASS_ON)[0]
     except (KeyboardInterrupt, SystemExit) as stop:
         code = stop.code if isinstance(stop, SystemExit) else 128 + signal.SIGINT
-        text = "stopped without a save; what was complete in {} is as it was"
+        text = "stopped at once; what was complete in {} is as it was"
         Console(stderr=True).print(text.format(options.checkpoint), soft_wrap=True)
         raise SystemExit(code) from None
 

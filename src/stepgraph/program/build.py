@@ -67,6 +67,7 @@ class Builder:
         *_, last = itertools.takewhile(lambda node: node.op == "placeholder", self.graph.nodes)
         with self.graph.inserting_after(last):
             node = self.graph.placeholder(f"input_{len(self.graph.nodes)}")
+        node.target = node.name  # the argument's name; only the node's is made unique
         with self.shapes.mode:
             node.meta = {"val": like(), "name": label}
         return node

@@ -38,7 +38,7 @@ from stepgraph.runtime.files import (
 )
 from stepgraph.runtime.manifest import NAME, OWN_FILES, FileRecord, Manifest, damaged
 from stepgraph.runtime.messages import Messages
-from stepgraph.runtime.ranks import Ranks
+from stepgraph.runtime.ranks import Ranks, largest
 from stepgraph.runtime.saved_state import SavedState
 from stepgraph.runtime.state import State
 
@@ -196,10 +196,7 @@ class Saver:
         """
         if self._thread is None:
             return
-        done = torch.tensor(int(not self._thread.is_alive()), device=self.state.device)
-        if self.ranks.shape.world_size > 1:
-            dist.all_reduce(done, dist.ReduceOp.MIN)
-        if done.item():
+        if not largest(self.ranks, self._thread.is_alive())[0]:
             self.finish()
 
     # -- loading
@@ -331,9 +328,10 @@ def together(ranks: Ranks, work: Callable[[], Result]) -> Result:
             what = f"rank {ranks.rank} failed: {type(caught).__name__}: {caught}"
             error = CheckpointError(what)
     errors: list[Any] = [error]
-    if ranks.shape.world_size > 1:
+    if largest(ranks, error is not None)[0]:
         errors = [None] * ranks.shape.world_size
-        dist.all_gather_object(errors, error)
+        if len(errors) > 1:
+            dist.all_gather_object(errors, error)
     if own is not None:
         raise own
     if (first := next((e for e in errors if e is not None), None)) is not None:
@@ -342,10 +340,8 @@ def together(ranks: Ranks, work: Callable[[], Result]) -> Result:
 
 
 def _same_token(ranks: Ranks) -> str:
-    token = [uuid.uuid4().hex[:12]]
-    if ranks.shape.world_size > 1:
-        dist.broadcast_object_list(token, src=0)
-    return token[0]
+    """A new number, the same on every rank and in no other save, as text."""
+    return f"{largest(ranks, uuid.uuid4().int >> 72)[0]:014x}"
 
 
 def _prepare(folder: Path, unfinished: Path) -> None:
@@ -380,8 +376,12 @@ def _open(folder: Path) -> SavedState:
 
 
 def _not_written(error: Exception, path: Path, rank: int) -> CheckpointError:
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     named = getattr(error, "filename", None)
+    root: BaseException = error
+    while not isinstance(root, OSError) and root.__context__ is not None:
+        root = root.__context__  # torch's writer, told of an error, raises its own
+    reason = root.strerror if isinstance(root, OSError) else None
+    reason = reason or str(error)
     return CheckpointError(
         f"rank {rank} could not write the checkpoint {path}: {reason or type(error).__name__}",
         where=None if named is None else str(named),

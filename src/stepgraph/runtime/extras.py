@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from stepgraph.errors import CheckpointError, UsageError, near_misses
 from stepgraph.program.layout import local_shape, replicated
 from stepgraph.program.program import Value
+from stepgraph.runtime.ranks import largest
 from stepgraph.runtime.saved_state import SavedState
 from stepgraph.runtime.state import State
 from stepgraph.torch_internals import pytree
@@ -63,8 +65,17 @@ def pack(extra: Mapping[str, Any]) -> tuple[dict[str, bytes], dict[str, dict[str
 def spread(
     packed: Mapping[str, bytes], state: State
 ) -> tuple[dict[str, dict[str, bytes]], dict[str, dict[str, Any]]]:
-    """What this rank puts into the checkpoint of each extra, and how the manifest describes it."""
+    """What this rank puts into the checkpoint of each extra, and how the manifest describes it.
+
+    Raises:
+        UsageError: on a rank whose extras are not those of all others.
+    """
     ranks = state.ranks
+    names = zlib.crc32("\n".join(sorted(packed)).encode())
+    if largest(ranks, names, -names) != [names, -names]:
+        raise UsageError("the ranks bring different extras", do="give every rank the same names")
+    if not packed:
+        return {}, {}
     digests: list[Any] = [{name: hashlib.sha256(item).digest() for name, item in packed.items()}]
     if ranks.shape.world_size > 1:
         mine, digests = digests[0], [None] * ranks.shape.world_size

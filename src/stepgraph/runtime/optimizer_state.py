@@ -178,6 +178,8 @@ def _copy_into(state: State, local: torch.Tensor, value: Value, loaded: torch.Te
     """Copies a whole or distributed tensor into a padded local one."""
     assert value.placements is not None
     loaded = loaded.detach()
+    if isinstance(loaded, DTensor) and _memory(loaded.to_local()) == _memory(local):
+        return  # it was loaded into its place
     mine = state.as_dtensor(local, value)
     if isinstance(loaded, DTensor) and (
         (loaded.device_mesh, loaded.placements) == (mine.device_mesh, mine.placements)
@@ -186,3 +188,7 @@ def _copy_into(state: State, local: torch.Tensor, value: Value, loaded: torch.Te
         return
     whole = loaded.full_tensor() if isinstance(loaded, DTensor) else loaded
     local.copy_(local_part(whole, value.placements, state.ranks.shape, state.ranks.rank))
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

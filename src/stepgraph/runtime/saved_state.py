@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from stepgraph.errors import CheckpointError
+from stepgraph.errors import CheckpointError, name_a_few
 from stepgraph.program.layout import local_shape, replicated
 from stepgraph.program.program import Value
 from stepgraph.runtime import optimizer_state as states
@@ -136,8 +136,8 @@ def check_model(state: State, saved: SavedState) -> None:
     missing, unknown = [k for k in own if k not in held], [k for k in held if k not in own]
     if missing or unknown:
         raise CheckpointError(
-            f"the checkpoint {saved.folder} is of another model: it lacks {_some(missing)}; "
-            f"the model has no {_some(unknown)}",
+            f"the checkpoint {saved.folder} is of another model: it lacks {_named(missing)}; "
+            f"the model has no {_named(unknown)}",
             do="load it into the model that was saved",
         )
     casts = []
@@ -154,7 +154,7 @@ def check_model(state: State, saved: SavedState) -> None:
         if saved.dtype(key) != own[name].dtype:
             casts.append(name)
     if casts:
-        log.warning("cast on loading, saved in another type: %s", _some(casts))
+        log.warning("cast on loading, saved in another type: %s", name_a_few(sorted(casts)))
 
 
 def load_model(state: State, saved: SavedState) -> None:
@@ -173,7 +173,9 @@ def load_model(state: State, saved: SavedState) -> None:
         else:
             skipped.append(name)
     if skipped:
-        log.warning("buffers that the model has not, or not like this: %s", _some(skipped))
+        log.warning(
+            "buffers that the model has not, or not like this: %s", name_a_few(sorted(skipped))
+        )
     saved.read_into(targets)
     for name in (name for name in own if name.endswith(_EXTRA_STATE)):
         module = state.model.get_submodule(name.removesuffix(_EXTRA_STATE).removesuffix("."))
@@ -280,6 +282,5 @@ def _load_groups(state: State, saved_groups: list[dict[str, Any]]) -> None:
             )  # fmt: skip
 
 
-def _some(names: list[str]) -> str:
-    shown = ", ".join(map(repr, sorted(names)[:5])) or "nothing"
-    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+def _named(names: list[str]) -> str:
+    return name_a_few([repr(name) for name in sorted(names)]) or "nothing"

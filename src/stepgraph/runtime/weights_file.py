@@ -60,7 +60,8 @@ def write(whole: dict[str, Any], path: Path) -> None:
         if path.suffix == SAFETENSORS:
             _safetensors().save_file(whole, unfinished, metadata={"format": "pt"})
         else:
-            torch.save(whole, unfinished)
+            with unfinished.open("wb") as stream:  # to a path, torch hides why it failed
+                torch.save(whole, stream)
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -130,11 +130,8 @@ class Engine:
             strict,
             max_shapes,
         )
-        self.stats, self.programs, self.notes = (
-            self._compiler.stats,
-            self._compiler.programs,
-            self._compiler.notes,
-        )
+        made = self._compiler
+        self.stats, self.programs, self.notes = made.stats, made.programs, made.notes
         self._forwards = 0  # of the split use, since the last update
         if ranks.owns_group:
             atexit.register(_leave_group)  # other engines may be using it until then

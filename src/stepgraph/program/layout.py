@@ -45,7 +45,7 @@ class InnerShard(Shard):
 def from_torch(placement: Placement) -> Placement:
     """torch's own placement in the words of a Program."""
     if isinstance(placement, torch_internals.StridedShard):
-        return InnerShard(placement.dim, placement.split_factor)
+        return InnerShard(placement.dim, int(placement.split_factor))
     return placement
 
 

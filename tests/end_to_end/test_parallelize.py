@@ -1,0 +1,175 @@
+"""parallelize(): the user's own loop and optimizer over sharded parameters and compiled programs."""
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+import stepgraph
+from stepgraph.errors import UsageError
+from stepgraph.frontends.launcher import launch
+from stepgraph.program import roles
+from stepgraph.runtime.ranks import parse_mesh
+from tests.end_to_end.training import adamw, llama_batch, tiny_llama
+
+STEPS = 4
+TOLERANCE = 64 * torch.finfo(torch.float32).eps
+
+
+def classifier():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.ReLU(), nn.Linear(10, 5))
+
+
+def rows(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 6, generator=generator), torch.randint(0, 5, (8,), generator=generator)
+
+
+def loop(model, optimizer, loss_of, steps=STEPS):
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(step)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def whole(model):
+    parts = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in parts.items()}
+
+
+def train_classifier(plan, mesh, lowering):
+    """One rank of DDP's habit: a loss of this rank's own rows."""
+    shape = parse_mesh(mesh)
+    rank, ranks = shape.data_rank(int(os.environ["RANK"])), shape.data_size
+    model = classifier()
+    names = [name for name, _ in model.named_parameters()]
+    made = stepgraph.parallelize(model, mesh=mesh, plan=plan, example=rows(0)[0], lowering=lowering)
+    assert made is model and [name for name, _ in model.named_parameters()] == names
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def loss_of(step):
+        x, y = (part.chunk(ranks)[rank] for part in rows(step))
+        logits = model(x)
+        assert logits.shape == (8 // ranks, 5)
+        return F.cross_entropy(logits, y)
+
+    loop(model, optimizer, loss_of)
+    model.eval()
+    with torch.no_grad():
+        answer = model(rows(9)[0].chunk(ranks)[rank])
+    stored = [tuple(p.placements) for p in model.parameters()]
+    return whole(model), answer, stored, dict(model.named_buffers())
+
+
+@pytest.mark.parametrize(
+    ("plan", "mesh", "lowering"),
+    [("zero2", "dp=2", "eager"), ("zero3", "dp=2", "inductor"), ("tp", "tp=2", "eager")],
+)
+def test_a_loop_of_ones_own_trains_as_one_process_does(plan, mesh, lowering):
+    results = launch(train_classifier, plan, mesh, lowering, ranks=2)
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loop(model, optimizer, lambda step: F.cross_entropy(model(rows(step)[0]), rows(step)[1]))
+    parameters, answer, stored, buffers = results[0]
+    for name, value in whole(model).items():
+        torch.testing.assert_close(parameters[name], value, rtol=0, atol=TOLERANCE)
+    for name, value in model.named_buffers():
+        torch.testing.assert_close(buffers[name], value, rtol=TOLERANCE, atol=TOLERANCE)
+    model.eval()
+    expected = model(rows(9)[0])[: answer.shape[0]]
+    torch.testing.assert_close(answer, expected, rtol=0, atol=16 * TOLERANCE)
+    if plan in ("zero2", "zero3"):
+        assert all(placements == (Shard(0),) for placements in stored)
+
+
+def train_llama(plan, mesh, given_loss):
+    """One rank; the loss is the model's own (that of the global batch), or given."""
+    shape = parse_mesh(mesh)
+    rank, ranks = shape.data_rank(int(os.environ["RANK"])), shape.data_size
+    model = tiny_llama()
+    loss = (lambda m, b: m(**b).loss) if given_loss else None
+    model = stepgraph.parallelize(
+        model, mesh=mesh, plan=plan, example=llama_batch(0), lowering="eager", loss=loss
+    )
+    optimizer = adamw(model.parameters())
+
+    def loss_of(step):
+        part = {name: value.chunk(ranks)[rank] for name, value in llama_batch(step).items()}
+        return model(part) if given_loss else model(**part).loss
+
+    losses = loop(model, optimizer, loss_of)
+    return losses, whole(model), model.forward.compiler.stats.compiles
+
+
+@pytest.mark.parametrize(("plan", "mesh"), [("zero3", "dp=2"), ("zero1", "dp=2")])
+@pytest.mark.parametrize("given_loss", [True, False])
+def test_the_loss_of_a_transformer_is_that_of_the_global_batch(plan, mesh, given_loss):
+    losses, parameters, compiles = launch(train_llama, plan, mesh, given_loss, ranks=2)[0]
+    model = tiny_llama()
+    expected = loop(model, adamw(model.parameters()), lambda step: model(**llama_batch(step)).loss)
+    assert losses == pytest.approx(expected, rel=TOLERANCE)
+    for name, value in whole(model).items():
+        torch.testing.assert_close(parameters[name], value, rtol=0, atol=1e-5)
+    assert compiles == 1
+
+
+@pytest.mark.parametrize(("plan", "gathers"), [("zero2", 1), ("zero3", 2)])
+def test_zero2_gathers_a_parameter_once_and_zero3_twice(plan, gathers):
+    def count():
+        model = classifier()
+        stepgraph.parallelize(model, mesh="dp=1", plan=plan, example=rows(0)[0], lowering="eager")
+        return model.forward.compiler.plan
+
+    made = count()
+    again = [k for d in made.recomputation.values() for k in d.recompute]
+    assert (made.placement == "zero3") == (gathers == 2)
+    assert isinstance(again, list)
+
+
+def test_results_and_tangents_have_roles_of_their_own():
+    model = classifier()
+    stepgraph.parallelize(model, example=rows(0)[0], plan="ddp", lowering="eager")
+    program = model.forward.compiler.programs["gradients"]
+    assert roles.ModuleResult(0) in program.outputs and roles.ResultTangent(0) in program.inputs
+
+
+def test_several_results_of_which_one_is_used():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 3), nn.Linear(6, 2)
+
+        def forward(self, x, scale=1.0):
+            return {"a": self.a(x) * scale, "most": self.b(x).argmax(-1), "b": self.b(x)}
+
+    torch.manual_seed(0)
+    plain = Two()
+    torch.manual_seed(0)
+    model = stepgraph.parallelize(Two(), example={"x": rows(0)[0]}, plan="ddp", lowering="eager")
+    x = rows(1)[0]
+    for one in (plain, model):
+        out = one(x=x)
+        (out["a"].sum() * 2).backward()
+    assert torch.equal(model(x=x)["most"], plain(x=x)["most"])
+    torch.testing.assert_close(model.a.weight.grad.to_local(), plain.a.weight.grad)
+    assert model.b.weight.grad.to_local().abs().max() == 0
+
+
+def test_what_would_be_wrong_is_an_error():
+    model = classifier()
+    stepgraph.parallelize(model, example=rows(0)[0], plan="ddp", lowering="eager")
+    with pytest.raises(UsageError, match="requires a gradient"):
+        model(rows(0)[0].requires_grad_())
+    with pytest.raises(UsageError, match="replaced already"):
+        stepgraph.parallelize(model, example=rows(0)[0])
+    with pytest.raises(UsageError, match="unknown plan"):
+        stepgraph.parallelize(classifier(), example=rows(0)[0], plan="zero9")

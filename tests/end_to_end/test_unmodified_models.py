@@ -1,0 +1,124 @@
+"""Models as people bring them, in training mode, equal to one process under zero3 and under tp."""
+
+import pytest
+import torch
+
+from stepgraph.equivalence.one_process import OneProcessRun
+from stepgraph.program import roles
+from tests.end_to_end.models import MODELS, bring
+
+STEPS, RATE = 3, 0.1
+# Ten layers deep, gradients are off by some 2^8 eps of their largest entry; SGD moves by the rate of that.
+TOLERANCE = 256 * torch.finfo(torch.float32).eps
+
+pytestmark = [
+    # transformers 5.23 warns about its own attribute when peft asks for it.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
+
+
+def trained(name, mesh, plan, dropout=True, **options):
+    brought = bring(name, dropout)
+    learned = [p for p in brought.model.parameters() if p.requires_grad]
+    run = OneProcessRun(
+        brought.model,
+        loss=brought.loss,
+        optimizer=torch.optim.SGD(learned, lr=RATE, momentum=0.9),
+        mesh=mesh,
+        plan=plan,
+        **options,
+    )
+    return [run.step(brought.batch).item() for _ in range(STEPS)], run
+
+
+def buffers(run):
+    return {
+        role.name: parts[0]
+        for role, parts in run._state.items()
+        if isinstance(role, roles.Buffer) and parts[0].is_floating_point()
+    }
+
+
+def assert_equal(one, other):
+    (losses, first), (expected, second) = one, other
+    assert losses == pytest.approx(expected, rel=TOLERANCE)
+    for values, wanted in (
+        (first.parameters(), second.parameters()),
+        (buffers(first), buffers(second)),
+    ):
+        for name, value in wanted.items():
+            scale = max(1.0, value.abs().max().item())
+            torch.testing.assert_close(
+                values[name],
+                value,
+                rtol=0,
+                atol=TOLERANCE * scale,
+                msg=lambda m, n=name: f"{n}: {m}",
+            )
+
+
+CELLS = [
+    ("zero3", "dp=2"),
+    ("tp", "tp=2"),
+    ("tp+sp+zero3", "dp=2,tp=2"),
+    ("hsdp", "replicate=2,shard=2"),
+]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_ranks_and_four_train_as_one_does_with_dropout(name):
+    expected = trained(name, "dp=1", "ddp")
+    for plan, mesh in CELLS[:3]:
+        assert_equal(trained(name, mesh, plan), expected)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "unet", "convolutional"])
+def test_recomputation_changes_no_bit(name):
+    losses, run = trained(name, "dp=2", "zero3")
+    again, recomputed = trained(name, "dp=2", "zero3", memory="full")
+    assert again == losses
+    for key, value in run.parameters().items():
+        assert torch.equal(recomputed.parameters()[key], value), key
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_without_dropout_it_is_plain_pytorch(name):
+    brought = bring(name, dropout=False)
+    model = brought.model
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], lr=RATE, momentum=0.9
+    )
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = brought.loss(model, brought.batch) if brought.loss else model(**brought.batch).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    got, run = trained(name, "dp=2", "zero3", dropout=False)
+    assert got == pytest.approx(losses, rel=TOLERANCE)
+    for key, value in run.parameters().items():
+        expected = model.get_parameter(key).detach()
+        torch.testing.assert_close(value, expected, rtol=0, atol=TOLERANCE * 2, msg=key)
+
+
+def collectives_on_activations(program):
+    """Bytes of collectives in forward and backward that are larger than the largest parameter's."""
+    found = []
+    for node in program.operations():
+        name = str(node.target)
+        moves = any(kind in name for kind in ("all_gather", "all_reduce", "reduce_scatter"))
+        if moves and node.meta["phase"] != "optimizer" and node.meta["val"].dim() > 2:
+            found.append(node.meta["name"])
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("mixtral", "whisper")])
+def test_no_activation_travels_under_data_parallelism(name):
+    _, run = trained(name, "dp=2", "ddp")
+    weights = {tuple(value.shape) for value in run.parameters().values()}
+    program = run.programs["step"]
+    moved = collectives_on_activations(program)
+    shapes = {n.meta["name"]: tuple(n.meta["val"].shape) for n in program.operations()}
+    assert [n for n in moved if shapes[n] not in weights] == []
+    assert not any("no sharding rule" in note for note in run.compiled.notes)

@@ -138,8 +138,9 @@ class Rules:
         found = [_aligned(strategy, results) for strategy in found]
         if node.target is aten.expand.default:
             found += _repeated(node)
-        kept = [s for s in found if self._usable(s, arguments, results)]
-        return [*dict.fromkeys(kept), replicate]
+        kept = dict.fromkeys(s for s in found if self._usable(s, arguments, results))
+        kept.pop(replicate, None)
+        return [*kept, replicate]
 
     def _ask_dtensor(self, node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
         remaining = iter(placements)
@@ -240,11 +241,20 @@ def _batch_and_heads(outputs: tuple[tuple[int, int] | None, ...]) -> Entry:
                 own = dim - (query.dim() - value.dim()) if _is_mask(node, argument) else dim
                 whole = own < 0 or value.shape[own] == 1
                 wanted.append(Replicate() if whole else Shard(own))
-            results = tuple(None if d is None else Shard(d[dim]) for d in outputs)
+            results = tuple(
+                None if d is None else _part(value, d[dim])
+                for d, value in zip(outputs, results_of(node), strict=True)
+            )
             strategies.append(Strategy(tuple(wanted), results))
         return strategies
 
     return entry
+
+
+def _part(result: object, dim: int) -> Placement:
+    """Of a result along a dimension: the gradient of the one head that all heads share is a sum."""
+    assert isinstance(result, torch.Tensor)
+    return Partial("sum") if result.shape[dim] == 1 else Shard(dim)
 
 
 def _is_mask(node: fx.Node, argument: fx.Node) -> bool:

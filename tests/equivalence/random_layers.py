@@ -178,7 +178,7 @@ class Flat(nn.Module):
 
 
 class Counter(nn.Module):
-    """Writes a buffer that depends on nothing, and is read."""
+    """Writes a buffer that depends on nothing, and is read: to no effect, as micro-batches count it up."""
 
     def __init__(self):
         super().__init__()
@@ -186,7 +186,7 @@ class Counter(nn.Module):
 
     def forward(self, x):
         self.calls += 1
-        return x / self.calls
+        return x / self.calls.clamp(max=1)
 
 
 class RunningMean(nn.Module):

@@ -84,7 +84,7 @@ class Rules:
     def strategies(self, node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
         """All strategies worth considering when the arguments are placed as given.
 
-        Replicating everything is always the last of them.
+        Replicating everything is always among them: the last, unless a rule says it earlier.
         """
         key = (node.target, freeze(node.args), freeze(node.kwargs), placements)
         found = self._answers.get(key)
@@ -138,9 +138,8 @@ class Rules:
         found = [_aligned(strategy, results) for strategy in found]
         if node.target is aten.expand.default:
             found += _repeated(node)
-        kept = dict.fromkeys(s for s in found if self._usable(s, arguments, results))
-        kept.pop(replicate, None)
-        return [*kept, replicate]
+        kept = [s for s in found if self._usable(s, arguments, results)]
+        return list(dict.fromkeys([*kept, replicate]))
 
     def _ask_dtensor(self, node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
         remaining = iter(placements)
@@ -234,6 +233,8 @@ def _batch_and_heads(outputs: tuple[tuple[int, int] | None, ...]) -> Entry:
         arguments = tensor_arguments(node)
         query = arguments[_ATTENTION_QUERY.get(node.target, 0)].meta["val"]
         for dim in (0, 1):
+            if query.shape[dim] == 1:
+                continue
             wanted: list[Placement] = []
             for argument in arguments:
                 value = argument.meta["val"]

@@ -98,7 +98,9 @@ class Model(nn.Module):
         elif case.first == "linear":
             self.first = nn.Linear(case.width, case.width)
         made = [(LAYERS[name](case.width, case.length), inside) for name, inside in case.layers]
-        self.layers = nn.Sequential(*(Residual(layer) if inside else layer for layer, inside in made))
+        self.layers = nn.Sequential(
+            *(Residual(layer) if inside else layer for layer, inside in made)
+        )
         self.head = nn.Linear(case.width, case.vocabulary if tokens else CLASSES)
         if case.first == "tied":
             self.head.weight = self.first.weight
@@ -226,7 +228,9 @@ def check_case(case: Case) -> None:
     if not case.draws:
         expected_losses, expected = run_plainly(case, whole)
     elif whole:  # one mask, whatever the micro-batches
-        alone, expected_losses = run_case(case, mesh="dp=1", plan="ddp", memory="none", micro_batches=1)
+        alone, expected_losses = run_case(
+            case, mesh="dp=1", plan="ddp", memory="none", micro_batches=1
+        )
         expected = alone.parameters() | alone.buffers()
     else:
         same, expected_losses = run_case(

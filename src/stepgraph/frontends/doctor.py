@@ -142,7 +142,9 @@ def _accelerators(name: str, seconds: float) -> Iterator[Check]:
         why, do = "this torch is built without CUDA", "install a CUDA build of torch to use a GPU"
     else:
         why = f"torch is built for CUDA {torch.version.cuda}, and sees no device"
-        do = "see whether nvidia-smi lists a GPU, and whether its driver is new enough for this CUDA"
+        do = (
+            "see whether nvidia-smi lists a GPU, and whether its driver is new enough for this CUDA"
+        )
     yield Check(name, NOT_HERE, why, do)
 
 
@@ -195,7 +197,9 @@ def _trial(name: str, seconds: float) -> Iterator[Check]:
     yield try_out(name, seconds)
 
 
-def try_out(name: str, seconds: float = SECONDS, environment: Mapping[str, str] | None = None) -> Check:
+def try_out(
+    name: str, seconds: float = SECONDS, environment: Mapping[str, str] | None = None
+) -> Check:
     """Runs one of :data:`TRIALS` in a process of its own.
 
     Args:

@@ -77,8 +77,8 @@ def pad_batches(
 
     Raises:
         UsageError: not one of ``multiple`` and ``lengths``, or not positive; from the call itself.
-        BatchError: while iterating: no sequence in a batch, tensors that disagree, a sequence longer than all
-            lengths, an unnamed integer tensor, a loader that ends before another rank's.
+        BatchError: while iterating: no sequence in a batch, tensors that disagree, a sequence longer
+            than all lengths, an unnamed integer tensor, a loader that ends before another rank's.
     """
     if (multiple is None) == (lengths is None):
         raise UsageError(

@@ -221,8 +221,7 @@ class TensorParallel(Walk):
         if isinstance(want, Shard):
             if isinstance(have, Replicate):
                 return 1e-3 * size_in_bytes(value) if self.may_cut(node, argument) else _NEVER
-            if isinstance(have, Partial):
-                return _NEVER  # the cheapest reduction would cut the batch
+            return _NEVER  # the cheapest reduction, or exchange of cuts, would cut the batch
         return redistribution_bytes(value, have, want, self.ranks)
 
 

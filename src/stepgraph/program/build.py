@@ -11,6 +11,8 @@ from torch import fx
 from stepgraph import torch_internals
 from stepgraph.program.program import Program, tensors_of
 
+aten = torch.ops.aten
+
 
 class ShapeRunner:
     """Computes the ``val`` of operations on fake tensors; repeated layers cost one run."""
@@ -60,7 +62,7 @@ class Builder:
         """The node in another type; itself where it has that type."""
         if node.meta["val"].dtype == dtype:
             return node
-        return self(torch.ops.aten._to_copy.default, node, dtype=dtype)
+        return self(aten._to_copy.default, node, dtype=dtype)
 
     def input(self, label: str, like: Any) -> fx.Node:
         """Adds a placeholder behind the last one; ``like`` gives shape, dtype and device."""

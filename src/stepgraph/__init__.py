@@ -5,6 +5,7 @@ from stepgraph.errors import StepgraphError
 from stepgraph.frontends.checking import check
 from stepgraph.frontends.engine import Engine
 from stepgraph.frontends.padding import PaddedBatches, pad_batches
+from stepgraph.frontends.parallel import parallelize
 from stepgraph.planning.plan import Plan
 from stepgraph.runtime.recompiles import no_recompiles
 
@@ -17,4 +18,5 @@ __all__ = [
     "check",
     "no_recompiles",
     "pad_batches",
+    "parallelize",
 ]

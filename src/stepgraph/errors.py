@@ -126,7 +126,10 @@ class RecompilationError(StepgraphError):
 
 
 class CheckpointError(StepgraphError):
-    """A state dict that does not fit the model."""
+    """A checkpoint or state dict that is damaged, does not fit, or could not be written.
+
+    What was complete before stays as it is; nothing of a damaged one is loaded.
+    """
 
 
 class LaunchError(StepgraphError):

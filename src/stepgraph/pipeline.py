@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,12 @@ from stepgraph.capture.simplify import (
     drop_identities,
     index_rows_in_place,
 )
-from stepgraph.capture.update import clip_gradients, shared_states, update_parameters
+from stepgraph.capture.update import (
+    clip_gradients,
+    given_gradients,
+    shared_states,
+    update_parameters,
+)
 from stepgraph.errors import name_a_few
 from stepgraph.memory import policies as memory_policies
 from stepgraph.memory.apply import recompute_in_backward
@@ -168,18 +173,61 @@ def compile_step(request: StepRequest, driver: PassDriver) -> StepPrograms:
     return StepPrograms(programs, optimizer, normalisation, notes)
 
 
-def compile_evaluation(request: StepRequest, driver: PassDriver) -> tuple[Program, Any]:
+def compile_evaluation(
+    request: StepRequest, driver: PassDriver, as_module: bool = False
+) -> tuple[Program, Any]:
     """The forward alone: the program ``evaluate`` and the structure of what the loss callable returns."""
     program, result_tree = capture(
         request.model,
         request.loss,
         request.batch,
         training=False,
+        as_module=as_module,
         compute_dtype=request.precision.compute,
     )
     program = _simplify(_named(program, "evaluate"), driver)
     program = _mixed(request, program, driver, accumulate=False)
     return apply_plan(program, request.plan, driver), result_tree
+
+
+def compile_gradients(
+    request: StepRequest, driver: PassDriver, as_module: bool
+) -> tuple[Program, Any, list[str]]:
+    """Forward and backward without an update: the program ``gradients``, cut in two when it is lowered.
+
+    Args:
+        as_module: results and tangents are a module's; else the loss and its own.
+
+    Returns:
+        the Program; the structure of what the loss callable returns; notes for the report.
+    """
+    joint, tree = capture(
+        request.model,
+        request.loss,
+        request.batch,
+        as_module=as_module,
+        compute_dtype=request.precision.compute,
+    )
+    joint = _simplify(_named(joint, "gradients"), driver)
+    joint = _mixed(request, joint, driver, accumulate=False)
+    notes = _parameters_without_gradient(request.model, joint)
+    if request.precision != AS_IT_IS:
+        masters = _master_types(request.model)
+        joint = driver.run(reduce_gradients_in, joint, masters, request.precision)
+    program = apply_plan(joint, request.plan, driver)
+    return program, tree, [*notes, *(note for note in program.notes if note not in notes)]
+
+
+def compile_update(
+    request: StepRequest, driver: PassDriver, names: Sequence[str], device: torch.device
+) -> tuple[Program, FunctionalOptimizer]:
+    """Clipping and optimizer alone, of the parameters that have a gradient: the program ``update``."""
+    program = given_gradients(request.model, names, device)
+    optimizer, shared = _functional(request, program)
+    if request.clip:
+        program = driver.run(clip_gradients, program)
+    program = driver.run(update_parameters, program, optimizer, shared)
+    return apply_plan(program, request.plan, driver), optimizer
 
 
 def apply_plan(program: Program, plan: Plan, driver: PassDriver, micro_batches: int = 1) -> Program:
@@ -201,7 +249,8 @@ def apply_plan(program: Program, plan: Plan, driver: PassDriver, micro_batches: 
     draw_by_global_row(program, plan.placements[key], plan.mesh, micro_batches)
     program = driver.run(place_values, program, plan.placements[key], plan.mesh)
     if key not in plan.recomputation:
-        plan.recomputation[key] = memory_policies.decide(program, plan.memory)
+        again = placement_policies.gathers_again(plan.placement, plan.mesh)
+        plan.recomputation[key] = memory_policies.decide(program, plan.memory, again)
     return driver.run(recompute_in_backward, program, plan.recomputation[key])
 
 
@@ -259,6 +308,6 @@ def _functional(
         (name, key): value
         for name, parameter in learned.items()
         for key, value in request.optimizer.state.get(parameter, {}).items()
-        if isinstance(value, torch.Tensor) and value.dim() == 0
+        if isinstance(value, torch.Tensor)
     }
     return optimizer, shared_states(optimizer, present)

@@ -34,6 +34,9 @@ COMMANDS = {
         "--metrics": (None, False),
         "--sample": (0, False),
         "--strict": (False, False),
+        "--checkpoint": (None, False),
+        "--save-every": (50, False),
+        "--resume": (False, False),
         "--json": (False, False),
     },
     "check": SHARED
@@ -77,7 +80,7 @@ def launched(monkeypatch):
     """What would have been launched; nothing is."""
     calls = []
 
-    def launch(function, *args, ranks):
+    def launch(function, *args, ranks, signals=None):
         calls.append((args, ranks))
         return [SUMMARY]
 
@@ -139,6 +142,32 @@ def test_a_summary_a_curve_and_a_sample_go_to_standard_output(text, launched, mo
     assert result.stdout.endswith("sample, continuing 'not\\n':\nto be\n")
 
 
+def test_a_run_that_was_stopped_or_resumed_says_so(text, monkeypatch):
+    changed = {"first_step": 8, "steps": 10, "stopped_by": "SIGTERM", "saved_to": "/saves/step-10"}
+    monkeypatch.setattr(training, "launch", lambda *a, **k: [replace(SUMMARY, **changed)])
+    result = run("train", "--model", "llama-tiny", "--text", text)
+    assert result.exit_code == 143
+    assert "in the last 3 of 10" in result.stdout
+    assert "saved to     /saves/step-10" in result.stdout
+    assert "steps 8 to 10" in result.stdout
+    nothing = {"losses": [], "first_loss": None, "last_loss": None, "first_step": 4}
+    monkeypatch.setattr(training, "launch", lambda *a, **k: [replace(SUMMARY, **nothing)])
+    result = run("train", "--model", "llama-tiny", "--text", text)
+    assert result.exit_code == 0
+    assert "no step was left: 3 have been taken" in result.stdout
+
+
+def test_a_run_with_a_checkpoint_that_is_stopped_too_early_leaves_with_its_code(
+    text, tmp_path, monkeypatch
+):
+    for stop, code in ((KeyboardInterrupt(), 130), (SystemExit(143), 143)):
+        monkeypatch.setattr(training, "launch", raising(stop))
+        options = ["--text", text, "--checkpoint", str(tmp_path / "saves")]
+        result = run("train", "--model", "llama-tiny", *options)
+        assert result.exit_code == code
+        assert "stopped at once; what was complete in" in result.stderr
+
+
 def test_json_is_all_of_standard_output(text, launched):
     result = run("train", "--model", "llama-tiny", "--text", text, "--json")
     assert json.loads(result.stdout) == SUMMARY.to_json()
@@ -163,16 +192,17 @@ def test_options_arrive(text, launched):
     options = {
         "--plan": "zero1", "--memory": "full", "--lowering": "eager", "--steps": "7",
         "--batch-per-rank": "4", "--micro-batches": "2", "--seq": "32", "--lr": "0.5",
-        "--max-grad-norm": "1.5", "--seed": "9", "--sample": "3",
+        "--max-grad-norm": "1.5", "--seed": "9", "--sample": "3", "--save-every": "5",
+        "--checkpoint": f"{text}.saves",
     }  # fmt: skip
     flat = [word for option in options.items() for word in option]
-    result = run("train", "--model", "llama-tiny", "--text", text, "--strict", *flat)
+    result = run("train", "--model", "llama-tiny", "--text", text, "--strict", "--resume", *flat)
     assert result.exit_code == 0, result.output
     (arrived, _), _ = launched[0]
     assert arrived == TrainOptions(
         model="llama-tiny", text=text, plan="zero1", memory="full", lowering="eager", steps=7,
         batch_per_rank=4, micro_batches=2, seq=32, lr=0.5, max_grad_norm=1.5, seed=9, sample=3,
-        strict=True,
+        strict=True, save_every=5, checkpoint=f"{text}.saves", resume=True,
     )  # fmt: skip
 
 
@@ -190,6 +220,9 @@ def test_options_arrive(text, launched):
         (["--text", "/no/such/text"], "there is no text at '/no/such/text'"),
         (["--metrics", "/no/such/folder/m.jsonl"], "no folder for --metrics"),
         (["--ranks", "0"], "0 is not in the range"),
+        (["--resume"], "--resume needs to know where the saves are"),
+        (["--checkpoint", "/dev/null"], "--checkpoint '/dev/null' is a file"),
+        (["--checkpoint", "/proc/no"], "--checkpoint '/proc/no' cannot be written"),
         (["--steps", "some"], "not a valid integer"),
         (["--stepz", "3"], "--steps"),
     ],

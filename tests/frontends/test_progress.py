@@ -44,3 +44,18 @@ def test_a_terminal_gets_a_bar(monkeypatch, capsys, steps_done):
     err = capsys.readouterr().err
     assert "compiling" in err
     assert ("step 1/3" in err and "loss 2.000" in err) == bool(steps_done)
+
+
+def test_a_resumed_run_cuts_what_came_after_its_save(tmp_path):
+    path = tmp_path / "run.jsonl"
+    earlier = '{"step": 1}\n{"step": 2}\n'  # another run's, in the same file
+    path.write_text(earlier + '{"step": 1}\n{"step": 2}\n{"step": 3}\nno step\n{"step": 4, "lo')
+    with Watch(4, str(path), show=True, resumed_at=1) as watch:
+        watch.step(DONE)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 1, 1]
+    with Watch(4, str(path), show=True, resumed_at=0):
+        pass
+    assert path.read_text() == ""
+    with Watch(4, str(tmp_path / "new.jsonl"), show=True, resumed_at=0):
+        pass
+    assert [entry.name for entry in tmp_path.iterdir() if entry.name[0] == "."] == []

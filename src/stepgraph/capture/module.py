@@ -64,6 +64,7 @@ def capture(
     batch: BatchSpec,
     *,
     training: bool = True,
+    as_module: bool = False,
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[Program, pytree.TreeSpec]:
     """Captures ``loss(model, batch)``, with its backward if ``training``.
@@ -74,17 +75,20 @@ def capture(
             ``training``.
         batch: leaves of the global shape.
         training: with gradients; otherwise the module's forward under ``torch.no_grad()``.
+        as_module: everything that ``loss`` returns is a result, each with a tangent of its own.
         compute_dtype: of floating-point parameters and batch leaves; None: as they are.
 
     Returns:
-        the Program, with outputs ``Loss`` and ``Grad`` (training) or ``UserOutput``, and ``NewBuffer``;
+        the Program, with outputs ``Loss`` and ``Grad`` (training), ``UserOutput``, or ``ModuleResult`` (and
+        ``Grad``), and ``NewBuffer``;
         the pytree spec of what ``loss`` returned.
 
     Raises:
         GraphBreakError, HookError, LossError, CaptureError.
     """
     check_hooks(model)
-    module = _StepFunction(model, loss, batch, compute_dtype, only_loss=training)
+    only_loss = training and not as_module
+    module = _StepFunction(model, loss, batch, compute_dtype, only_loss=only_loss)
     with _fake_parameters(model, batch, compute_dtype), torch.set_grad_enabled(training):
         try:
             captured, flat_names = torch_internals.export_graph(module, tuple(batch.tensors))
@@ -99,7 +103,8 @@ def capture(
             if isinstance(cause, LossError):
                 raise cause from None
             raise graph_break_error(error) from error
-    return _describe(joint, names, batch, training), result_tree
+    kind = roles.ModuleResult if as_module else None if training else roles.UserOutput
+    return _describe(joint, names, batch, kind), result_tree
 
 
 class _StepFunction(nn.Module):
@@ -215,7 +220,10 @@ def _canonical_names(
 
 
 def _describe(
-    joint: fx.GraphModule, names: dict[str, str], batch: BatchSpec, training: bool
+    joint: fx.GraphModule,
+    names: dict[str, str],
+    batch: BatchSpec,
+    result: Callable[[int], roles.Output] | None,
 ) -> Program:
     """Turns descriptors and torch's metadata into roles, phases, module paths and stable names."""
     tensor_leaves = [i for i, leaf in enumerate(batch.leaves) if isinstance(leaf, torch.Tensor)]
@@ -238,8 +246,8 @@ def _describe(
             case ("plain", index):
                 leaf = tensor_leaves[index]
                 return roles.UserInput(leaf, batch.paths[leaf])
-            case ("tangent", ("output", 0)):
-                return roles.Tangent()
+            case ("tangent", ("output", index)):
+                return roles.Tangent() if result is None else roles.ResultTangent(index)
         raise CaptureError(f"an input of the captured graph is not understood: {description}")
 
     pairs_in, pairs_out = torch_internals.descriptors(joint)
@@ -257,14 +265,14 @@ def _describe(
                 f"the loss callable returns {node!r} among its results, which is no tensor",
                 do="return tensors only",
             )
-        role = _output_role(torch_internals.describe(descriptor), input_role, training)
+        role = _output_role(torch_internals.describe(descriptor), input_role, result)
         if role is None:
             continue
         outputs.append(role)
         results.append(node)
         output_values.append(_value(node))
     _set_results(joint.graph, results)
-    if training:
+    if result is None:
         _check_loss(outputs, output_values)
     program = Program("joint", joint, inputs, outputs, input_values, output_values)
     for node in joint.graph.nodes:
@@ -275,10 +283,10 @@ def _describe(
     return program
 
 
-def _output_role(description, input_role, training: bool) -> roles.Output | None:
+def _output_role(description, input_role, result) -> roles.Output | None:
     match description:
         case ("output", index):
-            return roles.Loss() if training else roles.UserOutput(index)
+            return roles.Loss() if result is None else result(index)
         case ("mutation", source):
             written = input_role(source)
             if not isinstance(written, roles.Buffer):

@@ -200,14 +200,18 @@ def _trace_with_numbers(
         after_first.update(states)
         return [updated, *states.values()]
 
-    if present:  # made by the constructor (Adagrad), or by steps taken before
-        fills: dict[str, float | None] = dict.fromkeys(present, 0.0)
-        state_like = present
-        first = None
-    else:
+    try:
         first = _trace(first_step, [stand_in, gradient, *number_values])
         fills = _starting_values(optimizer, group, like)
-        state_like = after_first
+    except Exception:
+        if not present:
+            raise
+        first, fills = (
+            None,
+            {},
+        )  # only the constructor makes these (Adagrad): there is no first step
+    # Traced alike before and after states were loaded, so that a resumed run runs the same program.
+    state_like = present or after_first
     specs = {
         key: StateSpec(tuple(value.shape), value.dtype, fills.get(key))
         for key, value in state_like.items()

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
-from stepgraph.capture.optimizer import FunctionalOptimizer, UpdateRule
+from stepgraph import torch_internals
+from stepgraph.capture.optimizer import FIRST_STEP, FunctionalOptimizer, UpdateRule
 from stepgraph.errors import OptimizerError
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
@@ -22,6 +23,33 @@ from stepgraph.program.program import OPTIMIZER, Program, Value
 aten = torch.ops.aten
 MAX_GRAD_NORM = "max_grad_norm"
 _TINY = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm it divides by
+
+
+def given_gradients(model: nn.Module, names: Sequence[str], device: torch.device) -> Program:
+    """A Program whose gradients are inputs, for the passes that update parameters.
+
+    Args:
+        names: of the parameters that have one.
+        device: where the parameters are when the program runs.
+    """
+    graph, mode = fx.Graph(), torch_internals.new_fake_mode()
+    inputs: list[roles.Input] = []
+    values: list[Value] = []
+    gradients: list[fx.Node] = []
+    for name in names:
+        parameter = model.get_parameter(name)
+        for role in (roles.Param(name), roles.GivenGrad(name)):
+            with mode:
+                fake = torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device=device)
+            node = graph.placeholder(f"input_{len(inputs)}")
+            node.meta = {"val": fake, "name": roles.label(role)}
+            inputs.append(role)
+            values.append(Value(tuple(parameter.shape), parameter.dtype))
+        gradients.append(node)
+    graph.output(tuple(gradients))
+    outputs: list[roles.Output] = [roles.Grad(name) for name in names]
+    module = fx.GraphModule(nn.Module(), graph)
+    return Program("update", module, inputs, outputs, values, values[1::2])
 
 
 def update_parameters(
@@ -187,7 +215,8 @@ def shared_states(
             if key == pair[1] and f"group{optimizer.group_of.get(name)}" == pair[0]
         }
         owners = [n for n, g in optimizer.group_of.items() if f"group{g}" == pair[0]]
-        held = [n for n in owners if (n, pair[1]) in present]
+        stepped = {name for name, _ in present} if pair[1] == FIRST_STEP else set()
+        held = [n for n in owners if (n, pair[1]) in present or n in stepped]
         candidates[pair] = len(values) <= 1 and len(held) in (0, len(owners))
     return {pair for pair, shared in candidates.items() if shared}
 

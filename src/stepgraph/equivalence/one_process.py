@@ -14,7 +14,7 @@ from torch import nn
 
 from stepgraph import torch_internals
 from stepgraph.capture.module import BatchSpec, LossFunction, default_loss
-from stepgraph.capture.optimizer import group_numbers
+from stepgraph.capture.optimizer import FIRST_STEP, group_numbers
 from stepgraph.capture.precision import AS_IT_IS, Precision
 from stepgraph.capture.update import MAX_GRAD_NORM
 from stepgraph.equivalence.lockstep import run_lockstep
@@ -178,7 +178,10 @@ class OneProcessRun:
         if parameter is None:  # shared by a whole group
             group = self.optimizer.param_groups[int(role.owner.removeprefix("group"))]
             parameter = group["params"][0]
-        return self.optimizer.state.get(parameter, {}).get(role.key)
+        held = self.optimizer.state.get(parameter, {})
+        if role.key == FIRST_STEP and any(isinstance(v, torch.Tensor) for v in held.values()):
+            return torch.zeros(())
+        return held.get(role.key)
 
     def _start(self, role: roles.Input) -> float:
         if not isinstance(role, roles.OptimizerState):

@@ -1,11 +1,12 @@
 """The command line: results on standard output, progress and errors on standard error.
 
-Exit codes: 0 fine, 1 failed, 2 bad usage.
+Exit codes: 0 fine, 1 failed, 2 bad usage; 130 and 143, stopped by SIGINT and SIGTERM.
 """
 
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -110,6 +111,24 @@ def main() -> None:
 @click.option("--steps", type=click.IntRange(min=1), default=200, show_default=True)
 @click.option("--lowering", help="inductor or eager. Default: the plan's own.")
 @click.option("--metrics", metavar="FILE", help="Append one JSON object per step.")
+@click.option(
+    "--checkpoint",
+    metavar="DIR",
+    help="Save here while training. SIGINT and SIGTERM then save and leave, with exit code 130 or 143.",
+)
+@click.option(
+    "--save-every",
+    type=click.IntRange(min=1),
+    default=50,
+    show_default=True,
+    help="Steps from one save to the next; the last two complete ones stay.",
+)
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Go on from the last complete save under --checkpoint, or begin where there is none. "
+    "--steps is the total; --metrics loses what came after the save.",
+)
 @click.option("--sample", type=click.IntRange(min=0), default=0, help="Then write N bytes of text.")
 @click.option("--strict", is_flag=True, help="A fallback that would be reported is an error.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
@@ -119,6 +138,8 @@ def train_command(as_json: bool, **options: Any) -> None:
     if summary is None:
         return
     click.echo(json.dumps(summary.to_json()) if as_json else show_summary(summary))
+    if summary.stopped_by is not None:
+        sys.exit(128 + signal.Signals[summary.stopped_by])
 
 
 @main.command(
@@ -179,19 +200,32 @@ def show_summary(summary: Summary) -> str:
     rows = [
         ("model", f"{summary.model}, {summary.parameters / 1e6:,.1f} million parameters"),
         ("plan", f"{summary.plan} on {summary.mesh} ({summary.device})"),
-        ("loss", f"{summary.first_loss:.3f} -> {summary.last_loss:.3f} in {summary.steps} steps"),
+        ("loss", _show_losses(summary)),
         ("speed", f"{summary.tokens_per_second:,.0f} tokens/s (median step)"),
         ("peak memory", f"{summary.peak_bytes / 2**30:.2f} GiB on the first rank"),
         ("compilation", f"{summary.compile_seconds:.1f} s of {summary.seconds:.1f} s"),
     ]
+    if summary.saved_to is not None:
+        rows.append(("saved to", summary.saved_to))
     parts = ["\n".join(f"{name:<12} {text}" for name, text in rows)]
-    parts.append(loss_curve(summary.losses))
+    if summary.losses:
+        parts.append(loss_curve(summary.losses, first_step=summary.first_step))
     if summary.sample is not None:
         parts.append(f"sample, continuing {summary.prompt!r}:\n{summary.sample}")
     return "\n\n".join(parts)
 
 
-def loss_curve(losses: list[float], width: int = 60, height: int = 8) -> str:
+def _show_losses(summary: Summary) -> str:
+    if not summary.losses:
+        return f"no step was left: {summary.steps} have been taken"
+    count = len(summary.losses)
+    whole = f"{count} steps" if summary.first_step == 1 else f"the last {count} of {summary.steps}"
+    return f"{summary.first_loss:.3f} -> {summary.last_loss:.3f} in {whole}"
+
+
+def loss_curve(
+    losses: list[float], width: int = 60, height: int = 8, *, first_step: int = 1
+) -> str:
     """A plot in characters: each column is the mean of a stretch of steps."""
     columns = min(width, len(losses))
     edges = [len(losses) * i // columns for i in range(columns + 1)]
@@ -204,7 +238,7 @@ def loss_curve(losses: list[float], width: int = 60, height: int = 8) -> str:
         label = f"{low + span * level / (height - 1):8.3f}"
         marks = "".join("*" if level == mine else " " for mine in levels)
         lines.append(f"{label} |{marks}".rstrip())
-    ends = f"steps 1 to {len(losses)}"
+    ends = f"steps {first_step} to {first_step + len(losses) - 1}"
     return "\n".join([*lines, " " * 9 + "+" + "-" * columns, " " * 10 + ends])
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,39 +17,30 @@ from stepgraph import torch_internals
 from stepgraph.capture.module import LossFunction, default_loss
 from stepgraph.capture.precision import Precision
 from stepgraph.capture.refusals import check_hooks
-from stepgraph.errors import ShapeLimitError, StrictError
+from stepgraph.errors import UsageError
 from stepgraph.frontends.arguments import (
     check_arguments,
     check_kinds,
     device_of,
     make_plan,
 )
+from stepgraph.frontends.compiler import MAX_SHAPES, Compiler
 from stepgraph.lowering.lower import check_lowering
 from stepgraph.memory.policies import parse_policy
-from stepgraph.pipeline import PassDriver, StepRequest, compile_evaluation, compile_step
 from stepgraph.placement.policies import stored_parameter
 from stepgraph.planning.plan import Plan
 from stepgraph.program import roles
-from stepgraph.program.program import Program
 from stepgraph.report.text import engine_report
-from stepgraph.runtime.batches import LocalBatch, cut_micro_batches, flatten_batch, global_spec
-from stepgraph.runtime.executor import LoweredProgram, lower_for_rank
-from stepgraph.runtime.ranks import agree_on_shapes, join_ranks
-from stepgraph.runtime.recompiles import Stats, before_compiling, count_call
+from stepgraph.runtime.batches import cut_micro_batches, flatten_batch
+from stepgraph.runtime.checkpoint import Saver
+from stepgraph.runtime.extras import check_extras
+from stepgraph.runtime.manifest import Manifest
+from stepgraph.runtime.ranks import join_ranks
 from stepgraph.runtime.state import State
+from stepgraph.runtime.weights_file import names_weights_file
 from stepgraph.torch_internals import pytree
 
 log = logging.getLogger("stepgraph")
-
-MAX_SHAPES = 8
-
-
-@dataclass
-class _Compiled:
-    """One entry point for one batch shape: its programs in the order they run, and the result's tree."""
-
-    programs: dict[str, LoweredProgram]
-    result_tree: Any = None
 
 
 class Engine:
@@ -117,16 +106,8 @@ class Engine:
                 dist.destroy_process_group()
             raise
         self.model = model
-        self.stats = Stats()
-        self.programs: dict[str, Program] = {}
-        self.notes: list[str] = []
-        self._ranks, self._device = ranks, device
-        self._loss = loss or default_loss
+        self._ranks, self._device, self._seed = ranks, device, seed
         self._optimizer = optimizer
-        self._max_grad_norm = max_grad_norm
-        self._micro_batches = micro_batches
-        self._precision = Precision(compute_dtype, reduce_dtype)
-        self._strict, self._seed, self._max_shapes = strict, seed, max_shapes
         preset = self.plan.placement
         self._state = State(
             model,
@@ -135,8 +116,26 @@ class Engine:
             lambda shape: stored_parameter(preset, shape, ranks.shape),
             device,
         )
-        self._parameters = list(model.parameters())
-        self._compiled: dict[str, dict[tuple, _Compiled]] = {"step": {}, "evaluate": {}}
+        self._saver = Saver(self._state)
+        self._compiler = Compiler(
+            model,
+            loss or default_loss,
+            optimizer,
+            self.plan,
+            ranks,
+            self._state,
+            micro_batches,
+            max_grad_norm,
+            Precision(compute_dtype, reduce_dtype),
+            strict,
+            max_shapes,
+        )
+        self.stats, self.programs, self.notes = (
+            self._compiler.stats,
+            self._compiler.programs,
+            self._compiler.notes,
+        )
+        self._forwards = 0  # of the split use, since the last update
         if ranks.owns_group:
             atexit.register(_leave_group)  # other engines may be using it until then
 
@@ -151,11 +150,12 @@ class Engine:
         Returns:
             the loss of one process on the global batch: a detached 0-dim tensor.
         """
+        self._saver.check()
         local = flatten_batch(batch, self._device)
-        pieces = cut_micro_batches(local, self._micro_batches)
-        compiled = self._entry("step", local)
+        pieces = cut_micro_batches(local, self._compiler.micro_batches)
+        compiled = self._compiler.entry("step", local)
         self._state.update_numbers()
-        if self._micro_batches > 1:
+        if len(pieces) > 1:
             self._state.clear_accumulators()
         for number, leaves in enumerate(pieces[:-1]):
             self._state.seed_random_operations(self._seed, self.stats.steps, number)
@@ -178,7 +178,7 @@ class Engine:
             the loss callable's result; tensors are those of the global batch.
         """
         local = flatten_batch(batch, self._device)
-        compiled = self._entry("evaluate", local)
+        compiled = self._compiler.entry("evaluate", local)
         self._state.seed_random_operations(self._seed, self.stats.steps, 0)
         results = compiled.programs["evaluate"].run(local.leaves)
         leaves = {
@@ -195,92 +195,88 @@ class Engine:
             if isinstance(role, roles.Grad):
                 self._state.set_gradient(role.name, tensor, self.programs["step"])
 
-    # -- compiling
+    # -- the split use
 
-    def _entry(self, entry: str, batch: LocalBatch) -> _Compiled:
-        """The compiled programs of an entry point for this batch's shapes."""
-        count_call(self, entry)
-        check_hooks(self.model, self._optimizer)
-        flags = tuple(parameter.requires_grad for parameter in self._parameters)
-        modes = torch_internals.module_modes(self.model, with_training=entry == "step")
-        key = (batch.key, flags, modes)
-        known = self._compiled[entry]
-        if key not in known:
-            self._state.check_filled()
-            reason = self._reason(entry, batch, key)
-            if reason is not None:
-                before_compiling(self, entry, reason)
-            if len({k[0] for k in known} | {key[0]}) > self._max_shapes:
-                raise ShapeLimitError(
-                    f"{len(known) + 1} different batch shapes; programs are kept for "
-                    f"{self._max_shapes}",
-                    why="so far: " + "; ".join(_shown(k) for k in known),
-                    do="pad batches to a few lengths, or raise max_shapes",
-                )
-            agree_on_shapes(batch.key, batch.shapes(), self._ranks)
-            start = time.perf_counter()
-            known[key] = self._compile(entry, batch)
-            self.stats.compiles += 1
-            self.stats.compile_seconds += time.perf_counter() - start
-            if reason is not None:
-                self.stats.recompiles.append(reason)
-        return known[key]
+    def __call__(self, batch: Any) -> torch.Tensor:
+        """The loss of one process on the global batch, carrying a graph.
 
-    def _reason(self, entry: str, batch: LocalBatch, key: tuple) -> str | None:
-        known = self._compiled[entry]
-        if not known:
-            return None
-        last = list(known)[-1]
-        if key[0] != last[0] and all(key[0] != k[0] for k in known):
-            return f"{entry}: new batch shape: {batch.shapes()}"
-        if key[1] != last[1]:
-            names = [name for name, _ in self.model.named_parameters()]
-            changed = [n for n, a, b in zip(names, key[1], last[1], strict=True) if a != b]
-            return f"{entry}: requires_grad changed: {', '.join(changed[:5])}"
-        return f"{entry}: train/eval mode or forward hooks changed"
+        Args:
+            batch: this rank's part.
 
-    def _compile(self, entry: str, batch: LocalBatch) -> _Compiled:
-        micro = self._micro_batches if entry == "step" else 1
-        request = StepRequest(
-            self.model,
-            self._loss,
-            global_spec(batch, micro, self._ranks.shape.data_size),
-            self.plan,
-            self._optimizer,
-            micro,
-            self._max_grad_norm is not None,
-            self._precision,
-        )
-        driver = PassDriver()
-        tree = None
-        if entry == "step":
-            compiled = compile_step(request, driver)
-            programs, notes, functional = compiled.programs, compiled.notes, compiled.optimizer
-        else:
-            with _evaluation_mode(self.model):
-                program, tree = compile_evaluation(request, driver)
-            programs, notes, functional = {entry: program}, program.notes, None
-        self._report_notes(notes)
-        lowered = {}
-        for name, program in programs.items():
-            inputs = dict(zip(program.inputs, program.input_values, strict=True))
-            self._state.prepare(inputs, functional, self._max_grad_norm)
-            lowered[name] = lower_for_rank(
-                program, self.plan.lowering, self._ranks, self._state, driver
+        Raises:
+            UsageError: the engine cuts batches into micro-batches: that is what ``step`` does.
+        """
+        if self._compiler.micro_batches > 1:
+            raise UsageError(
+                f"the split use takes one batch, not micro_batches={self._compiler.micro_batches}",
+                do="call engine(batch) and engine.backward(loss) several times, or engine.step(batch)",
             )
-            self.programs[name] = program
-        return _Compiled(lowered, tree)
+        self._saver.check()
+        local = flatten_batch(batch, self._device)
+        split = self._compiler.entry("gradients", local).split
+        assert split is not None
+        self._state.seed_random_operations(self._seed, self.stats.steps, self._forwards)
+        self._forwards += 1
+        (loss,) = split.run(local.leaves)
+        return loss
 
-    def _report_notes(self, notes: list[str]) -> None:
-        new = [note for note in notes if note not in self.notes]
-        if new and self._strict:
-            raise StrictError(
-                "strict=True, and the step would fall back: " + "; ".join(new),
-                do="remove the cause, or strict=False to accept and report it",
+    def backward(self, loss: torch.Tensor) -> None:
+        """Adds the gradients of a loss to ``.grad``: DTensors, reduced over ranks.
+
+        Args:
+            loss: what ``engine(batch)`` returned, or something computed from it.
+        """
+        loss.backward()
+
+    def optimizer_step(self) -> None:
+        """Clips, updates, then sets ``.grad`` to None; parameters without one are left alone.
+
+        Raises:
+            UsageError: no optimizer, or no gradient at all.
+        """
+        if self._optimizer is None:
+            raise UsageError(
+                "this engine has no optimizer", do="give it one, or step your own over .grad"
             )
-        for note in new:
-            log.warning("%s", note)
-        self.notes += new
+        updated = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        given = {
+            name: parameter.grad
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None and id(parameter) in updated
+        }
+        if not given:
+            raise UsageError(
+                "no parameter has a gradient", do="call engine.backward(engine(batch)) before"
+            )
+        update = self._compiler.update(list(given))
+        self._state.update_numbers()
+        update.run((), self._state.own_parts(given, update.program))
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        torch_internals.mark_stepped(self._optimizer)
+        self.stats.steps += 1
+        self._forwards = 0
+
+    def compile(
+        self,
+        backend: str = "inductor",
+        compiled_autograd: bool = False,
+        compiled_autograd_enabled: bool | None = None,
+    ) -> None:
+        """How the split use runs from here on.
+
+        Args:
+            backend: a lowering: ``inductor`` or ``eager``.
+            compiled_autograd: not supported yet.
+            compiled_autograd_enabled: DeepSpeed's name for it.
+        """
+        check_lowering(backend)
+        if compiled_autograd or compiled_autograd_enabled:
+            raise UsageError(
+                "compiled autograd is not supported yet",
+                do="leave it off: forward and backward are one compiled program each without it",
+            )
+        self._compiler.change_lowering(backend)
 
     # -- state
 
@@ -296,45 +292,113 @@ class Engine:
         """
         self._state.load_state_dict(state_dict)
 
+    @property
+    def seed(self) -> int:
+        """The seed of random operations; ``load`` takes over the one that was saved."""
+        return self._seed
+
+    def save(
+        self, directory: str | Path, extra: Mapping[str, Any] | None = None, wait: bool = True
+    ) -> None:
+        """Saves a checkpoint: model, optimizer, step and seed, and the extras; called by every rank.
+
+        It appears under its name when it is complete, in one step, and replaces one that is there.
+        Plain PyTorch reads it with ``torch.distributed.checkpoint`` (``model`` and ``optimizer`` under
+        the model's own names).
+
+        Args:
+            directory: a folder that all ranks reach. A name that ends in ``.safetensors``, ``.pt`` or
+                ``.pth`` means one file with the whole weights alone, for any other program.
+            extra: objects with ``state_dict`` and ``load_state_dict`` (a data loader, a scheduler), by
+                name.
+            wait: False returns when the state is copied to the host's memory, and goes on in a thread;
+                the next ``save``, ``load`` or ``wait_for_save`` waits for it. If it fails, they or the
+                next ``step`` raise its error.
+
+        Raises:
+            CheckpointError: it could not be written, on whichever rank: raised by all. What was
+                complete before is as it was.
+            UsageError: an extra without ``state_dict``.
+        """
+        path = Path(directory)
+        extra = check_extras(extra)
+        if names_weights_file(path):
+            self._refuse_extras(path, extra)
+            self._saver.save_weights(path, wait=wait)
+            return
+        optimizer = None if self._optimizer is None else type(self._optimizer).__name__
+        steps, mesh = self.stats.steps, str(self._ranks.shape)
+        manifest = Manifest(steps, self._seed, mesh, self.plan.placement, optimizer)
+        self._saver.save(path, manifest, extra, wait=wait)
+
+    def load(
+        self,
+        directory: str | Path,
+        extra: Mapping[str, Any] | None = None,
+        weights_only: bool = False,
+    ) -> None:
+        """Loads what ``save`` wrote, from any mesh and plan, before or after the first step.
+
+        Everything is checked before anything is changed. The saved step and seed are taken, so that
+        the run goes on with the same random masks. Optimizer states go by the parameters' names; the
+        numbers of parameter groups (learning rates) are those that were saved.
+
+        Args:
+            directory: a checkpoint's folder, or a file of weights.
+            extra: objects to give their state back, by the names they were saved under.
+            weights_only: the model alone.
+
+        Raises:
+            CheckpointError: there is none, a file of it is damaged (and is named), or it does not fit
+                the model, the optimizer or the extras.
+        """
+        path = Path(directory)
+        extra = check_extras(extra)
+        if names_weights_file(path):
+            self._refuse_extras(path, extra)
+            self._saver.load_weights(path)
+            return
+        manifest = self._saver.load(path, extra, weights_only=weights_only)
+        if weights_only:
+            return
+        if manifest.seed != self._seed:
+            log.warning(
+                "seed %d, of the checkpoint, instead of %d: the run that was saved goes on",
+                manifest.seed, self._seed,
+            )  # fmt: skip
+        self.stats.steps, self._seed = manifest.step, manifest.seed
+
+    def wait_for_save(self) -> None:
+        """Waits for the save under way, if there is one; called by every rank.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        self._saver.finish()
+
+    def _refuse_extras(self, path: Path, extra: Mapping[str, Any]) -> None:
+        if extra:
+            raise UsageError(
+                f"{path} is one file of weights, which holds no extras", do="name a folder"
+            )
+
     def settings(self) -> dict[str, Any]:
         """What the step was asked to be, besides model, mesh and plan."""
         return {
-            "loss": self._loss,
+            "loss": self._compiler.loss,
             "optimizer": self._optimizer,
-            "micro_batches": self._micro_batches,
-            "max_grad_norm": self._max_grad_norm,
-            "precision": self._precision,
+            "micro_batches": self._compiler.micro_batches,
+            "max_grad_norm": self._compiler.max_grad_norm,
+            "precision": self._compiler.precision,
         }
 
     def report(self) -> str:
         """The plan, collectives, memory, compilations and every fallback, as text."""
-        return engine_report(self.plan, self.programs, self.notes, self.stats, self._micro_batches)
+        return engine_report(
+            self.plan, self.programs, self.notes, self.stats, self._compiler.micro_batches
+        )
 
 
 def _leave_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-class _evaluation_mode:
-    """The model in evaluation mode, every submodule's flag put back afterwards."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.flags = [(module, module.training) for module in model.modules()]
-        self.model = model
-
-    def __enter__(self) -> None:
-        self.model.eval()
-
-    def __exit__(self, *error: object) -> None:
-        for module, training in self.flags:
-            module.training = training
-
-
-def _shown(key: tuple) -> str:
-    (leaves, paths), _, _ = key
-    return ", ".join(
-        f"{path} {list(leaf[0])}"
-        for path, leaf in zip(paths, leaves, strict=True)
-        if leaf[0] != "constant"
-    )

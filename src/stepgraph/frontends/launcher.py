@@ -23,7 +23,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -38,16 +39,22 @@ MONITOR_SECONDS = 0.1
 # A rank that raised lives on so long: one that was killed just before is seen to be gone first.
 LINGER_SECONDS = 3 * MONITOR_SECONDS
 SHUTDOWN_SECONDS = 3
+# What SIGINT and SIGTERM do: the words are the launcher's, of the signals that it ends ranks by.
+END_RANKS, PASS_ON = "SIGTERM,SIGINT,SIGHUP,SIGQUIT", "SIGHUP,SIGQUIT"
 _NOISY_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
 
 
-def launch(function: Callable[..., Any], *args: Any, ranks: int = 1) -> list[Any]:
+def launch(
+    function: Callable[..., Any], *args: Any, ranks: int = 1, signals: str = END_RANKS
+) -> list[Any]:
     """Runs ``function(*args)`` on every rank.
 
     Args:
         function: importable by name, as its arguments and result must be picklable.
         ranks: how many; one runs in this process, without a process group. Where this process is
             a rank already (``torchrun``), the function runs in place and ``ranks`` is not read.
+        signals: what SIGINT and SIGTERM do to the ranks that are started here: they end them, or
+            (:data:`PASS_ON`) the ranks get them and return when they are ready; a second one ends them.
 
     Returns:
         the results of the ranks that were started here, in order: one in place, else ``ranks``.
@@ -76,17 +83,24 @@ def launch(function: Callable[..., Any], *args: Any, ranks: int = 1) -> list[Any
             start_method="spawn",
             shutdown_timeout=SHUTDOWN_SECONDS,
             logs_specs=DefaultLogsSpecs(log_dir=directory),
+            signals_to_handle=signals,
         )
-        with _environment_of_ranks(ranks), _signal_handlers_kept(), _quiet_loggers():
+        with (
+            _environment_of_ranks(ranks),
+            _signal_handlers_kept(),
+            _signals_passed_on(known, signals) as passed_on,
+            _quiet_loggers(),
+        ):
             try:
                 results = elastic_launch(config, _run_rank)(directory, function, args)
             except ChildFailedError as error:
+                codes = {failure.exitcode for failure in error.failures.values()}
+                if stopped := [number for number in passed_on if -number in codes]:
+                    _end_by(stopped[0])  # it came before the rank was ready for it
                 failed = _launch_error(Path(directory), *error.get_first_failure())
                 raise failed from failed.__cause__
             except SignalException as error:
-                if error.sigval == signal.SIGINT:
-                    raise KeyboardInterrupt from None
-                sys.exit(128 + error.sigval)
+                _end_by(error.sigval)
             finally:
                 _kill(set(multiprocessing.active_children()) - known)
         return [results[rank] for rank in range(ranks)]
@@ -231,6 +245,13 @@ def _launch_error(directory: Path, rank: int, seen: ProcessFailure) -> LaunchErr
     return raised
 
 
+def _end_by(number: int) -> NoReturn:
+    """What ends this process when it was told to stop."""
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt from None
+    sys.exit(128 + number)
+
+
 def _kill(processes: set[Any]) -> None:
     """Ends ranks that the launcher lost track of: a signal came while it was starting them."""
     for process in processes:
@@ -269,6 +290,26 @@ def _signal_handlers_kept() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _signals_passed_on(known: set[Any], signals: str) -> Iterator[list[int]]:
+    """With :data:`PASS_ON`, the ranks get SIGINT and SIGTERM; gives the list of those that came."""
+    came: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        ranks = [p.pid for p in set(multiprocessing.active_children()) - known if p.pid]
+        if came or not ranks:  # the second one, or before there is anybody to tell
+            raise SignalException(f"got signal {number}", signal.Signals(number))
+        came.append(number)
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank, number)
+
+    if signals == PASS_ON and threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, pass_on)
+    yield came
 
 
 @contextlib.contextmanager

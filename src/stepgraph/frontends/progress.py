@@ -6,10 +6,13 @@ import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from stepgraph.runtime.files import whole_file
 
 
 @dataclass(frozen=True)
@@ -32,18 +35,25 @@ class Watch:
         steps: how many there will be.
         metrics: a file to append to, one line of JSON a step.
         show: false on ranks other than the first: nothing is shown or written.
+        resumed_at: steps taken before, where this run goes on from a save (or, with 0, found none):
+            what the file says of later ones is removed first.
     """
 
-    def __init__(self, steps: int, metrics: str | None, *, show: bool) -> None:
+    def __init__(
+        self, steps: int, metrics: str | None, *, show: bool, resumed_at: int | None = None
+    ) -> None:
         self.steps, self.metrics, self.show = steps, metrics, show
         self.console = Console(stderr=True, quiet=not show)
         self.every = max(1, steps // 10)
+        self.resumed_at = resumed_at
         self.stack = contextlib.ExitStack()
         self.file: IO[str] | None = None
         self.progress: Progress | None = None
 
     def __enter__(self) -> Watch:
         if self.show and self.metrics is not None:
+            if self.resumed_at is not None and Path(self.metrics).is_file():
+                cut_metrics(Path(self.metrics), self.resumed_at)
             self.file = self.stack.enter_context(open(self.metrics, "a"))
         if self.console.is_terminal and self.show:
             self.stack.enter_context(self._bar())
@@ -67,6 +77,10 @@ class Watch:
             self.task = self.progress.add_task("compiling", total=None, numbers="")
             yield
 
+    def say(self, text: str) -> None:
+        """A line on standard error, above the bar."""
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
     def step(self, done: StepMetrics) -> None:
         """Shows and records a step."""
         if self.file is not None:
@@ -86,3 +100,19 @@ class Watch:
             )
         elif done.step in (1, self.steps) or done.step % self.every == 0:
             self.console.print(f"step {done.step}/{self.steps}  {numbers}", highlight=False)
+
+
+def cut_metrics(path: Path, step: int) -> None:
+    """Removes from the end of a metrics file what was written after a step, and a torn last line."""
+    kept = path.read_bytes().splitlines(keepends=True)
+    while kept and not _is_up_to(kept[-1], step):
+        kept.pop()
+    with whole_file(path) as unfinished:
+        unfinished.write_bytes(b"".join(kept))
+
+
+def _is_up_to(line: bytes, step: int) -> bool:
+    try:
+        return line.endswith(b"\n") and json.loads(line)["step"] <= step
+    except (ValueError, KeyError, TypeError):
+        return False

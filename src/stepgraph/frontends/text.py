@@ -1,12 +1,13 @@
 """Bytes of text as training data: any file or folder is a data set, a byte is a token.
 
-Batches hold no position: the rows of step ``s`` follow from the seed and ``s`` alone, so a run
-resumes from a step number. The rows of the *global* batch do not depend on how many ranks share
+Batches hold no position: the rows of step ``s`` follow from the text, the seed and ``s`` alone, so a
+run resumes from a step number. The rows of the *global* batch do not depend on how many ranks share
 them.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ import torch
 from torch import nn
 
 from stepgraph.errors import UsageError
+
+log = logging.getLogger("stepgraph")
 
 VOCABULARY = 256
 MAX_BYTES = 64 * 2**20
@@ -140,6 +143,20 @@ class TextBatches:
         mine = self.offsets(step)[first : first + self.shape.rows]
         ids = torch.stack([self.data[offset : offset + self.shape.seq] for offset in mine]).long()
         return {"input_ids": ids, "labels": ids.clone()}
+
+    def state_dict(self) -> dict[str, int]:
+        """What the rows of a step follow from, besides its number; the same on every rank."""
+        rows = self.shape.rows * self.shape.ranks
+        return {"text bytes": len(self.data), "rows": rows, "row bytes": self.shape.seq}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Says where a resumed run goes on with other rows than the one that was saved."""
+        mine = self.state_dict()
+        changed = [f"{k} {state.get(k)} -> {mine[k]}" for k in mine if state.get(k) != mine[k]]
+        if changed:
+            log.warning(
+                "the run goes on with other data than it began with: %s", "; ".join(changed)
+            )
 
 
 @torch.no_grad()

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from stepgraph.errors import BatchError, MeshError, UsageError
 from stepgraph.frontends.engine import Engine
-from stepgraph.frontends.launcher import launch, peak_bytes, rank_device
+from stepgraph.frontends.launcher import PASS_ON, launch, peak_bytes, rank_device
 from stepgraph.frontends.models import build_model, find_model, language_model_loss
 from stepgraph.frontends.progress import StepMetrics, Watch
+from stepgraph.frontends.saving import SaveFolder, Saves, StopSignals
 from stepgraph.frontends.text import BatchShape, TextBatches, count_bytes, generate, read_text
 from stepgraph.lowering.lower import check_lowering
 from stepgraph.memory.policies import parse_policy
@@ -52,11 +56,19 @@ class TrainOptions:
     max_grad_norm: float | None = None
     sample: int = 0
     strict: bool = False
+    checkpoint: str | None = None
+    save_every: int = 50
+    resume: bool = False
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run came to. Rates are of the whole run's tokens, memory is the first rank's."""
+    """What a run came to. Rates are of the whole run's tokens, memory is the first rank's.
+
+    ``first_step``: of this process, after those taken before a save; ``losses`` begin there, and are
+    empty where none was left. ``stopped_by``: the signal that ended the run before its last step.
+    ``saved_to``: the last save.
+    """
 
     model: str
     parameters: int
@@ -65,8 +77,8 @@ class Summary:
     ranks: int
     device: str
     steps: int
-    first_loss: float
-    last_loss: float
+    first_loss: float | None
+    last_loss: float | None
     tokens_per_second: float
     peak_bytes: int
     compile_seconds: float
@@ -74,6 +86,9 @@ class Summary:
     losses: list[float]
     prompt: str | None
     sample: str | None
+    first_step: int = 1
+    stopped_by: str | None = None
+    saved_to: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The summary as plain data."""
@@ -89,9 +104,18 @@ def train(options: TrainOptions) -> Summary | None:
     Raises:
         UsageError: options that cannot work, before anything is started.
         LaunchError: a rank failed.
+        SystemExit: with ``checkpoint``, SIGINT or SIGTERM came before a rank was ready for it, or twice.
     """
     mesh = check_options(options)
-    return launch(_train_on_rank, options, mesh, ranks=mesh.world_size)[0]
+    if options.checkpoint is None:
+        return launch(_train_on_rank, options, mesh, ranks=mesh.world_size)[0]
+    try:
+        return launch(_train_on_rank, options, mesh, ranks=mesh.world_size, signals=PASS_ON)[0]
+    except (KeyboardInterrupt, SystemExit) as stop:
+        code = stop.code if isinstance(stop, SystemExit) else 128 + signal.SIGINT
+        text = "stopped at once; what was complete in {} is as it was"
+        Console(stderr=True).print(text.format(options.checkpoint), soft_wrap=True)
+        raise SystemExit(code) from None
 
 
 def check_options(options: TrainOptions) -> MeshShape:
@@ -114,6 +138,10 @@ def check_options(options: TrainOptions) -> MeshShape:
         )
     if options.metrics is not None and not Path(options.metrics).absolute().parent.is_dir():
         raise UsageError(f"there is no folder for --metrics {options.metrics!r}", do="create it")
+    if options.resume and options.checkpoint is None:
+        raise UsageError("--resume needs to know where the saves are", do="add --checkpoint DIR")
+    if options.checkpoint is not None:
+        _save_folder(options).check(options.resume)
     find_model(options.model)
     _batch_shape(options, mesh).check_fits(count_bytes(options.text), options.text)
     return mesh
@@ -139,6 +167,11 @@ def _mesh_of(options: TrainOptions, plan: Plan | None) -> MeshShape:
             do=f"use --ranks {mesh.world_size}, or leave it out",
         )
     return mesh
+
+
+def _save_folder(options: TrainOptions) -> SaveFolder:
+    assert options.checkpoint is not None
+    return SaveFolder(Path(options.checkpoint).absolute(), options.save_every)
 
 
 def _batch_shape(options: TrainOptions, mesh: MeshShape) -> BatchShape:
@@ -170,16 +203,36 @@ def _train_on_rank(options: TrainOptions, mesh: MeshShape) -> Summary | None:
         seed=options.seed,
     )
     history: list[StepMetrics] = []
-    with Watch(options.steps, options.metrics, show=rank == 0) as watch:
-        for step in range(1, options.steps + 1):
-            start = time.perf_counter()
-            loss = float(engine.step(batches.batch(step)))
-            seconds = time.perf_counter() - start
-            done = StepMetrics(step, loss, shape.bytes / seconds, peak_bytes(device), seconds)
-            history.append(done)
-            watch.step(done)
+    saves, resumed, stopped, saved_to = None, None, 0, None
+    with StopSignals(device) if options.checkpoint else nullcontext() as stop:
+        if options.checkpoint is not None:
+            folder = _save_folder(options)
+            resumed = folder.resume(engine, {"data": batches}) if options.resume else None
+            batches = replace(batches, seed=engine.seed)  # the run that was saved goes on
+            saves = Saves(folder, engine, {"data": batches})
+        begun = engine.stats.steps
+        resumed_at = begun if options.resume else None
+        with Watch(options.steps, options.metrics, show=rank == 0, resumed_at=resumed_at) as watch:
+            if resumed is not None:
+                watch.say(f"resumed from {resumed}")
+            for step in range(begun + 1, options.steps + 1):
+                if stop is not None and (stopped := stop.agreed()):
+                    break
+                start = time.perf_counter()
+                loss = float(engine.step(batches.batch(step)))
+                seconds = time.perf_counter() - start
+                done = StepMetrics(step, loss, shape.bytes / seconds, peak_bytes(device), seconds)
+                history.append(done)
+                watch.step(done)
+                if saves is not None:
+                    saves.after_step()
+            if saves is not None:
+                saved_to = saves.finish()
+            if stopped:
+                watch.say(_stop_message(stopped, engine.stats.steps, saved_to))
     # As much of the text as shows where a line begins and what it is about.
-    prompt = batches.batch(0)["input_ids"][0, :PROMPT_BYTES] if options.sample else None
+    asked = options.sample and not stopped
+    prompt = batches.batch(0)["input_ids"][0, :PROMPT_BYTES] if asked else None
     sample = None if prompt is None else _sample(engine, options, bytes(prompt.tolist()), device)
     if rank:
         return None
@@ -191,17 +244,27 @@ def _train_on_rank(options: TrainOptions, mesh: MeshShape) -> Summary | None:
         mesh=str(mesh),
         ranks=mesh.world_size,
         device=device.type,
-        steps=options.steps,
-        first_loss=history[0].loss,
-        last_loss=history[-1].loss,
-        tokens_per_second=statistics.median(done.tokens_per_second for done in settled),
-        peak_bytes=max(done.peak_bytes for done in history),
+        steps=engine.stats.steps,
+        first_loss=history[0].loss if history else None,
+        last_loss=history[-1].loss if history else None,
+        tokens_per_second=statistics.median([d.tokens_per_second for d in settled] or [0.0]),
+        peak_bytes=peak_bytes(device),
         compile_seconds=engine.stats.compile_seconds,
         seconds=sum(done.seconds for done in history),
         losses=[done.loss for done in history],
         prompt=None if prompt is None else bytes(prompt.tolist()).decode(errors="replace"),
         sample=sample,
+        first_step=begun + 1,
+        stopped_by=signal.Signals(stopped).name if stopped else None,
+        saved_to=None if saved_to is None else str(saved_to),
     )
+
+
+def _stop_message(number: int, step: int, saved_to: Path | None) -> str:
+    said = f"stopped by {signal.Signals(number).name} after step {step}"
+    if saved_to is None:
+        return f"{said}: there is nothing to save yet"
+    return f"{said}, saved to {saved_to}; --resume goes on from there"
 
 
 def _sample(

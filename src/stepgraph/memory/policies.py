@@ -41,12 +41,13 @@ def parse_policy(policy: str) -> tuple[str, int]:
     raise UsageError(f"unknown memory policy {policy!r}", do=near_misses(policy, POLICIES))
 
 
-def decide(program: Program, policy: str) -> MemoryDecision:
+def decide(program: Program, policy: str, gather_again: bool = True) -> MemoryDecision:
     """Which forward values of a (placed) Program are recomputed.
 
     Args:
         policy: ``none``; ``full``: every block is recomputed from its inputs; ``layers:N``: every N-th
             block is.
+        gather_again: gathered parameters are not kept for the backward.
 
     Raises:
         UsageError: unknown policy.
@@ -72,7 +73,7 @@ def decide(program: Program, policy: str) -> MemoryDecision:
     for number, region in enumerate(regions):
         for node in _not_crossing(region, program):
             decision.recompute[node.meta["name"]] = number
-    _regather(program, decision)
+    _regather(program, decision, gather_again)
     return decision
 
 
@@ -101,12 +102,12 @@ def _not_crossing(region: list[fx.Node], program: Program) -> list[fx.Node]:
     ]
 
 
-def _regather(program: Program, decision: MemoryDecision) -> None:
+def _regather(program: Program, decision: MemoryDecision, parameters_too: bool) -> None:
     """What was gathered, and what is only a view or cast of it, is not kept."""
     parameters = {
         node
         for node, role in zip(program.placeholders, program.inputs, strict=True)
-        if isinstance(role, roles.Param)
+        if isinstance(role, roles.Param) and parameters_too
     }
     chain: set[fx.Node] = set()
     for node in program.operations(FORWARD):

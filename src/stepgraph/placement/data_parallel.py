@@ -28,12 +28,14 @@ class Storage:
     """What is sharded along a data-parallel dimension, and what is on every rank.
 
     ``accumulate_sharded``: with micro-batches, reduce each one's gradients into a sharded
-    accumulator, instead of once at the end.
+    accumulator, instead of once at the end. ``gather_again``: a parameter that was gathered for the forward
+    is not kept for the backward.
     """
 
     shard_parameters: bool
     shard_optimizer: bool
     accumulate_sharded: bool
+    gather_again: bool = True
 
 
 class DataParallel(Walk):
@@ -77,6 +79,8 @@ class DataParallel(Walk):
         match role:
             case roles.Param(name):
                 return self._cut(storage.shard_parameters, name, shape)
+            case roles.GivenGrad(name):
+                return self._cut(storage.shard_optimizer, name, shape)
             case roles.OptimizerState(owner):
                 return self._cut(storage.shard_optimizer, owner, shape)
             case roles.UserInput():
@@ -101,6 +105,11 @@ class DataParallel(Walk):
     def updated(self, role: roles.Param, shape: tuple[int, ...]) -> Placement:
         """As the optimizer's states are stored."""
         return self._cut(self.storage.shard_optimizer, role.name, shape)
+
+    def returned(self, node: fx.Node) -> Placement:
+        """This rank's rows, if the result has any."""
+        placement = self.now[node][0]
+        return placement if isinstance(placement, Shard) else REPLICATE
 
     def reduced_before(self, node: fx.Node) -> bool:
         """Also for an accumulator that is sharded."""

@@ -1,5 +1,6 @@
 """The named placement presets: ``ddp``, ``zero1``, ``zero2``, ``zero3``, ``hsdp``; ``tp``, ``sp`` with any.
 
+``zero3-keep`` is ``zero3`` that keeps gathered parameters for the backward.
 A preset says, for each mesh dimension, what is stored where; the walk along a dimension then places
 everything else (:mod:`stepgraph.placement.data_parallel`, :mod:`stepgraph.placement.tensor_parallel`).
 Dimensions are decided one by one: a strategy that is right on each is right on all.
@@ -31,6 +32,7 @@ PRESETS: dict[str, dict[str, Storage]] = {
     "zero1": {"dp": Storage(False, True, False)},
     "zero2": {"dp": Storage(False, True, True)},
     "zero3": {"dp": _ZERO3},
+    "zero3-keep": {"dp": Storage(True, True, True, gather_again=False)},
     "hsdp": {"replicate": _WHOLE, "shard": _ZERO3},
 }
 
@@ -69,6 +71,17 @@ def check_preset(name: str, mesh: MeshShape) -> dict[str, Storage]:
             do=f"use a mesh such as {','.join(f'{dim}=2' for dim in wanted)}",
         )
     return preset
+
+
+def gathers_again(name: str, mesh: MeshShape) -> bool:
+    """Whether parameters that the forward gathered are gathered again for the backward."""
+    return all(storage.gather_again for storage in check_preset(name, mesh).values())
+
+
+def for_own_update(name: str) -> str:
+    """The preset for an optimizer outside the program: ``zero1`` and ``zero2`` store parameters sharded."""
+    kept = {"zero1": "zero3-keep", "zero2": "zero3-keep"}
+    return "+".join(kept.get(part, part) for part in name.split("+"))
 
 
 def stored_parameter(preset_name: str, shape: tuple[int, ...], mesh: MeshShape) -> Placements:

@@ -79,7 +79,7 @@ class TensorParallel(Walk):
     def stored(self, role: roles.Input, shape: tuple[int, ...]) -> Placement:
         """Parameters, and what belongs to them, by the layout."""
         match role:
-            case roles.Param(name) | roles.OptimizerState(name):
+            case roles.Param(name) | roles.OptimizerState(name) | roles.GivenGrad(name):
                 owner = name
             case roles.Accumulator(name):
                 owner = name.removeprefix("grad:")

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from stepgraph.placement.rules import Rules, Strategy, tensor_arguments
 from stepgraph.program import roles
 from stepgraph.program.layout import InnerShard
-from stepgraph.program.program import OPTIMIZER, Program, tensors_of
+from stepgraph.program.program import FORWARD, OPTIMIZER, Program, tensors_of
 
 REPLICATE, SUM = Replicate(), Partial("sum")
 
@@ -98,6 +98,8 @@ class Walk(abc.ABC):
             self.program.placeholders, self.program.inputs, self.program.input_values, strict=True
         )
         for node, role, value in rows:
+            if isinstance(role, roles.ResultTangent):
+                continue  # when the result is placed
             stored = self.inputs[role] = self.stored(role, value.shape)
             self.now[node] = (self.in_model(role, stored),)
             if isinstance(role, roles.Param):
@@ -112,7 +114,21 @@ class Walk(abc.ABC):
             if node.op == "get_attr":
                 self.now[node] = (REPLICATE,)
             elif node.op == "call_function":
+                if node.meta["phase"] != FORWARD:
+                    self.place_tangents()
                 self.place(node)
+
+    def place_tangents(self) -> None:
+        """What comes back for a result is placed like the result."""
+        for node, role in self.role_of.items():
+            if isinstance(role, roles.ResultTangent) and role not in self.inputs:
+                result = self.program.result(roles.ModuleResult(role.index))
+                self.inputs[role] = self.returned(result)
+                self.now[node] = (self.inputs[role],)
+
+    def returned(self, node: fx.Node) -> Placement:
+        """Where a module's result goes to its caller."""
+        return REPLICATE
 
     def placement_of(self, argument: fx.Node, reader: fx.Node) -> Placement:
         """Where a reader finds a value."""
@@ -217,13 +233,17 @@ class Walk(abc.ABC):
 
     def _place_outputs(self) -> None:
         params = {role.name: role for role in self.program.inputs if isinstance(role, roles.Param)}
-        rows = zip(self.program.outputs, self.program.output_values, strict=True)
-        for role, value in rows:
+        rows = zip(
+            self.program.outputs, self.program.results, self.program.output_values, strict=True
+        )
+        for role, node, value in rows:
             written = roles.written_input(role)
             if written is not None and written in self.inputs:
                 self.outputs[role] = self.inputs[written]
             elif isinstance(role, roles.Grad):
                 self.outputs[role] = self.updated(params[role.name], value.shape)
+            elif isinstance(role, roles.ModuleResult):
+                self.outputs[role] = self.returned(node)
             else:
                 self.outputs[role] = REPLICATE
 

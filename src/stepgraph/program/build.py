@@ -68,8 +68,8 @@ class Builder:
         """Adds a placeholder behind the last one; ``like`` gives shape, dtype and device."""
         *_, last = itertools.takewhile(lambda node: node.op == "placeholder", self.graph.nodes)
         with self.graph.inserting_after(last):
-            node = self.graph.placeholder("input")
-        node.target = node.name  # unique here, and where the node is copied to
+            node = self.graph.placeholder(f"input_{len(self.graph.nodes)}")
+        node.target = node.name  # the argument's name; only the node's is made unique
         with self.shapes.mode:
             node.meta = {"val": like(), "name": label}
         return node

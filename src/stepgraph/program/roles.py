@@ -57,6 +57,27 @@ class Tangent:
 
 
 @dataclass(frozen=True)
+class ResultTangent:
+    """What the caller's backward passes in for ``ModuleResult`` ``index``: placed like that."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class GivenGrad:
+    """A parameter's gradient as the caller holds it, for an update that runs by itself."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Value ``index`` of what a forward leaves for its backward: a result of one, an input of the other."""
+
+    index: int
+
+
+@dataclass(frozen=True)
 class Accumulator:
     """A sum over micro-batches: ``grad:<parameter>``, ``loss`` or ``count``."""
 
@@ -71,6 +92,13 @@ class Loss:
 @dataclass(frozen=True)
 class UserOutput:
     """Leaf ``index`` of what the loss callable returned, for ``evaluate``."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class ModuleResult:
+    """Leaf ``index`` of what a module returned, as DDP returns it: the rows of this data-parallel rank."""
 
     index: int
 
@@ -111,8 +139,17 @@ class NewAccumulator:
     name: str
 
 
-Input = Param | Buffer | UserInput | OptimizerState | Scalar | Seed | Tangent | Accumulator
-Output = Loss | UserOutput | Grad | NewParam | NewBuffer | NewOptimizerState | NewAccumulator
+Input = (
+    Param | Buffer | UserInput | OptimizerState | Scalar | Seed | Tangent | ResultTangent | GivenGrad
+    | Saved | Accumulator
+)  # fmt: skip
+Output = (
+    Loss | UserOutput | ModuleResult | Saved | Grad | NewParam | NewBuffer | NewOptimizerState
+    | NewAccumulator
+)  # fmt: skip
+
+# What each call brings along; everything else is state.
+BROUGHT = (UserInput, Tangent, ResultTangent, GivenGrad, Saved)
 
 
 def written_input(output: Output) -> Input | None:

@@ -58,6 +58,10 @@ def _input_name(role: roles.Input) -> str:
             return f"{owner}:{key}"
         case roles.Tangent() | roles.Seed():
             return type(role).__name__.lower()
+        case roles.ResultTangent(index) | roles.Saved(index):
+            return f"{type(role).__name__.lower()}.{index}"
+        case roles.GivenGrad(name):
+            return f"grad:{name}"
     return role.name
 
 

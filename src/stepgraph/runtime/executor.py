@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from stepgraph.lowering.bind import bind_to_rank
 from stepgraph.lowering.lower import Executable, lower
 from stepgraph.lowering.merge import merge_small_collectives
+from stepgraph.lowering.partition import forward_and_backward
 from stepgraph.lowering.state import write_state_in_place
 from stepgraph.lowering.waits import delay_waits
 from stepgraph.pipeline import PassDriver
@@ -24,21 +25,34 @@ from stepgraph.runtime.state import State
 class LoweredProgram:
     """One program, ready to run on this rank.
 
-    ``arguments`` are its inputs in order, the batch's places left open; ``batch_places`` are (position
-    among the arguments, leaf of the batch).
+    ``arguments`` are its inputs in order, the places of what each call brings left open: ``batch_places``
+    are (position among the arguments, leaf of the batch), ``other_places`` (position, role).
     """
 
     program: Program
     execute: Executable
     arguments: list[Any]
     batch_places: list[tuple[int, int]]
+    other_places: list[tuple[int, roles.Input]]
     outputs: list[roles.Output]
 
-    def run(self, leaves: Sequence[Any]) -> dict[roles.Output, torch.Tensor]:
-        """Runs on one (micro-)batch; state is updated in place, what remains is returned."""
+    def run(
+        self, leaves: Sequence[Any] = (), brought: Mapping[roles.Input, torch.Tensor] | None = None
+    ) -> dict[roles.Output, torch.Tensor]:
+        """Runs on one (micro-)batch; state is updated in place, what remains is returned.
+
+        Args:
+            leaves: of the batch.
+            brought: what else the call brings: tangents, gradients, saved values.
+        """
         arguments = list(self.arguments)
+        # Programs are compiled for contiguous inputs; what a caller brings may be any view.
         for position, leaf in self.batch_places:
-            arguments[position] = leaves[leaf]
+            arguments[position] = leaves[leaf].contiguous()
+        for position, role in self.other_places:
+            value = (brought or {})[role]
+            saved = isinstance(role, roles.Saved)  # by a program, with the strides that it promised
+            arguments[position] = value if saved else value.contiguous()
         return dict(zip(self.outputs, self.execute(arguments), strict=True))
 
 
@@ -49,18 +63,38 @@ def lower_for_rank(
 
     The Program that is passed in stays as it is: it is what ``engine.programs`` shows.
     """
+    final = _bound(program, ranks, driver)
+    return _executable(program, final, lowering, ranks, state)
+
+
+def lower_in_two(
+    program: Program, lowering: str, ranks: Ranks, state: State, driver: PassDriver
+) -> tuple[LoweredProgram, LoweredProgram]:
+    """:func:`lower_for_rank`, forward and backward each by itself."""
+    sides = forward_and_backward(_bound(program, ranks, driver))
+    forward, backward = (_executable(program, side, lowering, ranks, state) for side in sides)
+    return forward, backward
+
+
+def _bound(program: Program, ranks: Ranks, driver: PassDriver) -> Program:
     bound = driver.run(bind_to_rank, program.copy(), ranks.rank, ranks.groups)
     bound = driver.run(merge_small_collectives, bound)
     bound = driver.run(delay_waits, bound, ranks.collectives_overlap)
     unchecked = PassDriver(keep_text=driver.keep_text, records=driver.records)
-    final = unchecked.run(write_state_in_place, bound)
+    return unchecked.run(write_state_in_place, bound)
+
+
+def _executable(
+    program: Program, final: Program, lowering: str, ranks: Ranks, state: State
+) -> LoweredProgram:
     execute = lower(final, lowering, ranks.collectives_overlap)
     arguments: list[Any] = []
-    places: list[tuple[int, int]] = []
+    batch: list[tuple[int, int]] = []
+    others: list[tuple[int, roles.Input]] = []
     for position, role in enumerate(final.inputs):
         if isinstance(role, roles.UserInput):
-            places.append((position, role.index))
-            arguments.append(None)
-        else:
-            arguments.append(state.tensors[role])
-    return LoweredProgram(program, execute, arguments, places, list(final.outputs))
+            batch.append((position, role.index))
+        elif isinstance(role, roles.BROUGHT):
+            others.append((position, role))
+        arguments.append(None if isinstance(role, roles.BROUGHT) else state.tensors[role])
+    return LoweredProgram(program, execute, arguments, batch, others, list(final.outputs))

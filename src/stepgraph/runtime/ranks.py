@@ -129,6 +129,15 @@ def agree_on_shapes(key: Any, shown: str, ranks: Ranks) -> None:
         )
 
 
+def largest(ranks: Ranks, *numbers: int) -> list[int]:
+    """The largest that any rank brings of each number (below 2^63); called by all ranks."""
+    if ranks.shape.world_size == 1:
+        return list(numbers)
+    tensor = torch.tensor(numbers, dtype=torch.int64, device=ranks.device_mesh.device_type)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.tolist()
+
+
 def agree_on(tensors: list[torch.Tensor], ranks: Ranks) -> None:
     """Gives every rank the first rank's values, in place."""
     if ranks.shape.world_size == 1:

@@ -7,25 +7,23 @@ DTensors that view their unpadded part: a step writes the storage in place, so t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from stepgraph import torch_internals
-from stepgraph.capture.optimizer import (
-    FIRST_STEP,
-    FunctionalOptimizer,
-)
+from stepgraph.capture.optimizer import FunctionalOptimizer
 from stepgraph.capture.update import MAX_GRAD_NORM
 from stepgraph.errors import CheckpointError, OptimizerError, UnfilledModelError, name_a_few
 from stepgraph.program import roles
-from stepgraph.program.layout import Placements, local_shape
+from stepgraph.program.layout import Placements, local_shape, replicated
 from stepgraph.program.program import Program, Value
 from stepgraph.program.randomness import seed_words
 from stepgraph.program.shards import local_part, rows_held
+from stepgraph.runtime import optimizer_state
 from stepgraph.runtime.group_numbers import GroupNumbers
 from stepgraph.runtime.ranks import Ranks, agree_on
 
@@ -57,7 +55,7 @@ class State:
         self.functional: FunctionalOptimizer | None = None
         self._numbers = GroupNumbers(optimizer) if optimizer is not None else None
         self._accumulators: list[torch.Tensor] | None = None
-        self._values: dict[roles.Input, Value] = {}
+        self.values: dict[roles.Input, Value] = {}
         named = dict(model.named_parameters())
         _check_optimizer(optimizer, named)
         replaced = {
@@ -98,10 +96,10 @@ class State:
             if any(isinstance(p, Shard) for p in stored):
                 local = local.clone()  # a view would keep the whole parameter alive
         self.tensors[roles.Param(name)] = local
-        shown = self._as_dtensor(local, Value(tuple(tensor.shape), tensor.dtype, stored))
+        shown = self.as_dtensor(local, Value(tuple(tensor.shape), tensor.dtype, stored))
         return nn.Parameter(shown, requires_grad=tensor.requires_grad)
 
-    def _as_dtensor(self, local: torch.Tensor, value: Value) -> DTensor:
+    def as_dtensor(self, local: torch.Tensor, value: Value) -> DTensor:
         """A DTensor that views the unpadded part of a local tensor."""
         assert value.placements is not None
         coordinate = self.ranks.shape.coordinate(self.ranks.rank)
@@ -135,20 +133,20 @@ class State:
         for role, value in inputs.items():
             if isinstance(role, roles.Param):
                 self._store_as(role, value)
-            if role in self.tensors or isinstance(role, roles.UserInput):
+            if role in self.tensors or isinstance(role, roles.BROUGHT):
                 continue
-            assert value.placements is not None
-            shape = local_shape(value.shape, value.placements, self.ranks.shape)
             match role:
                 case roles.OptimizerState(owner, key):
-                    tensor = self._first_state(owner, key, value, shape)
+                    tensor = optimizer_state.first_value(self, owner, key, value)
                 case roles.Scalar(name) if name == MAX_GRAD_NORM:
                     tensor = torch.full((), max_grad_norm or 0.0, dtype=value.dtype)
                 case _:
+                    assert value.placements is not None
+                    shape = local_shape(value.shape, value.placements, self.ranks.shape)
                     tensor = torch.zeros(shape, dtype=value.dtype)
             self.tensors[role] = tensor.to(self.device)
         self._accumulators = None
-        self._values.update(inputs)
+        self.values.update(inputs)
 
     def _store_as(self, role: roles.Param, value: Value) -> None:
         """Cuts a parameter as the program wants it, if it is stored otherwise (tensor parallelism)."""
@@ -159,25 +157,7 @@ class State:
         whole = parameter.detach().full_tensor()
         local = local_part(whole, value.placements, self.ranks.shape, self.ranks.rank).clone()
         self.tensors[role] = local
-        torch_internals.replace_parts(parameter, self._as_dtensor(local, value))
-
-    def _first_state(self, owner: str, key: str, value: Value, shape) -> torch.Tensor:
-        """An optimizer state's starting value: what the optimizer holds already, or its first fill."""
-        assert self.functional is not None and self.optimizer is not None
-        assert value.placements is not None
-        for name, group in self.functional.group_of.items():
-            if owner not in (name, f"group{group}"):
-                continue
-            parameter = self.model.get_parameter(name)
-            held = self.optimizer.state.get(parameter, {}).get(key)
-            if isinstance(held, DTensor):
-                held = held.full_tensor()
-            if isinstance(held, torch.Tensor):
-                part = held.detach().to(self.device)
-                return local_part(part, value.placements, self.ranks.shape, self.ranks.rank).clone()
-            spec = self.functional.rule(name, parameter).states[key]
-            return torch.full(shape, spec.fill or 0.0, dtype=value.dtype)
-        raise AssertionError(f"optimizer state {owner}:{key} has no owner")
+        torch_internals.replace_parts(parameter, self.as_dtensor(local, value))
 
     def clear_accumulators(self) -> None:
         """Zeroes every accumulator, before the first micro-batch of a step."""
@@ -197,7 +177,26 @@ class State:
     def set_gradient(self, name: str, local: torch.Tensor, program: Program) -> None:
         """Puts a local gradient into the parameter's ``.grad`` as a DTensor."""
         value = program.output_values[program.outputs.index(roles.Grad(name))]
-        self.model.get_parameter(name).grad = self._as_dtensor(local, value)
+        self.model.get_parameter(name).grad = self.as_dtensor(local, value)
+
+    def own_parts(
+        self, gradients: Mapping[str, torch.Tensor], program: Program
+    ) -> dict[roles.Input, torch.Tensor]:
+        """The gradients that an update takes, each this rank's (padded) part."""
+        values = dict(zip(program.inputs, program.input_values, strict=True))
+        found: dict[roles.Input, torch.Tensor] = {}
+        for name, gradient in gradients.items():
+            role = roles.GivenGrad(name)
+            placements = values[role].placements
+            assert placements is not None
+            shape = local_shape(values[role].shape, placements, self.ranks.shape)
+            if isinstance(gradient, DTensor) and tuple(gradient.placements) == placements:
+                part = gradient.to_local()
+            else:
+                whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+                part = local_part(whole, placements, self.ranks.shape, self.ranks.rank)
+            found[role] = part if part.shape == shape else _padded(part, shape)
+        return found
 
     def check_filled(self) -> None:
         """Refuses to compute with a model on the meta device that nobody filled.
@@ -209,7 +208,7 @@ class State:
             raise UnfilledModelError(
                 f"the model was on the meta device, and has no values for: "
                 f"{name_a_few(sorted(self.unfilled))}",
-                do="call engine.load_state_dict(...) before the first step",
+                do="call engine.load(...) or engine.load_state_dict(...) before the first step",
             )
 
     def update_numbers(self) -> None:
@@ -225,51 +224,27 @@ class State:
 
     def publish_optimizer_state(self) -> None:
         """Fills ``optimizer.state`` with what the programs hold, so that its state dict is current."""
-        if self.optimizer is None or self.functional is None:
-            return
-        for name, group in self.functional.group_of.items():
-            parameter = self.model.get_parameter(name)
-            state = self.optimizer.state[parameter]
-            for key in self.functional.rule(name, parameter).states:
-                role = self._state_role(name, group, key)
-                if key != FIRST_STEP and role in self.tensors:
-                    # A number shared by a group becomes one per parameter, as torch keeps it.
-                    local, value = self.tensors[role].clone(), self._values[role]
-                    state[key] = self._as_dtensor(local, value) if value.shape else local
+        optimizer_state.publish(self)
 
     def adopt_optimizer_state(self) -> None:
-        """Takes over what was loaded into the optimizer since."""
-        if self.optimizer is None or self.functional is None:
-            return
-        for name, group in self.functional.group_of.items():
-            for key, loaded in self.optimizer.state.get(self.model.get_parameter(name), {}).items():
-                role = self._state_role(name, group, key)
-                if role not in self.tensors or not isinstance(loaded, torch.Tensor):
-                    continue
-                whole = loaded.full_tensor() if isinstance(loaded, DTensor) else loaded
-                placements = self._values[role].placements
-                assert placements is not None
-                part = local_part(whole, placements, self.ranks.shape, self.ranks.rank)
-                self.tensors[role].copy_(part)
-                first = self._state_role(name, group, FIRST_STEP)
-                if first in self.tensors:
-                    self.tensors[first].zero_()
-
-    def _state_role(self, name: str, group: int, key: str) -> roles.OptimizerState:
-        shared = roles.OptimizerState(f"group{group}", key)
-        return shared if shared in self.tensors else roles.OptimizerState(name, key)
+        """Takes over what was loaded into ``optimizer.state``."""
+        optimizer_state.adopt(self)
 
     # -- state dicts
 
     def state_dict(self) -> dict[str, Any]:
         """The module's own keys, tied names and buffers included, as DTensors."""
-        whole = (Replicate(),) * len(self.ranks.shape.dims)
         found = {}
         for name, value in self.model.state_dict().items():
             if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-                value = self._as_dtensor(value, Value(tuple(value.shape), value.dtype, whole))
+                value = self.whole_dtensor(value)
             found[name] = value
         return found
+
+    def whole_dtensor(self, tensor: torch.Tensor) -> DTensor:
+        """A DTensor that views a tensor which every rank holds whole."""
+        whole = replicated(self.ranks.shape)
+        return self.as_dtensor(tensor, Value(tuple(tensor.shape), tensor.dtype, whole))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copies whole or distributed tensors into the stored parts.
@@ -280,7 +255,9 @@ class State:
         own = self.model.state_dict(keep_vars=True)
         optional = dict(self.model.named_buffers())  # buffers outside the state dict may come too
         unknown = [key for key in state if key not in own and key not in optional]
-        missing = [key for key in own if key not in state]
+        given = {id(own[key]) for key in state if key in own}
+        # A tied tensor may come under one of its names only, as transformers' files have it.
+        missing = [key for key in own if key not in state and id(own[key]) not in given]
         if unknown or missing:
             raise CheckpointError(
                 f"the state dict does not fit the model: missing {missing[:5]}, unknown {unknown[:5]}"
@@ -308,6 +285,12 @@ class State:
             self.tensors[roles.Param(name)].copy_(part)
         else:
             self.tensors[roles.Buffer(name)].copy_(value)
+
+
+def _padded(part: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    padded = part.new_zeros(shape)
+    padded[tuple(slice(size) for size in part.shape)] = part
+    return padded
 
 
 def _call(reference: weakref.ref, method: str) -> None:

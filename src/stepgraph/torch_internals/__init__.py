@@ -349,6 +349,17 @@ def one_process_mesh(device_type: str, dims: tuple[tuple[str, int], ...]) -> Any
     )
 
 
+def rendezvous_store() -> Any:
+    """The store by which the ranks of the default process group found each other.
+
+    A connection of its own, where the store has connections: one thread's waiting is not another's.
+    """
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store = _get_default_store()
+    return store.clone() if hasattr(store, "clone") else store
+
+
 # ----------------------------------------------------------------------------------- running
 
 

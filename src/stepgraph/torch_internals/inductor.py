@@ -65,6 +65,14 @@ def _compute_numbers_once(graph: fx.GraphModule) -> None:
     graph.recompile()
 
 
+def _keep_strides(module: fx.GraphModule, graph: fx.GraphModule) -> None:
+    """Results keep the strides that the module promises: another program was compiled for them."""
+    results = module.graph.output_node().args[0]
+    output = graph.graph.output_node()
+    output.meta["original_output_strides"] = [node.meta["val"].stride() for node in results]  # type: ignore[union-attr]
+    output.meta["user_visible_output_idxs"] = list(range(len(results)))  # type: ignore[arg-type]
+
+
 def compile_with_inductor(
     module: fx.GraphModule,
     examples: list[torch.Tensor],
@@ -97,6 +105,11 @@ def compile_with_inductor(
     if not collectives_overlap:
         settings = {**settings, "_pre_fusion_custom_pass": _one_collective_at_a_time}
     mode = fake_mode_of(examples) or new_fake_mode()
+    with mode:  # a tensor that is given twice would be traced as one input
+        examples = [
+            torch.empty_strided(e.shape, e.stride(), dtype=e.dtype, device=e.device)
+            for e in examples
+        ]
     with (
         torch.no_grad(),
         V.set_fake_mode(mode),
@@ -106,6 +119,7 @@ def compile_with_inductor(
         graph = make_fx(module, decomposition_table={**select_decomp_table(), **decompositions})(
             *examples
         )
+        _keep_strides(module, graph)
         joint_graph_passes(graph)
         _compute_numbers_once(graph)
         return compile_fx_inner(graph, examples, is_inference=True)

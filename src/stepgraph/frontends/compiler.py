@@ -1,0 +1,194 @@
+"""From a batch to compiled programs: what Engine and parallelize() share."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from stepgraph import torch_internals
+from stepgraph.capture.module import BatchSpec, LossFunction
+from stepgraph.capture.optimizer import FunctionalOptimizer
+from stepgraph.capture.precision import Precision
+from stepgraph.capture.refusals import check_hooks
+from stepgraph.errors import ShapeLimitError, StrictError
+from stepgraph.frontends.entries import Compiled, evaluation_mode, recompilation_reason, show_key
+from stepgraph.pipeline import (
+    PassDriver,
+    StepRequest,
+    compile_evaluation,
+    compile_gradients,
+    compile_step,
+    compile_update,
+)
+from stepgraph.planning.plan import Plan
+from stepgraph.program.program import Program
+from stepgraph.runtime.batches import LocalBatch, global_spec
+from stepgraph.runtime.executor import LoweredProgram, lower_for_rank, lower_in_two
+from stepgraph.runtime.ranks import Ranks, agree_on_shapes
+from stepgraph.runtime.recompiles import Stats, before_compiling, count_call
+from stepgraph.runtime.split import SplitProgram
+from stepgraph.runtime.state import State
+from stepgraph.torch_internals import pytree
+
+log = logging.getLogger("stepgraph")
+
+MAX_SHAPES = 8
+
+
+@dataclass
+class Compiler:
+    """Compiles entry points, each once for a kind of batch, and keeps the programs.
+
+    ``as_module``: results are those of a module (this rank's rows), not of a loss callable.
+    """
+
+    model: nn.Module
+    loss: LossFunction
+    optimizer: torch.optim.Optimizer | None
+    plan: Plan
+    ranks: Ranks
+    state: State
+    micro_batches: int = 1
+    max_grad_norm: float | None = None
+    precision: Precision = Precision()
+    strict: bool = False
+    max_shapes: int = MAX_SHAPES
+    as_module: bool = False
+    stats: Stats = field(default_factory=Stats)
+    programs: dict[str, Program] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._parameters = list(self.model.parameters())
+        self._compiled: dict[str, dict[tuple, Compiled]] = {}
+        self._updates: dict[tuple[str, ...], LoweredProgram] = {}
+
+    def entry(self, name: str, batch: LocalBatch) -> Compiled:
+        """The programs of an entry point (step, gradients, evaluate) for a batch like this one."""
+        count_call(self, name)
+        check_hooks(self.model, self.optimizer)
+        flags = tuple(parameter.requires_grad for parameter in self._parameters)
+        in_mode = name != "evaluate" or self.as_module
+        modes = torch_internals.module_modes(self.model, with_training=in_mode)
+        key = (batch.key, flags, modes)
+        known = self._compiled.setdefault(name, {})
+        if key not in known:
+            self.state.check_filled()
+            reason = recompilation_reason(name, known, batch, key, self.model)
+            if reason is not None:
+                before_compiling(self, name, reason)
+            if len({k[0] for k in known} | {key[0]}) > self.max_shapes:
+                raise ShapeLimitError(
+                    f"{len(known) + 1} different batch shapes; programs are kept for "
+                    f"{self.max_shapes}",
+                    why="so far: " + "; ".join(show_key(k) for k in known),
+                    do="pad batches to a few lengths (stepgraph.pad_batches), or raise max_shapes",
+                )
+            agree_on_shapes(batch.key, batch.shapes(), self.ranks)
+            start = time.perf_counter()
+            known[key] = self._compile(name, batch)
+            self._compiled_one(start, reason)
+        return known[key]
+
+    def update(self, names: Sequence[str]) -> LoweredProgram:
+        """The program that updates these parameters from gradients that the caller holds."""
+        count_call(self, "optimizer_step")
+        key = tuple(names)
+        if key not in self._updates:
+            reason = None
+            if self._updates:
+                reason = "optimizer_step: other parameters have gradients"
+                before_compiling(self, "optimizer_step", reason)
+            start = time.perf_counter()
+            request = self._request(BatchSpec((), (), pytree.tree_structure(())))
+            driver = PassDriver()
+            program, functional = compile_update(request, driver, names, self.state.device)
+            self._updates[key] = self._lower("update", program, functional, driver)
+            self._compiled_one(start, reason)
+        return self._updates[key]
+
+    def change_lowering(self, name: str) -> None:
+        """What is compiled from here on is lowered so; programs of the split use are made anew."""
+        if name != self.plan.lowering:
+            self.plan.lowering = name
+            self._compiled.pop("gradients", None)
+            self._updates.clear()
+
+    def _compiled_one(self, start: float, reason: str | None) -> None:
+        self.stats.compiles += 1
+        self.stats.compile_seconds += time.perf_counter() - start
+        if reason is not None:
+            self.stats.recompiles.append(reason)
+
+    def _request(self, spec: Any, micro_batches: int = 1) -> StepRequest:
+        return StepRequest(
+            self.model,
+            self.loss,
+            spec,
+            self.plan,
+            self.optimizer,
+            micro_batches,
+            self.max_grad_norm is not None,
+            self.precision,
+        )
+
+    def _compile(self, name: str, batch: LocalBatch) -> Compiled:
+        micro = self.micro_batches if name == "step" else 1
+        request = self._request(global_spec(batch, micro, self.ranks.shape.data_size), micro)
+        driver = PassDriver()
+        if name == "step":
+            compiled = compile_step(request, driver)
+            self._report(compiled.notes)
+            lowered = {
+                part: self._lower(part, program, compiled.optimizer, driver)
+                for part, program in compiled.programs.items()
+            }
+            return Compiled(lowered)
+        if name == "gradients":
+            program, tree, notes = compile_gradients(request, driver, self.as_module)
+            self._report(notes)
+            self._prepare(name, program, None)
+            forward, backward = lower_in_two(
+                program, self.plan.lowering, self.ranks, self.state, driver
+            )
+            split = SplitProgram(forward, backward, self.state)
+            return Compiled({"forward": forward, "backward": backward}, tree, split)
+        if self.as_module:
+            program, tree = compile_evaluation(request, driver, as_module=True)
+        else:
+            with evaluation_mode(self.model):
+                program, tree = compile_evaluation(request, driver)
+        self._report(program.notes)
+        return Compiled({name: self._lower(name, program, None, driver)}, tree)
+
+    def _prepare(self, name: str, program: Program, functional: FunctionalOptimizer | None) -> None:
+        inputs = dict(zip(program.inputs, program.input_values, strict=True))
+        self.state.prepare(inputs, functional, self.max_grad_norm)
+        self.programs[name] = program
+
+    def _lower(
+        self,
+        name: str,
+        program: Program,
+        functional: FunctionalOptimizer | None,
+        driver: PassDriver,
+    ) -> LoweredProgram:
+        self._prepare(name, program, functional)
+        return lower_for_rank(program, self.plan.lowering, self.ranks, self.state, driver)
+
+    def _report(self, notes: list[str]) -> None:
+        new = [note for note in notes if note not in self.notes]
+        if new and self.strict:
+            raise StrictError(
+                "strict=True, and the step would fall back: " + "; ".join(new),
+                do="remove the cause, or strict=False to accept and report it",
+            )
+        for note in new:
+            log.warning("%s", note)
+        self.notes += new

@@ -1,0 +1,205 @@
+"""parallelize(): sharded parameters and compiled programs under the user's own loop and optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from stepgraph.capture.module import LossFunction
+from stepgraph.capture.precision import Precision
+from stepgraph.capture.refusals import check_hooks
+from stepgraph.errors import BatchError, UsageError
+from stepgraph.frontends.arguments import check_arguments, check_kinds, device_of, make_plan
+from stepgraph.frontends.compiler import MAX_SHAPES, Compiler
+from stepgraph.lowering.lower import check_lowering
+from stepgraph.memory.policies import parse_policy
+from stepgraph.placement.policies import for_own_update, stored_parameter
+from stepgraph.planning.plan import Plan
+from stepgraph.program import roles
+from stepgraph.runtime.batches import flatten_batch
+from stepgraph.runtime.ranks import join_ranks
+from stepgraph.runtime.state import State
+from stepgraph.torch_internals import pytree
+
+
+def parallelize(
+    model: nn.Module,
+    *,
+    example: Any,
+    mesh: str | DeviceMesh | None = None,
+    plan: str | Path | Plan = "zero3",
+    loss: LossFunction | None = None,
+    memory: str | None = None,
+    compute_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    lowering: str | None = None,
+    strict: bool = False,
+    seed: int = 0,
+    max_shapes: int = MAX_SHAPES,
+) -> nn.Module:
+    """Shards a module in place and compiles its forward and backward; the loop stays the user's.
+
+    Calls take this rank's part of the batch and return this data-parallel rank's part of the results,
+    whole over ``tp``; a scalar is that of the global batch. Gradients arrive in ``.grad`` as DTensors,
+    reduced: of what is this rank's own, averaged over data-parallel ranks as DDP does; of what is global,
+    exact. Results that are neither tensors nor containers (a cache of keys and values) are left out.
+
+    Args:
+        model: a plain module; its parameters become DTensors under their own names. Build the optimizer
+            afterwards, over ``model.parameters()``.
+        example: a batch of the *global* shape: a mapping is passed as keywords, a tuple as arguments.
+        mesh, plan, memory, compute_dtype, reduce_dtype, lowering, strict, seed: as for Engine. ``zero1``
+            and ``zero2`` store parameters sharded, so that the optimizer's state is, gather them once per
+            forward and keep them for the backward.
+        loss: ``(model, batch) -> scalar``; calls then take a batch and return the global batch's loss.
+        max_shapes: distinct batch shapes to keep compiled programs for.
+
+    Returns:
+        the same module.
+
+    Raises:
+        UsageError, MeshError, CaptureError: before or while the first program is made.
+    """
+    check_arguments(model, None, 1, None, compute_dtype, reduce_dtype)
+    check_kinds(loss, mesh, plan, memory, lowering, None)
+    if "forward" in vars(model):
+        raise UsageError(
+            "the module's forward has been replaced already",
+            do="parallelize a module once, and before anything else wraps its forward",
+        )
+    if memory is not None:
+        parse_policy(memory)
+    if lowering is not None:
+        check_lowering(lowering)
+    check_hooks(model)
+    device = device_of(model)
+    ranks = join_ranks(mesh, device)
+    made = make_plan(plan, ranks.shape, memory, lowering)
+    made.placement = for_own_update(made.placement)
+    state = State(
+        model,
+        None,
+        ranks,
+        lambda shape: stored_parameter(made.placement, shape, ranks.shape),
+        device,
+    )
+    compiler = Compiler(
+        model,
+        loss or _call_model,
+        None,
+        made,
+        ranks,
+        state,
+        precision=Precision(compute_dtype, reduce_dtype),
+        strict=strict,
+        max_shapes=max_shapes,
+        as_module=loss is None,
+    )
+    forward = ParallelForward(compiler, seed)
+    forward.compile(example)
+    model.forward = forward  # type: ignore[method-assign]
+    return model
+
+
+def _call_model(model: nn.Module, batch: Any) -> Any:
+    args, kwargs = batch
+    result = model(*args, **kwargs)
+    if not isinstance(result, dict):
+        return result
+    kinds = (torch.Tensor, tuple, list, dict)
+    return type(result)(**{key: value for key, value in result.items() if isinstance(value, kinds)})
+
+
+class ParallelForward:
+    """What a parallelized module runs in place of its ``forward``.
+
+    ``compiler`` has the plan, the programs, the notes and the statistics.
+    """
+
+    def __init__(self, compiler: Compiler, seed: int) -> None:
+        self.compiler, self.seed = compiler, seed
+        self._calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs on this rank's part of a batch."""
+        compiler, state = self.compiler, self.compiler.state
+        local = flatten_batch(self._batch(args, kwargs), state.device)
+        _refuse_gradients_of_inputs(local.leaves)
+        training = torch.is_grad_enabled() and any(
+            p.requires_grad for p in state.model.parameters()
+        )
+        with self._own_forward():
+            compiled = compiler.entry("gradients" if training else "evaluate", local)
+        state.seed_random_operations(self.seed, self._calls, 0)
+        if training:
+            self._calls += 1
+            assert compiled.split is not None
+            results = compiled.split.run(local.leaves)
+            if not compiler.as_module:
+                return results[0]
+        else:
+            found = compiled.programs["evaluate"].run(local.leaves)
+            kinds = (roles.ModuleResult, roles.UserOutput)
+            leaves = {role.index: v for role, v in found.items() if isinstance(role, kinds)}
+            results = [leaves[index] for index in sorted(leaves)]
+        return pytree.tree_unflatten(results, compiled.result_tree)
+
+    def compile(self, example: Any) -> None:
+        """Compiles for a batch of a global shape; nothing runs."""
+        ranks = self.compiler.ranks.shape.data_size
+
+        def part(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or not leaf.dim():
+                return leaf
+            if leaf.shape[0] % ranks:
+                raise BatchError(
+                    f"the example has {leaf.shape[0]} rows, which do not divide over {ranks} ranks",
+                    do="give an example of the global batch",
+                )
+            return torch.empty_like(
+                leaf[: leaf.shape[0] // ranks], device=self.compiler.state.device
+            )
+
+        if isinstance(example, dict):
+            batch = self._batch((), example)
+        elif isinstance(example, (tuple, list)):
+            batch = self._batch(tuple(example), {})
+        else:
+            batch = self._batch((example,), {})
+        local = flatten_batch(pytree.tree_map(part, batch), self.compiler.state.device)
+        with self._own_forward():
+            self.compiler.entry("gradients", local)
+
+    def _batch(self, args: tuple, kwargs: dict) -> Any:
+        if self.compiler.as_module:
+            return args, kwargs
+        if len(args) == 1 and not kwargs:
+            return args[0]
+        return kwargs if kwargs and not args else args
+
+    @contextlib.contextmanager
+    def _own_forward(self) -> Iterator[None]:
+        """The module's own forward, which is what is captured."""
+        model = self.compiler.model
+        replaced = vars(model).pop("forward", None)
+        try:
+            yield
+        finally:
+            if replaced is not None:
+                model.forward = replaced  # type: ignore[method-assign]
+
+
+def _refuse_gradients_of_inputs(leaves: tuple) -> None:
+    if torch.is_grad_enabled() and any(
+        isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves
+    ):
+        raise UsageError(
+            "an input of the parallelized module requires a gradient, which it would not get",
+            do="detach it, or parallelize the module that computes it together with this one",
+        )

@@ -1,0 +1,129 @@
+"""Cuts a lowered Program of forward and backward where a caller stands between the two."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from stepgraph.program import roles
+from stepgraph.program.program import FORWARD, Program, Value, is_write
+
+
+def forward_and_backward(program: Program) -> tuple[Program, Program]:
+    """A Program for each side; what the backward reads of the forward is saved between them.
+
+    Args:
+        program: bound and lowered; it may write into its state.
+
+    reads: phases. writes: two Programs, with ``Saved`` results and inputs. preserves: every result,
+    bitwise. Parameters and buffers are read anew by the backward; the batch and the seed, which the next
+    forward replaces, are saved.
+    """
+    nodes = [node for node in program.graph.nodes if node.op in ("call_function", "get_attr")]
+    late = _backward_nodes(nodes)
+    gradients = {
+        node
+        for role, node in zip(program.outputs, program.results, strict=True)
+        if isinstance(role, roles.Grad)
+    }
+    role_of = dict(zip(program.placeholders, program.inputs, strict=True))
+    saved = [
+        node
+        for node in program.graph.nodes
+        if node not in late
+        and (node in gradients or any(user in late for user in node.users))
+        and (node.op == "call_function" or _is_replaced(role_of.get(node)))
+    ]
+    forward = _Side(program, [node for node in nodes if node not in late])
+    for node in program.placeholders:
+        forward.take(node, role_of[node])
+    forward.compute()
+    for index, node in enumerate(saved):
+        forward.give(
+            roles.Saved(index), node, _described(node), isinstance(role_of.get(node), roles.Seed)
+        )
+    backward = _Side(program, [node for node in nodes if node in late or node.op == "get_attr"])
+    for index, node in enumerate(saved):
+        backward.take(node, roles.Saved(index))
+    for node in program.placeholders:
+        if node not in saved:
+            backward.take(node, role_of[node])
+    backward.compute()
+    for role, node, value in zip(
+        program.outputs, program.results, program.output_values, strict=True
+    ):
+        side = backward if isinstance(role, roles.Grad) else forward
+        side.give(role, node, value)
+    return forward.finish(), backward.finish()
+
+
+def _backward_nodes(nodes: list[fx.Node]) -> set[fx.Node]:
+    """Operations of the backward, and writes into what it still reads."""
+    late = {node for node in nodes if node.meta.get("phase", FORWARD) != FORWARD}
+    for node in nodes:
+        target = node.args[0] if is_write(node) else None
+        if isinstance(target, fx.Node) and any(user in late for user in target.users):
+            late.add(node)
+    return late
+
+
+def _is_replaced(role: roles.Input | None) -> bool:
+    """Whether the next forward brings another tensor, or writes into this one."""
+    return isinstance(role, (roles.UserInput, roles.Seed))
+
+
+def _described(node: fx.Node) -> Value:
+    value = node.meta["val"]
+    return Value(tuple(value.shape), value.dtype)
+
+
+class _Side:
+    """One of the two Programs while it is made: ``take`` its inputs, ``compute``, ``give`` results."""
+
+    def __init__(self, program: Program, nodes: list[fx.Node]) -> None:
+        self.program, self.nodes, self.inside = program, nodes, set(nodes)
+        self.graph = fx.Graph()
+        self.new: dict[fx.Node, fx.Node] = {}
+        self.inputs: list[roles.Input] = []
+        self.results: list[tuple[roles.Output, fx.Node, Value]] = []
+
+    def take(self, node: fx.Node, role: roles.Input) -> None:
+        """Adds an input."""
+        self.new[node] = self.graph.placeholder(f"input_{len(self.inputs)}")
+        self.new[node].meta = {**node.meta, "name": roles.label(role)}
+        self.inputs.append(role)
+
+    def compute(self) -> None:
+        """Copies the operations."""
+        for node in self.nodes:
+            self.new[node] = self.graph.node_copy(node, self.new.__getitem__)
+            self.new[node].meta = dict(node.meta)
+
+    def give(self, role: roles.Output, node: fx.Node, value: Value, copied: bool = False) -> None:
+        """Adds a result; a copy of it where its storage will be written again."""
+        result = self.new[node]
+        if copied:
+            result = self.graph.call_function(torch.ops.aten.clone.default, (result,))
+            result.meta = {**node.meta, "phase": FORWARD, "module": ""}
+        self.results.append((role, result, value))
+
+    def finish(self) -> Program:
+        """The Program, without inputs and operations that it has no use for."""
+        self.graph.output(tuple(node for _, node, _ in self.results))
+        placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
+        side = Program(
+            self.program.name,
+            fx.GraphModule(self.program.module, self.graph),
+            self.inputs,
+            [role for role, _, _ in self.results],
+            [_described(node) for node in placeholders],
+            [value for _, _, value in self.results],
+            self.program.mesh,
+        ).finish()
+        kept = [bool(node.users) for node in placeholders]
+        for node, used in zip(placeholders, kept, strict=True):
+            if not used:
+                self.graph.erase_node(node)
+        side.inputs = [role for role, used in zip(side.inputs, kept, strict=True) if used]
+        side.input_values = [v for v, used in zip(side.input_values, kept, strict=True) if used]
+        return side

@@ -1,0 +1,95 @@
+"""Forward and backward as two calls, with the caller's own autograd graph between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from stepgraph.program import roles
+from stepgraph.runtime.executor import LoweredProgram
+from stepgraph.runtime.state import State
+
+
+@dataclass
+class SplitProgram:
+    """The two sides of a program ``gradients``, and where parameters and their gradients live."""
+
+    forward: LoweredProgram
+    backward: LoweredProgram
+    state: State
+
+    def __post_init__(self) -> None:
+        program = self.forward.program
+        values = zip(program.outputs, program.output_values, strict=True)
+        self.gradients = {
+            role.name: value for role, value in values if isinstance(role, roles.Grad)
+        }
+        kinds = (roles.Loss, roles.ModuleResult)
+        self.results = [role for role in program.outputs if isinstance(role, kinds)]
+        self.shares = [self._share(role) for role in self.results]
+
+    def run(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
+        """Runs the forward; the results carry a graph, whose backward adds to the parameters' ``.grad``.
+
+        A gradient is that of the loss on the global batch, where results are those of the global batch;
+        of results that are this rank's rows it is the mean over data-parallel ranks, as with DDP.
+        """
+        parameters = [self.state.model.get_parameter(name) for name in self.gradients]
+        results = _Call.apply(self, list(leaves), *parameters)
+        return list(results)
+
+    def _share(self, role: roles.Output) -> float:
+        """What a tangent counts for: a rank's own rows for one rank of many."""
+        program = self.forward.program
+        placements = program.output_values[program.outputs.index(role)].placements
+        own = any(isinstance(placement, Shard) for placement in placements or ())
+        return 1.0 / self.state.ranks.shape.data_size if own else 1.0
+
+    def tangent_role(self, result: roles.Output) -> roles.Input:
+        """What the backward takes for a result."""
+        if isinstance(result, roles.ModuleResult):
+            return roles.ResultTangent(result.index)
+        return roles.Tangent()
+
+    def versions(self) -> list[int]:
+        """How often each parameter has been written, to find that one was written in between."""
+        named = (self.state.tensors[roles.Param(name)] for name in self.gradients)
+        return [tensor._version for tensor in named]
+
+
+class _Call(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, split: SplitProgram, leaves: list, *parameters: nn.Parameter):
+        found = split.forward.run(leaves)
+        saved = [value for role, value in found.items() if isinstance(role, roles.Saved)]
+        ctx.save_for_backward(*saved)
+        ctx.split, ctx.versions = split, split.versions()
+        results = tuple(found[role] for role in split.results)
+        ctx.mark_non_differentiable(*(r for r in results if not r.is_floating_point()))
+        return results
+
+    @staticmethod
+    def backward(ctx, *tangents: torch.Tensor):
+        split: SplitProgram = ctx.split
+        if split.versions() != ctx.versions:
+            raise RuntimeError(
+                "a parameter was changed between forward and backward: run the forward again, or call "
+                "backward before the optimizer"
+            )
+        brought: dict[roles.Input, torch.Tensor] = {
+            roles.Saved(index): value for index, value in enumerate(ctx.saved_tensors)
+        }
+        for role, tangent, share in zip(split.results, tangents, split.shares, strict=True):
+            brought[split.tangent_role(role)] = tangent if share == 1.0 else tangent * share
+        found = split.backward.run((), brought)
+        state = split.state
+        gradients = [
+            state.as_dtensor(found[roles.Grad(name)], value)
+            for name, value in split.gradients.items()
+        ]
+        return None, None, *gradients

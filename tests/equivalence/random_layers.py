@@ -302,7 +302,7 @@ LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
     "cumulative sum": lambda w, n: Function(lambda x: x.cumsum(1) / n),
     "sort": lambda w, n: Function(lambda x: x.sort(-1).values),
     "top": lambda w, n: Function(_top),
-    "einsum": lambda w, n: Function(lambda x: torch.einsum("bij,bkj->bik", x, x) @ x / w),
+    "einsum": lambda w, n: Function(lambda x: torch.einsum("bij,bkj->bik", x.tanh(), x.tanh()) @ x / w),
     "over rows": lambda w, n: Function(lambda x: x - x.mean(0)),
     "rows in reverse": lambda w, n: Function(lambda x: x + x.flip(0)),
     "sum of rows so far": lambda w, n: Function(lambda x: x + 0.1 * x.cumsum(0)),

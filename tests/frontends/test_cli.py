@@ -45,6 +45,7 @@ COMMANDS = {
         "--seq": (64, False),
         "--mesh": (None, True),
     },
+    "doctor": {"--json": (False, False)},
 }
 
 SUMMARY = Summary(
@@ -119,7 +120,7 @@ def test_options_and_the_record_of_them_agree():
         assert getattr(record, name) == COMMANDS["train"]["--" + name.replace("_", "-")][0]
 
 
-@pytest.mark.parametrize("command", [[], ["train"], ["check"]])
+@pytest.mark.parametrize("command", [[], ["train"], ["check"], ["doctor"]])
 def test_help_has_an_example(command):
     result = run(*command, "--help")
     assert result.exit_code == 0

@@ -16,7 +16,7 @@ from torch import fx
 from stepgraph import torch_internals
 from stepgraph.program.collectives import KINDS, ON_FIRST, SHARD_OF, is_collective, mesh_dim_of
 from stepgraph.program.layout import MeshShape
-from stepgraph.program.program import Program
+from stepgraph.program.program import Program, runnable
 from stepgraph.program.randomness import RANDOM, bound_to
 from stepgraph.program.shards import REDUCTIONS, cut
 
@@ -101,7 +101,7 @@ def _interpret(
             values[node] = RANDOM(values[bound[0]], *bound[1:])
         else:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = node.target(*args, **kwargs)
+            values[node] = runnable(node.target)(*args, **kwargs)
         if observe is not None:
             observe(rank, node, values[node])
         for dead in dying.get(node, ()):

@@ -100,10 +100,17 @@ class OneProcessRun:
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """The parameters that the programs update, as global tensors."""
+        return self._whole(roles.Param)
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that the programs read or write, as global tensors."""
+        return self._whole(roles.Buffer)
+
+    def _whole(self, kind: type[roles.Param] | type[roles.Buffer]) -> dict[str, torch.Tensor]:
         return {
             role.name: join(parts, value.shape, value.placements or (), self.mesh)
             for role, parts in self._state.items()
-            if isinstance(role, roles.Param) and (value := self._values[role])
+            if isinstance(role, kind) and (value := self._values[role])
         }
 
     def _pieces(self, batch: LocalBatch) -> list[LocalBatch]:

@@ -240,3 +240,24 @@ def loss_curve(
         lines.append(f"{label} |{marks}".rstrip())
     ends = f"steps {first_step} to {first_step + len(losses) - 1}"
     return "\n".join([*lines, " " * 9 + "+" + "-" * columns, " " * 10 + ends])
+
+
+# -- doctor
+
+
+@main.command("doctor", epilog=_example("doctor --json"))
+@click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON.")
+def doctor_command(as_json: bool) -> None:
+    """Says what this machine has, and tries what works on it and what does not.
+
+    Exits with 1 where something that training needs does not work.
+    """
+    from stepgraph.frontends import doctor
+
+    checks = doctor.diagnose(lambda name: click.echo(f"looking at {name}", err=True))
+    if as_json:
+        click.echo(doctor.to_json(checks))
+    else:
+        doctor.show(checks)
+    if not all(check.ok for check in checks):
+        sys.exit(FAILED)

@@ -117,6 +117,15 @@ def rank_device() -> torch.device:
     return torch.device("cpu")
 
 
+def communication_backends() -> dict[str, tuple[bool, bool]]:
+    """Backend -> (whether torch has it, whether ranks of this machine need it)."""
+    on_gpu = torch.cuda.is_available()
+    return {
+        "gloo": (dist.is_gloo_available(), not on_gpu),
+        "nccl": (dist.is_nccl_available(), on_gpu),
+    }
+
+
 def peak_bytes(device: torch.device) -> int:
     """The most memory used so far: of the allocator on a GPU, of this process on the CPU."""
     if device.type == "cuda":

@@ -13,7 +13,7 @@ import torch
 
 from stepgraph import torch_internals
 from stepgraph.errors import UsageError, near_misses
-from stepgraph.program.program import Program
+from stepgraph.program.program import Program, runnable
 from stepgraph.program.randomness import RANDOM, fused_random
 from stepgraph.torch_internals.inductor import compile_with_inductor
 
@@ -21,6 +21,8 @@ Executable = Callable[[Sequence[torch.Tensor]], Sequence[Any]]
 
 
 def _lower_eager(program: Program, collectives_overlap: bool) -> Executable:
+    for node in program.operations():
+        node.target = runnable(node.target)
     program.module.recompile()
     run = torch_internals.disable_compiler(program.module.forward)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx
 from torch.distributed.tensor import Shard
 
+from stepgraph.placement.data_parallel import DataParallel, Storage
 from stepgraph.planning.decisions import PlacementDecision
 from stepgraph.program.layout import TENSOR_PARALLEL, MeshShape, Placements, local_shape
 from stepgraph.program.program import Program
@@ -20,16 +21,20 @@ def draw_by_global_row(
     each rank's rows, so that a mask depends neither on ranks nor on micro-batches. Where no dimension
     is divided (a mask over parameters), every micro-batch draws its own.
     """
-    if micro_batches == 1:
+    found = [node for node in program.operations() if node.target is RANDOM]
+    if micro_batches == 1 or not found:
         return
-    for node in program.operations():
-        if node.target is not RANDOM:
-            continue
+    alone = None
+    if mesh.names == (TENSOR_PARALLEL,):  # nothing says where the batch is: ask for one rank
+        alone = DataParallel(program, 1, 1, 1, Storage(False, False, False)).decide()
+    for node in found:
         (placements,) = decision.operations[node.meta["name"]].outputs
         ranks, batch_dim = 1, None
         for name, placement, size in zip(mesh.names, placements or (), mesh.sizes, strict=True):
             if name != TENSOR_PARALLEL and isinstance(placement, Shard):
                 ranks, batch_dim = ranks * size, placement.dim
+        if alone is not None and isinstance(cut := alone.now[node][0], Shard):
+            batch_dim = cut.dim
         if batch_dim is None:
             continue
         seed, kind, operation, sizes, whole, starts, _, shards = node.args

@@ -84,7 +84,7 @@ class Rules:
     def strategies(self, node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
         """All strategies worth considering when the arguments are placed as given.
 
-        Replicating everything is always the last of them.
+        Replicating everything is always among them: the last, unless a rule says it earlier.
         """
         key = (node.target, freeze(node.args), freeze(node.kwargs), placements)
         found = self._answers.get(key)
@@ -139,7 +139,7 @@ class Rules:
         if node.target is aten.expand.default:
             found += _repeated(node)
         kept = [s for s in found if self._usable(s, arguments, results)]
-        return [*dict.fromkeys(kept), replicate]
+        return list(dict.fromkeys([*kept, replicate]))
 
     def _ask_dtensor(self, node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
         remaining = iter(placements)
@@ -233,6 +233,8 @@ def _batch_and_heads(outputs: tuple[tuple[int, int] | None, ...]) -> Entry:
         arguments = tensor_arguments(node)
         query = arguments[_ATTENTION_QUERY.get(node.target, 0)].meta["val"]
         for dim in (0, 1):
+            if query.shape[dim] == 1:
+                continue
             wanted: list[Placement] = []
             for argument in arguments:
                 value = argument.meta["val"]
@@ -240,11 +242,20 @@ def _batch_and_heads(outputs: tuple[tuple[int, int] | None, ...]) -> Entry:
                 own = dim - (query.dim() - value.dim()) if _is_mask(node, argument) else dim
                 whole = own < 0 or value.shape[own] == 1
                 wanted.append(Replicate() if whole else Shard(own))
-            results = tuple(None if d is None else Shard(d[dim]) for d in outputs)
+            results = tuple(
+                None if d is None else _part(value, d[dim])
+                for d, value in zip(outputs, results_of(node), strict=True)
+            )
             strategies.append(Strategy(tuple(wanted), results))
         return strategies
 
     return entry
+
+
+def _part(result: object, dim: int) -> Placement:
+    """Of a result along a dimension: the gradient of the one head that all heads share is a sum."""
+    assert isinstance(result, torch.Tensor)
+    return Partial("sum") if result.shape[dim] == 1 else Shard(dim)
 
 
 def _is_mask(node: fx.Node, argument: fx.Node) -> bool:

@@ -169,6 +169,8 @@ class TensorParallel(Walk):
             return _NEVER
         if _begins_a_cut(strategy) and node in self.from_batch and node.target not in STRATEGIES:
             return _NEVER  # only weights begin one
+        if node.target in _CUT_THEIR_INPUTS and _begins_with(strategy, placements):
+            return _NEVER  # nor does attention, and the batch is not for tp to cut
         cost = sum(self._moved(node, *row, strategy) for row in rows)
         if any(isinstance(p, (Shard, Partial)) for p in strategy.outputs):
             return cost
@@ -219,14 +221,23 @@ class TensorParallel(Walk):
         if isinstance(want, Shard):
             if isinstance(have, Replicate):
                 return 1e-3 * size_in_bytes(value) if self.may_cut(node, argument) else _NEVER
-            if isinstance(have, Partial):
-                return _NEVER  # the cheapest reduction would cut the batch
+            return _NEVER  # the cheapest reduction, or exchange of cuts, would cut the batch
         return redistribution_bytes(value, have, want, self.ranks)
 
 
 def _begins_a_cut(strategy: Strategy) -> bool:
     cut_before = any(isinstance(placement, Shard) for placement in strategy.inputs)
     return not cut_before and any(isinstance(placement, Shard) for placement in strategy.outputs)
+
+
+def _begins_with(strategy: Strategy, placements: Sequence[Placement]) -> bool:
+    """Whether a strategy cuts arguments none of which is cut so yet."""
+    cuts = [
+        (have, want)
+        for have, want in zip(placements, strategy.inputs, strict=True)
+        if isinstance(want, Shard)
+    ]
+    return bool(cuts) and all(have != want for have, want in cuts)
 
 
 class _Search(TensorParallel):

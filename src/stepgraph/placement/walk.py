@@ -178,11 +178,8 @@ class Walk(abc.ABC):
         self.chosen[node] = best
         self.now[node] = best.outputs
         replicates = all(isinstance(p, Replicate) for p in best.inputs)
-        communicates = any(
-            p != q and not isinstance(p, Replicate)
-            for p, q in zip(placements, best.inputs, strict=True)
-        )
-        if replicates and communicates and len(strategies) == 1:
+        gathers = any(isinstance(placement, Shard) for placement in placements)
+        if replicates and gathers and len(strategies) == 1:
             self.unruled[node.meta["name"]] = str(node.target)
 
     def cut_through(self, node: fx.Node, target: Shard) -> list[tuple[fx.Node, Placement]]:

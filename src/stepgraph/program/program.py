@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -138,6 +139,15 @@ def _has_effect(node: fx.Node) -> bool:
     """Whether a node matters without readers: it writes, or waits for a write."""
     sources = node.all_input_nodes
     return is_write(node) or any(is_write(source) for source in sources)
+
+
+def runnable(target: Any) -> Any:
+    """What executes an operation one by one: a view that copies where memory is laid out otherwise.
+
+    Strides in ``val`` are those of torch's shape functions; kernels do not always keep to them (batch
+    norm on the CPU returns a contiguous result for a transposed input, torch 2.13).
+    """
+    return torch.ops.aten.reshape.default if target is torch.ops.aten.view.default else target
 
 
 def tensors_of(value: object) -> list[torch.Tensor]:

@@ -123,3 +123,30 @@ def compile_with_inductor(
         joint_graph_passes(graph)
         _compute_numbers_once(graph)
         return compile_fx_inner(graph, examples, is_inference=True)
+
+
+# ------------------------------------------------------------------------- what a machine offers
+
+
+def cpp_compiler() -> str:
+    """The C++ compiler that inductor calls.
+
+    Raises:
+        Exception: torch's own; it found none that works.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    return str(get_cpp_compiler())
+
+
+def cache_directory() -> str:
+    """Where inductor keeps what it compiled; made if it is not there."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
+
+
+def cuda_driver_version() -> str:
+    """The newest CUDA that the driver runs: ``13.0``."""
+    number = torch._C._cuda_getDriverVersion()
+    return f"{number // 1000}.{number % 1000 // 10}"

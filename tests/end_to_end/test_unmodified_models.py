@@ -5,6 +5,7 @@ import torch
 
 from stepgraph.equivalence.one_process import OneProcessRun
 from stepgraph.program import roles
+from stepgraph.program.collectives import is_collective
 from tests.end_to_end.models import MODELS, bring
 
 STEPS, RATE = 3, 0.1
@@ -57,18 +58,13 @@ def assert_equal(one, other):
             )
 
 
-CELLS = [
-    ("zero3", "dp=2"),
-    ("tp", "tp=2"),
-    ("tp+sp+zero3", "dp=2,tp=2"),
-    ("hsdp", "replicate=2,shard=2"),
-]
+CELLS = [("zero3", "dp=2"), ("tp", "tp=2"), ("tp+sp+zero3", "dp=2,tp=2")]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ranks_and_four_train_as_one_does_with_dropout(name):
     expected = trained(name, "dp=1", "ddp")
-    for plan, mesh in CELLS[:3]:
+    for plan, mesh in CELLS:
         assert_equal(trained(name, mesh, plan), expected)
 
 
@@ -102,23 +98,16 @@ def test_without_dropout_it_is_plain_pytorch(name):
         torch.testing.assert_close(value, expected, rtol=0, atol=TOLERANCE * 2, msg=key)
 
 
-def collectives_on_activations(program):
-    """Bytes of collectives in forward and backward that are larger than the largest parameter's."""
-    found = []
-    for node in program.operations():
-        name = str(node.target)
-        moves = any(kind in name for kind in ("all_gather", "all_reduce", "reduce_scatter"))
-        if moves and node.meta["phase"] != "optimizer" and node.meta["val"].dim() > 2:
-            found.append(node.meta["name"])
-    return found
-
-
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in ("mixtral", "whisper")])
 def test_no_activation_travels_under_data_parallelism(name):
+    """Nothing is gathered, and what is added up over ranks is no larger than a gradient."""
     _, run = trained(name, "dp=2", "ddp")
-    weights = {tuple(value.shape) for value in run.parameters().values()}
-    program = run.programs["step"]
-    moved = collectives_on_activations(program)
-    shapes = {n.meta["name"]: tuple(n.meta["val"].shape) for n in program.operations()}
-    assert [n for n in moved if shapes[n] not in weights] == []
+    moved = [
+        node
+        for node in run.programs["step"].operations()
+        if is_collective(node) and node.meta["phase"] != "optimizer"
+    ]
+    assert [node.meta["name"] for node in moved if "gather" in str(node.target)] == []
+    largest = max(value.numel() for value in run.parameters().values())
+    assert max(node.meta["val"].numel() for node in moved) <= largest
     assert not any("no sharding rule" in note for note in run.compiled.notes)

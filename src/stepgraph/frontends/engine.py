@@ -52,8 +52,9 @@ class Engine:
         loss: ``(model, batch) -> scalar``; by default ``model(**batch).loss`` or ``model(*batch)``.
         optimizer: a ``torch.optim`` instance over ``model.parameters()``; None leaves gradients in
             ``.grad``.
-        mesh: ``"dp=4"``, a DeviceMesh, or None for every launched rank on ``dp``.
-        plan: a preset (``ddp``, ``zero1``, ``zero2``, ``zero3``), a Plan, or the path of a plan file.
+        mesh: ``"dp=4,tp=2"``, ``"replicate=2,shard=4"``, a DeviceMesh, or None for every rank on ``dp``.
+        plan: a preset (``ddp``, ``zero1``, ``zero2``, ``zero3``, ``hsdp``; ``tp``, ``tp+sp``, with any of
+            them as ``tp+zero3``), a Plan, or the path of a plan file.
         memory: ``none``, ``full`` or ``layers:N``; None: the plan's own.
         schedule: ``"none"``; None: the plan's own.
         compute_dtype: floating-point parameters and batch leaves are cast to it in the program, before
@@ -108,13 +109,9 @@ class Engine:
         self.model = model
         self._ranks, self._device, self._seed = ranks, device, seed
         self._optimizer = optimizer
-        preset = self.plan.placement
+        preset, shape = self.plan.placement, ranks.shape
         self._state = State(
-            model,
-            optimizer,
-            ranks,
-            lambda shape: stored_parameter(preset, shape, ranks.shape),
-            device,
+            model, optimizer, ranks, lambda size: stored_parameter(preset, size, shape), device
         )
         self._saver = Saver(self._state)
         self._compiler = Compiler(

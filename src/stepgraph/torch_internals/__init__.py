@@ -17,7 +17,7 @@ import torch._dynamo.config as _dynamo_config
 import torch.utils._pytree as pytree  # noqa: F401  (the one door to it)
 from torch import fx, nn
 from torch._decomp import core_aten_decompositions, get_decompositions
-from torch._dynamo.exc import TorchDynamoException, Unsupported
+from torch._dynamo.exc import TorchDynamoException, Unsupported, UserError
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -47,6 +47,7 @@ GRAPH_BREAKS = (
     DataDependentOutputException,
     DynamicOutputShapeException,
     GuardOnDataDependentSymNode,
+    UserError,  # a number that depends on data, where Python needs to know it
 )
 DynamoError = TorchDynamoException
 

@@ -111,3 +111,10 @@ def test_no_activation_travels_under_data_parallelism(name):
     largest = max(value.numel() for value in run.parameters().values())
     assert max(node.meta["val"].numel() for node in moved) <= largest
     assert not any("no sharding rule" in note for note in run.compiled.notes)
+
+
+def test_modules_reached_through_wrappers_keep_their_names():
+    _, run = trained("lora", "dp=1", "ddp")
+    names = [node.meta["name"] for node in run.programs["step"].operations()]
+    assert any("layers.0.self_attn.q_proj.lora_A.default" in name for name in names)
+    assert not any("__dict__" in name for name in names)

@@ -331,6 +331,8 @@ def _value(node: fx.Node | None) -> Value:
     return Value(tuple(tensor.shape), tensor.dtype)
 
 
+# How dynamo spells a submodule that Python reached through ``__getattr__`` (peft's wrappers do).
+_STORED_MODULE = re.compile(r"\.__dict__\['_modules'\]\['([^']+)'\]")
 _STEP_PATH = re.compile(r"L\['self'\]\.model\.?")
 
 
@@ -339,6 +341,7 @@ def _annotate(node: fx.Node) -> None:
     meta = node.meta
     stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack") or {}
     path = next(reversed(stack.values()))[0] if stack else ""
+    path = _STORED_MODULE.sub(r".\1", path)
     kept: dict[str, Any] = {"val": meta.get("val")}
     if "name" in meta:
         kept["name"] = meta["name"]

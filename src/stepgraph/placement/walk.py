@@ -224,6 +224,8 @@ class Walk(abc.ABC):
 
     def _cut_like(self, argument: fx.Node, node: fx.Node, target: Shard) -> Placement:
         """The same cut on an argument that broadcasting aligns at the right, if it can be had."""
+        if not isinstance(argument.meta["val"], torch.Tensor):
+            return REPLICATE  # several results, of which one is read
         if isinstance(target, InnerShard):
             return target if argument.meta["val"].shape == node.meta["val"].shape else REPLICATE
         own = target.dim - (node.meta["val"].dim() - argument.meta["val"].dim())

@@ -58,14 +58,23 @@ def assert_equal(one, other):
             )
 
 
-CELLS = [("zero3", "dp=2"), ("tp", "tp=2"), ("tp+sp+zero3", "dp=2,tp=2")]
+CELLS = [("zero3", "dp=2"), ("tp", "tp=2")]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_two_ranks_and_four_train_as_one_does_with_dropout(name):
+def test_two_ranks_train_as_one_does_with_dropout(name):
     expected = trained(name, "dp=1", "ddp")
     for plan, mesh in CELLS:
         assert_equal(trained(name, mesh, plan), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("plan", "mesh"), [("tp+sp+zero3", "dp=2,tp=2"), ("tp+hsdp", "replicate=2,shard=2,tp=2")]
+)
+def test_more_dimensions_train_as_one_rank_does_with_dropout(name, plan, mesh):
+    assert_equal(trained(name, mesh, plan), trained(name, "dp=1", "ddp"))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "unet", "convolutional"])

@@ -179,3 +179,82 @@ def test_what_would_be_wrong_is_an_error():
         stepgraph.parallelize(model, example=rows(0)[0])
     with pytest.raises(UsageError, match="unknown plan"):
         stepgraph.parallelize(classifier(), example=rows(0)[0], plan="zero9")
+
+
+class Results(nn.Module):
+    """Results that alias each other, an input, a buffer; and one that is None."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(6, 6), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        h = self.linear(x)
+        return h, h.t(), h.detach(), h[:, :1], None, x, (self.scale.exp(), h.mean(0))
+
+
+def test_results_that_alias_each_other_keep_their_gradients():
+    torch.manual_seed(0)
+    plain = Results()
+    torch.manual_seed(0)
+    model = stepgraph.parallelize(Results(), example=rows(0)[0], plan="ddp", lowering="eager")
+    x = rows(1)[0]
+    for one in (plain, model):
+        h, turned, cut_off, first, nothing, same, (scale, mean) = one(x)
+        assert nothing is None and torch.equal(same, x) and not x.requires_grad
+        loss = (
+            h.sum() + (turned * 2).sum() + cut_off.sum() + first.pow(2).sum() + (scale * mean).sum()
+        )
+        loss.backward()
+    for name, parameter in model.named_parameters():
+        expected = plain.get_parameter(name).grad
+        torch.testing.assert_close(parameter.grad.to_local(), expected, msg=name)
+
+
+def train_scaled():
+    """One rank: a result that every rank has, in a loss of this rank's own rows."""
+    rank = int(os.environ["RANK"])
+    torch.manual_seed(0)
+    model = stepgraph.parallelize(
+        Results(), mesh="dp=2", example=rows(0)[0], plan="ddp", lowering="eager"
+    )
+    h, *_, (scale, mean) = model(rows(1)[0].chunk(2)[rank])
+    ((h * scale * (rank + 1)).sum() + (mean * (rank + 2)).sum()).backward()
+    return {name: p.grad.to_local() for name, p in model.named_parameters()}
+
+
+def test_a_result_that_every_rank_has_may_be_used_in_losses_that_differ():
+    grads = launch(train_scaled, ranks=2)
+    torch.manual_seed(0)
+    model = Results()
+    h, *_, (scale, mean) = model(rows(1)[0])
+    losses = [
+        (h.chunk(2)[rank] * scale * (rank + 1)).sum() + (mean * (rank + 2)).sum()
+        for rank in range(2)
+    ]
+    (sum(losses) / 2).backward()
+    for found in grads:
+        for name, value in found.items():
+            torch.testing.assert_close(value, model.get_parameter(name).grad, msg=name)
+
+
+def test_hooks_of_the_module_run_once():
+    model = classifier()
+    model.register_forward_hook(lambda module, given, result: result * 2)
+    plain = classifier()
+    stepgraph.parallelize(model, example=rows(0)[0], plan="ddp", lowering="eager")
+    torch.testing.assert_close(model(rows(1)[0]), plain(rows(1)[0]) * 2)
+
+
+def test_one_and_true_are_not_one_program():
+    class Kinds(nn.Linear):
+        def forward(self, x, kind):
+            return super().forward(x) * (3.0 if kind is True else 1.0)
+
+    torch.manual_seed(0)
+    model = Kinds(6, 3)
+    torch.manual_seed(0)
+    plain = Kinds(6, 3)
+    stepgraph.parallelize(model, example=(rows(0)[0], 1), plan="ddp", lowering="eager")
+    for kind in (1, True):
+        torch.testing.assert_close(model(rows(0)[0], kind), plain(rows(0)[0], kind))

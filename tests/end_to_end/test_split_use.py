@@ -145,3 +145,28 @@ def test_parameters_without_a_gradient_are_left_alone():
     engine.model.a.weight.grad = None
     engine.optimizer_step()
     assert torch.equal(engine.model.a.weight.to_local(), before)
+
+
+def test_a_group_that_joins_later_has_its_learning_rate():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+    groups = [{"params": layer.parameters(), "lr": 0.1} for layer in model]
+    engine = stepgraph.Engine(
+        model, loss=loss, optimizer=torch.optim.SGD(groups), plan="ddp", lowering="eager"
+    )
+    model[1].requires_grad_(False)
+    engine.step(batch_of(0))
+    model[1].requires_grad_(True)
+    before = model[1].weight.detach().to_local().clone()
+    engine.step(batch_of(1))
+    assert not torch.equal(model[1].weight.to_local(), before)
+
+
+def test_states_of_parameters_without_a_gradient_are_kept():
+    engine = engine_of()
+    engine.backward(engine(batch_of(0)))
+    engine.optimizer_step()
+    engine.backward(engine(batch_of(1)))
+    engine.model.a.weight.grad = None
+    engine.optimizer_step()
+    assert len(engine._optimizer.state_dict()["state"]) == len(list(engine.model.parameters()))

@@ -88,6 +88,13 @@ class FunctionalOptimizer:
         """The rule of one parameter."""
         return self.rules[self.group_of[name], tuple(tensor.shape), tensor.dtype]
 
+    def with_earlier(self, earlier: FunctionalOptimizer | None) -> FunctionalOptimizer:
+        """Also the parameters that an earlier program updates, and this one may not."""
+        if earlier is None:
+            return self
+        group_of = {**earlier.group_of, **self.group_of}
+        return FunctionalOptimizer(group_of, {**earlier.rules, **self.rules})
+
 
 def group_numbers(group: dict[str, Any]) -> dict[str, float]:
     """All numbers in a parameter group, tuples spread out: ``{"lr": .., "betas.0": ..}``."""

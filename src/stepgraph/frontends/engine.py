@@ -232,11 +232,10 @@ class Engine:
             raise UsageError(
                 "this engine has no optimizer", do="give it one, or step your own over .grad"
             )
-        updated = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         given = {
             name: parameter.grad
             for name, parameter in self.model.named_parameters()
-            if parameter.grad is not None and id(parameter) in updated
+            if parameter.grad is not None
         }
         if not given:
             raise UsageError(

@@ -46,7 +46,7 @@ def recompilation_reason(
 
 def show_key(key: tuple) -> str:
     """The shapes of a key's batch."""
-    (leaves, paths), _, _ = key
+    (leaves, paths, _), _, _ = key
     return ", ".join(
         f"{path} {list(leaf[0])}"
         for path, leaf in zip(paths, leaves, strict=True)

@@ -109,11 +109,15 @@ def parallelize(
 
 def _call_model(model: nn.Module, batch: Any) -> Any:
     args, kwargs = batch
-    result = model(*args, **kwargs)
-    if not isinstance(result, dict):
-        return result
-    kinds = (torch.Tensor, tuple, list, dict)
-    return type(result)(**{key: value for key, value in result.items() if isinstance(value, kinds)})
+    result = model.forward(*args, **kwargs)  # the module's own hooks run around what is compiled
+    if isinstance(result, dict):
+        kinds = (torch.Tensor, tuple, list, dict)
+        kept = {key: value for key, value in result.items() if isinstance(value, kinds)}
+        result = type(result)(**kept)
+    # A result that is a view of another, of an input or of a parameter becomes a value of its own.
+    return pytree.tree_map(
+        lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, result
+    )
 
 
 class ParallelForward:
@@ -134,6 +138,7 @@ class ParallelForward:
         training = torch.is_grad_enabled() and any(
             p.requires_grad for p in state.model.parameters()
         )
+        training = training or not compiler.as_module  # a given loss is the loss in any mode
         with self._own_forward():
             compiled = compiler.entry("gradients" if training else "evaluate", local)
         state.seed_random_operations(self.seed, self._calls, 0)
@@ -143,12 +148,15 @@ class ParallelForward:
             results = compiled.split.run(local.leaves)
             if not compiler.as_module:
                 return results[0]
+            pairs = zip(compiled.split.results, results, strict=True)
+            leaves = {
+                role.index: value for role, value in pairs if isinstance(role, roles.ModuleResult)
+            }
         else:
             found = compiled.programs["evaluate"].run(local.leaves)
-            kinds = (roles.ModuleResult, roles.UserOutput)
-            leaves = {role.index: v for role, v in found.items() if isinstance(role, kinds)}
-            results = [leaves[index] for index in sorted(leaves)]
-        return pytree.tree_unflatten(results, compiled.result_tree)
+            leaves = {r.index: v for r, v in found.items() if isinstance(r, roles.ModuleResult)}
+        tree = compiled.result_tree
+        return pytree.tree_unflatten([leaves.get(i) for i in range(tree.num_leaves)], tree)
 
     def compile(self, example: Any) -> None:
         """Compiles for a batch of a global shape; nothing runs."""

@@ -343,5 +343,6 @@ def find_layout(
         layout = search.layout_found()
         new = search.blamed - banned
         if not new:
-            return layout
+            fixed = {n: cut for n, cut in known.items() if n in names and isinstance(cut, Shard)}
+            return layout | fixed
         banned |= new

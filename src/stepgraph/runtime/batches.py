@@ -59,10 +59,12 @@ def flatten_batch(batch: Any, device: torch.device) -> LocalBatch:
             + ", ".join(f"{path} has {size}" for path, size in sizes.items())
         )
     key = tuple(
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else ("constant", leaf)
+        (tuple(leaf.shape), leaf.dtype)
+        if isinstance(leaf, torch.Tensor)
+        else ("constant", type(leaf).__name__, leaf)
         for leaf in leaves
     )
-    return LocalBatch(leaves, paths, tree, (key, paths))
+    return LocalBatch(leaves, paths, tree, (key, paths, str(tree)))
 
 
 def cut_micro_batches(batch: LocalBatch, count: int) -> list[list[Any]]:

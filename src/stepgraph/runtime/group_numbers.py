@@ -38,9 +38,9 @@ class GroupNumbers:
                 if self._numbers.get(full) == value:
                     continue
                 _check_number(functional, index, name, value)
-                self._numbers[full] = value
                 tensor = tensors.get(roles.Scalar(full))
-                if tensor is not None:
+                if tensor is not None:  # a program that takes it may still come
+                    self._numbers[full] = value
                     tensor.fill_(value)
 
     def _report_settings(self, settings: list[dict[str, Any]]) -> None:

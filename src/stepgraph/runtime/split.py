@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import Shard
 
+from stepgraph import torch_internals
 from stepgraph.program import roles
+from stepgraph.program.layout import TENSOR_PARALLEL
 from stepgraph.runtime.executor import LoweredProgram
 from stepgraph.runtime.state import State
 
@@ -56,6 +59,23 @@ class SplitProgram:
             return roles.ResultTangent(result.index)
         return roles.Tangent()
 
+    def mean_tangent(
+        self, result: roles.Output, tangent: torch.Tensor, share: float
+    ) -> torch.Tensor:
+        """What the backward takes: the mean over data-parallel ranks of their losses' gradients."""
+        if share != 1.0:
+            return tangent * share
+        ranks = self.state.ranks
+        alone = ranks.shape.data_size == 1 or not tangent.is_floating_point()
+        if alone or not isinstance(result, roles.ModuleResult):
+            return tangent
+        # A result that every rank has may be used in losses that differ from rank to rank.
+        total = tangent.contiguous()
+        for name, group in ranks.groups.items():
+            if name != TENSOR_PARALLEL:
+                total = torch_internals.sum_over_group(total, group)
+        return total / ranks.shape.data_size
+
     def versions(self) -> list[int]:
         """How often each parameter has been written, to find that one was written in between."""
         named = (self.state.tensors[roles.Param(name)] for name in self.gradients)
@@ -69,11 +89,12 @@ class _Call(torch.autograd.Function):
         saved = [value for role, value in found.items() if isinstance(role, roles.Saved)]
         ctx.save_for_backward(*saved)
         ctx.split, ctx.versions = split, split.versions()
-        results = tuple(found[role] for role in split.results)
+        results = tuple(found[role].detach() for role in split.results)
         ctx.mark_non_differentiable(*(r for r in results if not r.is_floating_point()))
         return results
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *tangents: torch.Tensor):
         split: SplitProgram = ctx.split
         if split.versions() != ctx.versions:
@@ -85,7 +106,7 @@ class _Call(torch.autograd.Function):
             roles.Saved(index): value for index, value in enumerate(ctx.saved_tensors)
         }
         for role, tangent, share in zip(split.results, tangents, split.shares, strict=True):
-            brought[split.tangent_role(role)] = tangent if share == 1.0 else tangent * share
+            brought[split.tangent_role(role)] = split.mean_tangent(role, tangent, share)
         found = split.backward.run((), brought)
         state = split.state
         gradients = [

@@ -129,7 +129,7 @@ class State:
     ) -> None:
         """Makes the tensors that a compiled program takes and that do not exist yet."""
         if functional is not None:
-            self.functional = functional
+            self.functional = functional.with_earlier(self.functional)
         for role, value in inputs.items():
             if isinstance(role, roles.Param):
                 self._store_as(role, value)

@@ -249,6 +249,11 @@ def scalar_shape_adjuster(op: Any) -> Callable | None:
 StridedShard = _StridedShard
 
 
+def sum_over_group(tensor: torch.Tensor, group: str) -> torch.Tensor:
+    """The sum over a process group, by its name; called by every rank of it."""
+    return WAIT(ALL_REDUCE(tensor, "sum", group))
+
+
 def tensor_spec(mesh: Any, placements: tuple, value: torch.Tensor) -> DTensorSpec:
     """A DTensorSpec for a value of global shape ``value.shape``."""
     meta = TensorMeta(torch.Size(value.shape), tuple(value.stride()), value.dtype)

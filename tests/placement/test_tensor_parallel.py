@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard
 from stepgraph.equivalence.one_process import OneProcessRun
 from stepgraph.placement import policies
 from stepgraph.program.collectives import KINDS, is_collective
-from tests.support import ROWS, compiled, mlp, regression_batch, tiny_llama, token_batch
+from tests.support import ROWS, captured, compiled, mlp, regression_batch, tiny_llama, token_batch
 
 aten = torch.ops.aten
 LAYERS = 2
@@ -158,3 +158,21 @@ def test_sizes_that_divide_over_no_ranks_stay_whole():
     made = compiled(mlp(), regression_batch(), ranks=1)  # the reference form
     _, run = step_of(mlp(), regression_batch(), "tp=2", "tp")
     assert made.notes == [] and len(run.compiled.notes) == 1
+
+
+def test_what_another_program_has_cut_stays_cut_so():
+    """Its parts are stored, and in the arguments of programs that were compiled before."""
+
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+        def forward(self, x):
+            return self.two(self.one(x).relu()).square().mean()
+
+    program = captured(Pair(), torch.randn(4, 8))
+    found = policies.find_layout(program, 2, 1, {})
+    assert found == {"one.weight": Shard(0), "two.weight": Shard(1)}
+    known = {"one.weight": Shard(1)}
+    assert policies.find_layout(program, 2, 1, known)["one.weight"] == Shard(1)

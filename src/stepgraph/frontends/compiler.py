@@ -85,10 +85,11 @@ class Compiler:
                 before_compiling(self, name, reason)
             if len({k[0] for k in known} | {key[0]}) > self.max_shapes:
                 raise ShapeLimitError(
-                    f"{len(known) + 1} different batch shapes; programs are kept for "
-                    f"{self.max_shapes}",
+                    f"{len(known) + 1} different batch shapes, or constants in batches; "
+                    f"programs are kept for {self.max_shapes}",
                     why="so far: " + "; ".join(show_key(k) for k in known),
-                    do="pad batches to a few lengths (stepgraph.pad_batches), or raise max_shapes",
+                    do="pad batches to a few lengths (stepgraph.pad_batches), pass numbers that change "
+                    "as tensors, or raise max_shapes",
                 )
             agree_on_shapes(batch.key, batch.shapes(), self.ranks)
             start = time.perf_counter()

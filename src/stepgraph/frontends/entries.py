@@ -45,12 +45,11 @@ def recompilation_reason(
 
 
 def show_key(key: tuple) -> str:
-    """The shapes of a key's batch."""
+    """The shapes and constants of a key's batch."""
     (leaves, paths, _), _, _ = key
     return ", ".join(
-        f"{path} {list(leaf[0])}"
+        f"{path}={leaf[2]!r}" if leaf[0] == "constant" else f"{path} {list(leaf[0])}"
         for path, leaf in zip(paths, leaves, strict=True)
-        if leaf[0] != "constant"
     )
 
 

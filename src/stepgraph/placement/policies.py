@@ -130,7 +130,8 @@ def decide(
             decision.notes.append("sp: no activation of this model could be cut along its sequence")
     for name, storage in preset.items():
         size = mesh.sizes[mesh.names.index(name)]
-        others = mesh.world_size // size
+        # Data-parallel dimensions cut alike, and tensor parallelism never cuts rows of activations.
+        others = 1
         walks[name] = DataParallel(program, size, mesh.data_size, others, storage, taken).decide()
     _record(program, [walks[name] for name in mesh.names], decision)
     return decision

@@ -64,9 +64,9 @@ def make_batches(size: Size, vocabulary: int, rank: int, count: int = 4) -> list
     return [{"input_ids": ids, "labels": ids.clone()} for ids in tokens]
 
 
-def _usual_step(call: nn.Module, owner: nn.Module) -> Step:
+def usual_step(call: nn.Module, owner: nn.Module, fused: bool = True) -> Step:
     """The usual loop body: call the wrapped module, update the parameters that `owner` holds."""
-    optimizer = torch.optim.AdamW(owner.parameters(), lr=LEARNING_RATE, fused=True)
+    optimizer = torch.optim.AdamW(owner.parameters(), lr=LEARNING_RATE, fused=fused)
 
     def step(batch: Batch) -> Tensor:
         loss = call(**batch).loss
@@ -93,17 +93,17 @@ def _compiled(module: nn.Module) -> nn.Module:
 
 def ddp_eager(model: nn.Module) -> Step:
     """DistributedDataParallel."""
-    return _usual_step(_ddp(model), model)
+    return usual_step(_ddp(model), model)
 
 
 def ddp_compile_inside(model: nn.Module) -> Step:
     """DDP around the compiled model: one graph, gradients reduced behind its backward."""
-    return _usual_step(_ddp(_compiled(model)), model)
+    return usual_step(_ddp(_compiled(model)), model)
 
 
 def ddp_compile_around(model: nn.Module) -> Step:
     """The compiled DDP module: the graph is split at bucket boundaries, so reduction overlaps."""
-    return _usual_step(_compiled(_ddp(model)), model)
+    return usual_step(_compiled(_ddp(model)), model)
 
 
 def _fully_shard(model: nn.Module) -> None:
@@ -119,7 +119,7 @@ def _fully_shard(model: nn.Module) -> None:
 def fsdp2_eager(model: nn.Module) -> Step:
     """FSDP2 on every decoder layer and the root."""
     _fully_shard(model)
-    return _usual_step(model, model)
+    return usual_step(model, model)
 
 
 def fsdp2_compile_layers(model: nn.Module) -> Step:
@@ -128,13 +128,13 @@ def fsdp2_compile_layers(model: nn.Module) -> Step:
     for index, layer in enumerate(layers):  # type: ignore[arg-type]
         layers[index] = torch.compile(layer)  # type: ignore[index]
     _fully_shard(model)
-    return _usual_step(model, model)
+    return usual_step(model, model)
 
 
 def fsdp2_compile_model(model: nn.Module) -> Step:
     """The whole FSDP2 model compiled: the graph breaks where FSDP2 gathers."""
     _fully_shard(model)
-    return _usual_step(_compiled(model), model)
+    return usual_step(_compiled(model), model)
 
 
 def stepgraph_engine(plan: str) -> Builder:

@@ -20,27 +20,12 @@ os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
 
 import torch
 import torch.distributed as dist
-from contestants import LEARNING_RATE, SIZES, make_batches, make_model
+from contestants import LEARNING_RATE, SIZES, make_batches, make_model, usual_step
 from rich.console import Console
 from rich.table import Table
 
 RANKS, VOCABULARY = 4, 256
 AGAIN = "torch tp again"
-
-
-def usual_step(model, call=None):
-    """The usual loop body over a model whose parameters are DTensors."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    call = model if call is None else call  # a compiled module has a length, or says it has none
-
-    def step(batch):
-        loss = call(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
 
 
 def cut_layers(model, mesh):
@@ -73,7 +58,7 @@ def torch_tp(model, compiled=False):
 
     cut_layers(model, init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",)))
     call = torch.compile(model, isolate_recompiles=True) if compiled else model
-    return usual_step(model, call)
+    return usual_step(call, model, fused=False)
 
 
 def torch_tp_zero3(model):
@@ -83,7 +68,7 @@ def torch_tp_zero3(model):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     cut_layers(model, mesh["tp"])
     shard(model, mesh["dp"])
-    return usual_step(model)
+    return usual_step(model, model, fused=False)
 
 
 def torch_hsdp(model):
@@ -91,7 +76,7 @@ def torch_hsdp(model):
     from torch.distributed.device_mesh import init_device_mesh
 
     shard(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-    return usual_step(model)
+    return usual_step(model, model, fused=False)
 
 
 def ours(plan, mesh):

@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from stepgraph import torch_internals
 from stepgraph.errors import BatchError, UsageError
+from stepgraph.lowering.lower import check_lowering
+from stepgraph.memory.policies import parse_policy
 from stepgraph.placement.policies import check_preset
 from stepgraph.planning.plan import Plan
 
@@ -43,7 +45,7 @@ def check_arguments(model, optimizer, micro_batches, schedule, compute_dtype, re
 
 
 def check_kinds(loss, mesh, plan, memory, lowering, max_grad_norm) -> None:
-    """Arguments of a wrong type, and numbers that cannot be meant."""
+    """Arguments of a wrong type, numbers that cannot be meant, unknown policies and lowerings."""
     kinds = (
         ("mesh", mesh, (str, DeviceMesh)),
         ("plan", plan, (str, Path, Plan)),
@@ -62,6 +64,10 @@ def check_kinds(loss, mesh, plan, memory, lowering, max_grad_norm) -> None:
         and max_grad_norm > 0
     ):
         raise UsageError(f"max_grad_norm must be a positive number, got {max_grad_norm!r}")
+    if memory is not None:
+        parse_policy(memory)
+    if lowering is not None:
+        check_lowering(lowering)
 
 
 def make_plan(plan, mesh, memory: str | None, lowering: str | None) -> Plan:

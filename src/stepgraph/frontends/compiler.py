@@ -14,7 +14,7 @@ from torch import nn
 from stepgraph import torch_internals
 from stepgraph.capture.module import BatchSpec, LossFunction
 from stepgraph.capture.optimizer import FunctionalOptimizer
-from stepgraph.capture.precision import Precision
+from stepgraph.capture.precision import AS_IT_IS, Precision
 from stepgraph.capture.refusals import check_hooks
 from stepgraph.errors import ShapeLimitError, StrictError
 from stepgraph.frontends.entries import Compiled, evaluation_mode, recompilation_reason, show_key
@@ -56,7 +56,7 @@ class Compiler:
     state: State
     micro_batches: int = 1
     max_grad_norm: float | None = None
-    precision: Precision = Precision()
+    precision: Precision = AS_IT_IS
     strict: bool = False
     max_shapes: int = MAX_SHAPES
     as_module: bool = False

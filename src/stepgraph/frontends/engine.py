@@ -26,7 +26,6 @@ from stepgraph.frontends.arguments import (
 )
 from stepgraph.frontends.compiler import MAX_SHAPES, Compiler
 from stepgraph.lowering.lower import check_lowering
-from stepgraph.memory.policies import parse_policy
 from stepgraph.placement.policies import stored_parameter
 from stepgraph.planning.plan import Plan
 from stepgraph.program import roles
@@ -93,10 +92,6 @@ class Engine:
     ) -> None:
         check_arguments(model, optimizer, micro_batches, schedule, compute_dtype, reduce_dtype)
         check_kinds(loss, mesh, plan, memory, lowering, max_grad_norm)
-        if memory is not None:
-            parse_policy(memory)
-        if lowering is not None:
-            check_lowering(lowering)
         check_hooks(model, optimizer)
         device = device_of(model)
         ranks = join_ranks(mesh, device)

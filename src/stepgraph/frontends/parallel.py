@@ -17,8 +17,6 @@ from stepgraph.capture.refusals import check_hooks
 from stepgraph.errors import BatchError, UsageError
 from stepgraph.frontends.arguments import check_arguments, check_kinds, device_of, make_plan
 from stepgraph.frontends.compiler import MAX_SHAPES, Compiler
-from stepgraph.lowering.lower import check_lowering
-from stepgraph.memory.policies import parse_policy
 from stepgraph.placement.policies import for_own_update, stored_parameter
 from stepgraph.planning.plan import Plan
 from stepgraph.program import roles
@@ -73,10 +71,6 @@ def parallelize(
             "the module's forward has been replaced already",
             do="parallelize a module once, and before anything else wraps its forward",
         )
-    if memory is not None:
-        parse_policy(memory)
-    if lowering is not None:
-        check_lowering(lowering)
     check_hooks(model)
     device = device_of(model)
     ranks = join_ranks(mesh, device)

@@ -53,11 +53,10 @@ class DataParallel(Walk):
         program: Program,
         ranks: int,
         unit: int,
-        others: int,
         storage: Storage,
         taken: frozenset = frozenset(),
     ) -> None:
-        super().__init__(program, ranks, unit, others)
+        super().__init__(program, ranks, unit)
         self.storage, self.taken = storage, taken
 
     def decide(self) -> DataParallel:

@@ -130,9 +130,7 @@ def decide(
             decision.notes.append("sp: no activation of this model could be cut along its sequence")
     for name, storage in preset.items():
         size = mesh.sizes[mesh.names.index(name)]
-        # Data-parallel dimensions cut alike, and tensor parallelism never cuts rows of activations.
-        others = 1
-        walks[name] = DataParallel(program, size, mesh.data_size, others, storage, taken).decide()
+        walks[name] = DataParallel(program, size, mesh.data_size, storage, taken).decide()
     _record(program, [walks[name] for name in mesh.names], decision)
     return decision
 
@@ -142,7 +140,7 @@ def _sequence_dims(program: Program) -> dict[fx.Node, int]:
 
     A data-parallel walk over one rank, where everything divides, tells where the batch is.
     """
-    walk = DataParallel(program, 1, 1, 1, _WHOLE).decide()
+    walk = DataParallel(program, 1, 1, _WHOLE).decide()
     found = {}
     for node, placements in walk.now.items():
         value, placement = node.meta["val"], placements[0]

@@ -34,13 +34,14 @@ class Walk(abc.ABC):
         program: with global shapes, not placed yet.
         ranks: along this mesh dimension.
         unit: what a sharded dimension must divide by.
-        others: ranks along all other mesh dimensions.
+        others: ranks along other mesh dimensions that may cut the blocks of an InnerShard. (None of data
+            parallelism's: its dimensions cut alike, and tensor parallelism never cuts rows of activations.)
 
     After :meth:`decide`, ``chosen`` has a Strategy per operation, ``inputs`` and ``outputs`` a placement
     per role, ``unruled`` the operations that no rule could place.
     """
 
-    def __init__(self, program: Program, ranks: int, unit: int, others: int) -> None:
+    def __init__(self, program: Program, ranks: int, unit: int, others: int = 1) -> None:
         self.program, self.ranks, self.unit = program, ranks, unit
         self.rules = Rules(ranks, unit, others)
         self.inputs: dict[roles.Input, Placement] = {}

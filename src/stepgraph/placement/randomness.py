@@ -26,7 +26,7 @@ def draw_by_global_row(
         return
     alone = None
     if mesh.names == (TENSOR_PARALLEL,):  # nothing says where the batch is: ask for one rank
-        alone = DataParallel(program, 1, 1, 1, Storage(False, False, False)).decide()
+        alone = DataParallel(program, 1, 1, Storage(False, False, False)).decide()
     for node in found:
         (placements,) = decision.operations[node.meta["name"]].outputs
         ranks, batch_dim = 1, None

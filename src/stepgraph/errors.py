@@ -101,6 +101,10 @@ class HookError(CaptureError):
     """A gradient hook that the captured program would silently drop."""
 
 
+class ParameterHookError(HookError):
+    """A hook on a parameter's gradient: the model is run graph by graph, not as one program."""
+
+
 class UnfilledModelError(StepgraphError):
     """A model on the meta device whose parameters were never given values."""
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stepgraph.capture.counters import SharedCounters
 from stepgraph.capture.micro_batches import (
     accumulate_gradients,
     finish_accumulation,
@@ -31,7 +32,6 @@ from stepgraph.capture.simplify import (
 from stepgraph.capture.update import (
     clip_gradients,
     given_gradients,
-    shared_states,
     update_parameters,
 )
 from stepgraph.errors import name_a_few
@@ -107,7 +107,7 @@ class StepRequest:
     """Everything that the programs of a training step depend on.
 
     ``batch`` has the global shape of one micro-batch. ``parameters`` and ``optimizer_states`` describe
-    what the optimizer updates; ``optimizer`` None: gradients only.
+    what the optimizer updates; ``optimizer`` None: gradients only. ``counters`` are those of the run.
     """
 
     model: nn.Module
@@ -118,6 +118,7 @@ class StepRequest:
     micro_batches: int = 1
     clip: bool = False
     precision: Precision = AS_IT_IS
+    counters: SharedCounters = field(default_factory=SharedCounters)
 
 
 @dataclass
@@ -139,9 +140,8 @@ def compile_step(request: StepRequest, driver: PassDriver) -> StepPrograms:
     joint = _mixed(request, joint, driver, request.micro_batches > 1)
     notes = _parameters_without_gradient(request.model, joint)
     optimizer = None
-    shared: set[tuple[str, str]] = set()
     if request.optimizer is not None:
-        optimizer, shared = _functional(request, joint)
+        optimizer = _functional(request, joint)
     programs: dict[str, Program] = {}
     normalisation = None
     if request.micro_batches > 1:
@@ -164,7 +164,7 @@ def compile_step(request: StepRequest, driver: PassDriver) -> StepPrograms:
     if request.clip:
         step = driver.run(clip_gradients, step)
     if optimizer is not None:
-        step = driver.run(update_parameters, step, optimizer, shared)
+        step = driver.run(update_parameters, step, optimizer, request.counters)
     programs["step"] = step
     for name, program in programs.items():
         programs[name] = apply_plan(program, request.plan, driver, request.micro_batches)
@@ -223,10 +223,10 @@ def compile_update(
 ) -> tuple[Program, FunctionalOptimizer]:
     """Clipping and optimizer alone, of the parameters that have a gradient: the program ``update``."""
     program = given_gradients(request.model, names, device)
-    optimizer, shared = _functional(request, program)
+    optimizer = _functional(request, program)
     if request.clip:
         program = driver.run(clip_gradients, program)
-    program = driver.run(update_parameters, program, optimizer, shared)
+    program = driver.run(update_parameters, program, optimizer, request.counters)
     return apply_plan(program, request.plan, driver), optimizer
 
 
@@ -295,9 +295,7 @@ def _parameters_without_gradient(model: nn.Module, joint: Program) -> list[str]:
     return [f"parameters that get no gradient are neither updated nor decayed: {shown}"]
 
 
-def _functional(
-    request: StepRequest, joint: Program
-) -> tuple[FunctionalOptimizer, set[tuple[str, str]]]:
+def _functional(request: StepRequest, joint: Program) -> FunctionalOptimizer:
     assert request.optimizer is not None
     named = dict(request.model.named_parameters())
     learned = {
@@ -310,4 +308,5 @@ def _functional(
         for key, value in request.optimizer.state.get(parameter, {}).items()
         if isinstance(value, torch.Tensor)
     }
-    return optimizer, shared_states(optimizer, present)
+    request.counters.cover(optimizer, learned, present)
+    return optimizer

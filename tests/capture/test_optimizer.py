@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn, optim
 
+from stepgraph.capture.counters import SharedCounters
 from stepgraph.capture.optimizer import FIRST_STEP, functionalize_optimizer, group_numbers
-from stepgraph.capture.update import shared_states
 from stepgraph.equivalence.one_process import OneProcessRun
 from stepgraph.errors import OptimizerError
 from tests.support import mlp, regression_batch
@@ -141,7 +141,10 @@ def test_a_state_that_the_first_gradient_defines_is_told_apart_from_a_constant()
     rule = next(iter(functional.rules.values()))
     assert rule.states["momentum_buffer"].fill is None
     assert rule.states[FIRST_STEP].fill == 1.0
-    assert ("group0", FIRST_STEP) in shared_states(functional, {})
+    counters = SharedCounters()
+    counters.cover(functional, dict(model.named_parameters()), {})
+    assert counters.owner("first.weight", FIRST_STEP) == "group0"
+    assert counters.owner("first.weight", "momentum_buffer") == "first.weight"
 
 
 def test_an_optimizer_that_has_stepped_before_goes_on_from_its_states():

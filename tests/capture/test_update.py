@@ -6,7 +6,8 @@ from torch import nn
 
 from stepgraph.capture.micro_batches import start_backward_at_one
 from stepgraph.capture.optimizer import functionalize_optimizer
-from stepgraph.capture.update import clip_gradients, shared_states, update_parameters
+from stepgraph.capture.counters import SharedCounters
+from stepgraph.capture.update import clip_gradients, update_parameters
 from stepgraph.program import roles
 from tests.support import (
     adamw,
@@ -37,8 +38,10 @@ def joint(model, batch):
 
 
 def updated(program, model, optimizer):
-    functional = functionalize_optimizer(optimizer, dict(model.named_parameters()))
-    return update_parameters(program, functional, shared_states(functional, {}))
+    named = dict(model.named_parameters())
+    functional, counters = functionalize_optimizer(optimizer, named), SharedCounters()
+    counters.cover(functional, named, {})
+    return update_parameters(program, functional, counters)
 
 
 # --------------------------------------------------------------------------------- clip_gradients
@@ -133,16 +136,6 @@ def test_a_step_counter_is_one_number_for_a_group():
         if isinstance(role, roles.OptimizerState) and role.key == "step"
     ]
     assert counters == [roles.OptimizerState("group0", "step")]
-
-
-def test_counters_that_differ_are_not_shared():
-    model = mlp(scaled=False)
-    functional = functionalize_optimizer(adamw(model), dict(model.named_parameters()))
-    names = list(functional.group_of)
-    same = {(name, "step"): torch.tensor(3.0) for name in names}
-    assert shared_states(functional, same) == {("group0", "step")}
-    assert shared_states(functional, same | {(names[0], "step"): torch.tensor(2.0)}) == set()
-    assert shared_states(functional, {(names[0], "step"): torch.tensor(3.0)}) == set()
 
 
 def test_parameters_outside_the_optimizer_keep_their_gradients():

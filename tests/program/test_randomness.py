@@ -47,7 +47,7 @@ def test_micro_batches_of_ranks_have_the_rows_of_the_whole(batch_dim):
             sizes,
             seed=seed_words(7, 3, number),
             whole=list(whole.shape),
-            rows=[batch_dim, 2, 3],
+            rows=[batch_dim, 2, 3, 1],
         )
         first = torch.arange(2 * number, 2 * number + 2)
         assert torch.equal(got, whole.index_select(batch_dim, torch.cat([first, first + 6])))

@@ -256,7 +256,7 @@ def _describe(
         role = input_role(torch_internals.describe(descriptor))
         node.meta["name"] = roles.label(role)
         inputs.append(role)
-        input_values.append(_value(node))
+        input_values.append(value_of(node))
     for node, descriptor in pairs_out:
         if node is None:
             continue
@@ -270,13 +270,13 @@ def _describe(
             continue
         outputs.append(role)
         results.append(node)
-        output_values.append(_value(node))
+        output_values.append(value_of(node))
     _set_results(joint.graph, results)
     if result is None:
         _check_loss(outputs, output_values)
     program = Program("joint", joint, inputs, outputs, input_values, output_values)
     for node in joint.graph.nodes:
-        _annotate(node)
+        annotate(node, _STEP_PATH)
     _drop_unused_inputs(program)
     program.finish()
     name_operations(program.graph)
@@ -324,7 +324,8 @@ def _check_loss(outputs: list[roles.Output], values: list[Value]) -> None:
         )
 
 
-def _value(node: fx.Node | None) -> Value:
+def value_of(node: fx.Node | None) -> Value:
+    """Shape and type of a node's result; those of a number where it is no tensor."""
     tensor = None if node is None else node.meta.get("val")
     if not isinstance(tensor, torch.Tensor):
         return Value((), torch.float32)
@@ -336,8 +337,12 @@ _STORED_MODULE = re.compile(r"\.__dict__\['_modules'\]\['([^']+)'\]")
 _STEP_PATH = re.compile(r"L\['self'\]\.model\.?")
 
 
-def _annotate(node: fx.Node) -> None:
-    """Keeps of torch's metadata what the Program promises, and drops the rest."""
+def annotate(node: fx.Node, root: re.Pattern) -> None:
+    """Keeps of torch's metadata what the Program promises, and drops the rest.
+
+    Args:
+        root: how dynamo's path of a submodule begins.
+    """
     meta = node.meta
     stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack") or {}
     path = next(reversed(stack.values()))[0] if stack else ""
@@ -347,7 +352,7 @@ def _annotate(node: fx.Node) -> None:
         kept["name"] = meta["name"]
     if node.op in ("call_function", "get_attr"):
         kept["phase"] = BACKWARD if meta.get("partitioner_tag") == "is_backward" else FORWARD
-        kept["module"] = _STEP_PATH.sub("", path) if path.startswith("L['self'].model") else ""
+        kept["module"] = root.sub("", path) if root.match(path) else ""
         if meta.get("stack_trace"):
             kept["source"] = _source_line(meta["stack_trace"])
         if "recompute" in meta and "RECOMPUTE" in str(meta["recompute"]):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from stepgraph import torch_internals
-from stepgraph.errors import GraphBreakError, HookError
+from stepgraph.errors import GraphBreakError, HookError, ParameterHookError
 
 _USER_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
@@ -33,19 +33,19 @@ def check_hooks(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
             "cannot call",
             do="call what they do after engine.step(batch)",
         )
-    for name, parameter in model.named_parameters():
-        if torch_internals.gradient_hooks(parameter):
-            raise HookError(
-                f"parameter {name!r} has a gradient hook, which a captured step cannot call",
-                why="the whole step is one program; no Python runs between a gradient and its update",
-                do="remove the hook; for clipping use max_grad_norm, for scaling put it into the loss",
-            )
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise HookError(
                 f"module {name or type(module).__name__!r} has a backward hook, which a captured "
                 "step cannot call",
                 do="remove it, or write it as a torch.autograd.Function in the forward",
+            )
+    for name, parameter in model.named_parameters():
+        if torch_internals.gradient_hooks(parameter):
+            raise ParameterHookError(
+                f"parameter {name!r} has a gradient hook, which a captured step cannot call",
+                why="the whole step is one program; no Python runs between a gradient and its update",
+                do="remove the hook; for clipping use max_grad_norm, for scaling put it into the loss",
             )
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import fx, nn
 
 from stepgraph import torch_internals
-from stepgraph.capture.optimizer import FIRST_STEP, FunctionalOptimizer, UpdateRule
+from stepgraph.capture.counters import SharedCounters
+from stepgraph.capture.optimizer import FunctionalOptimizer, UpdateRule
 from stepgraph.errors import OptimizerError
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
@@ -53,19 +54,19 @@ def given_gradients(model: nn.Module, names: Sequence[str], device: torch.device
 
 
 def update_parameters(
-    program: Program, optimizer: FunctionalOptimizer, shared: set[tuple[str, str]]
+    program: Program, optimizer: FunctionalOptimizer, counters: SharedCounters
 ) -> Program:
     """Replaces each ``Grad`` output by the parameter's new value and optimizer states.
 
     Args:
         program: joint, its gradients complete (scaled, clipped).
         optimizer: the update rules.
-        shared: (group, state) pairs that are one tensor for the whole group (``step``).
+        counters: says which parameters' step counters are one tensor.
 
     reads: ``Grad`` outputs. writes: optimizer operations; inputs ``OptimizerState`` and ``Scalar``;
     outputs ``NewParam`` and ``NewOptimizerState``. preserves: the loss.
     """
-    adder = _Updates(program, optimizer, shared)
+    adder = _Updates(program, optimizer, counters)
     gradients = [
         (role.name, node)
         for role, node in zip(program.outputs, program.results, strict=True)
@@ -80,9 +81,9 @@ def update_parameters(
 
 class _Updates:
     def __init__(
-        self, program: Program, optimizer: FunctionalOptimizer, shared: set[tuple[str, str]]
+        self, program: Program, optimizer: FunctionalOptimizer, counters: SharedCounters
     ) -> None:
-        self.program, self.optimizer, self.shared = program, optimizer, shared
+        self.program, self.optimizer, self.counters = program, optimizer, counters
         self.emit = Builder(program, OPTIMIZER)
         self.inputs = dict(zip(program.inputs, program.placeholders, strict=True))
         self.new: dict[roles.Output, tuple[fx.Node, Value]] = {}
@@ -94,7 +95,7 @@ class _Updates:
         value = parameter.meta["val"]
         rule = self.optimizer.rule(name, value)
         group = f"group{self.optimizer.group_of[name]}"
-        owners = {k: group if (group, k) in self.shared else name for k in rule.states}
+        owners = {key: self.counters.owner(name, key) for key in rule.states}
         device = value.device
         states = [
             self._input(roles.OptimizerState(owners[key], key), spec.shape, spec.dtype, device)
@@ -192,44 +193,6 @@ def _key(argument: Any) -> Any:
     if isinstance(argument, dict):
         return tuple((name, _key(item)) for name, item in argument.items())
     return (type(argument).__name__, str(argument))
-
-
-def shared_states(
-    optimizer: FunctionalOptimizer, present: dict[tuple[str, str], torch.Tensor]
-) -> set[tuple[str, str]]:
-    """The (group, state) pairs that are the same number for every parameter of the group.
-
-    A 0-dim state whose new value depends on numbers and 0-dim states only (a step counter), and whose
-    ``present`` values, if the optimizer has stepped before, agree.
-    """
-    candidates: dict[tuple[str, str], bool] = {}
-    for (group, shape, _), rule in optimizer.rules.items():
-        free = _independent_states(rule) if shape else set()
-        for key, spec in rule.states.items():
-            pair = (f"group{group}", key)
-            candidates[pair] = candidates.get(pair, True) and key in free and spec.shape == ()
-    for pair in [pair for pair, shared in candidates.items() if shared]:
-        values = {
-            float(tensor)
-            for (name, key), tensor in present.items()
-            if key == pair[1] and f"group{optimizer.group_of.get(name)}" == pair[0]
-        }
-        owners = [n for n, g in optimizer.group_of.items() if f"group{g}" == pair[0]]
-        stepped = {name for name, _ in present} if pair[1] == FIRST_STEP else set()
-        held = [n for n in owners if (n, pair[1]) in present or n in stepped]
-        candidates[pair] = len(values) <= 1 and len(held) in (0, len(owners))
-    return {pair for pair, shared in candidates.items() if shared}
-
-
-def _independent_states(rule: UpdateRule) -> set[str]:
-    """States whose new value reads neither the parameter nor the gradient."""
-    nodes = list(rule.graph.graph.nodes)
-    depends = set(nodes[:2])
-    for node in nodes[2:]:
-        if any(argument in depends for argument in node.all_input_nodes):
-            depends.add(node)
-    results = nodes[-1].args[0]
-    return {key for key, node in zip(rule.states, results[1:], strict=True) if node not in depends}
 
 
 def clip_gradients(program: Program) -> Program:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from stepgraph import torch_internals
+from stepgraph.capture.counters import SharedCounters
 from stepgraph.capture.module import BatchSpec, LossFunction, default_loss
 from stepgraph.capture.optimizer import FIRST_STEP, group_numbers
 from stepgraph.capture.precision import AS_IT_IS, Precision
@@ -65,6 +66,7 @@ class OneProcessRun:
         self.seed, self.steps = seed, 0
         self.precision = precision
         self.compiled: StepPrograms | None = None
+        self.counters = SharedCounters()
         self._state: dict[roles.Input, list[torch.Tensor]] = {}
         self._values: dict[roles.Input, Value] = {}
 
@@ -153,6 +155,7 @@ class OneProcessRun:
             self.micro_batches,
             self.max_grad_norm is not None,
             self.precision,
+            self.counters,
         )
         self.compiled = compile_step(request, self.driver)
         tensors: dict[roles.Input, torch.Tensor] = {
@@ -173,12 +176,8 @@ class OneProcessRun:
         """An optimizer state that exists already (Adagrad makes its own at once)."""
         if not isinstance(role, roles.OptimizerState) or self.optimizer is None:
             return None
-        named = dict(self.model.named_parameters())
-        parameter = named.get(role.owner)
-        if parameter is None:  # shared by a whole group
-            group = self.optimizer.param_groups[int(role.owner.removeprefix("group"))]
-            parameter = group["params"][0]
-        held = self.optimizer.state.get(parameter, {})
+        name = self.counters.members(role.owner)[0]
+        held = self.optimizer.state.get(self.model.get_parameter(name), {})
         if role.key == FIRST_STEP and any(isinstance(v, torch.Tensor) for v in held.values()):
             return torch.zeros(())
         return held.get(role.key)
@@ -187,12 +186,9 @@ class OneProcessRun:
         if not isinstance(role, roles.OptimizerState):
             return 0.0
         assert self.compiled is not None and self.compiled.optimizer is not None
-        optimizer = self.compiled.optimizer
-        for name, group in optimizer.group_of.items():
-            if role.owner in (name, f"group{group}"):
-                spec = optimizer.rule(name, self.model.get_parameter(name)).states[role.key]
-                return spec.fill or 0.0
-        raise AssertionError(f"{role} has no owner")
+        name = self.counters.members(role.owner)[0]
+        rule = self.compiled.optimizer.rule(name, self.model.get_parameter(name))
+        return rule.states[role.key].fill or 0.0
 
     def _set_numbers(self) -> None:
         numbers = {MAX_GRAD_NORM: self.max_grad_norm or 0.0}

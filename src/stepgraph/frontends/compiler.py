@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ from stepgraph.pipeline import (
     compile_update,
 )
 from stepgraph.planning.plan import Plan
+from stepgraph.program import roles
 from stepgraph.program.program import Program
 from stepgraph.runtime.batches import LocalBatch, global_spec
 from stepgraph.runtime.executor import LoweredProgram, lower_for_rank, lower_in_two
@@ -39,6 +41,7 @@ from stepgraph.torch_internals import pytree
 log = logging.getLogger("stepgraph")
 
 MAX_SHAPES = 8
+_COUNTED_APART = "parameters that were updated together at every step no longer are"
 
 
 @dataclass
@@ -68,6 +71,8 @@ class Compiler:
         self._parameters = list(self.model.parameters())
         self._compiled: dict[str, dict[tuple, Compiled]] = {}
         self._updates: dict[tuple[str, ...], LoweredProgram] = {}
+        self._counters = self.state.counters.version
+        self._outdated: set[tuple] = set()
 
     def entry(self, name: str, batch: LocalBatch) -> Compiled:
         """The programs of an entry point (step, gradients, evaluate) for a batch like this one."""
@@ -77,10 +82,13 @@ class Compiler:
         in_mode = name != "evaluate" or self.as_module
         modes = torch_internals.module_modes(self.model, with_training=in_mode)
         key = (batch.key, flags, modes)
+        self._drop_outdated()
         known = self._compiled.setdefault(name, {})
         if key not in known:
             self.state.check_filled()
             reason = recompilation_reason(name, known, batch, key, self.model)
+            if (name, key) in self._outdated:
+                reason = f"{name}: {_COUNTED_APART}"
             if reason is not None:
                 before_compiling(self, name, reason)
             if len({k[0] for k in known} | {key[0]}) > self.max_shapes:
@@ -92,26 +100,28 @@ class Compiler:
                     "as tensors, or raise max_shapes",
                 )
             agree_on_shapes(batch.key, batch.shapes(), self.ranks)
-            start = time.perf_counter()
-            known[key] = self._compile(name, batch)
-            self._compiled_one(start, reason)
+            with self.counting(reason):
+                known[key] = self._compile(name, batch)
         return known[key]
 
     def update(self, names: Sequence[str]) -> LoweredProgram:
         """The program that updates these parameters from gradients that the caller holds."""
         count_call(self, "optimizer_step")
         key = tuple(names)
+        self._drop_outdated()
         if key not in self._updates:
             reason = None
             if self._updates:
                 reason = "optimizer_step: other parameters have gradients"
+            if ("optimizer_step", key) in self._outdated:
+                reason = f"optimizer_step: {_COUNTED_APART}"
+            if reason is not None:
                 before_compiling(self, "optimizer_step", reason)
-            start = time.perf_counter()
-            request = self._request(BatchSpec((), (), pytree.tree_structure(())))
-            driver = PassDriver()
-            program, functional = compile_update(request, driver, names, self.state.device)
-            self._updates[key] = self._lower("update", program, functional, driver)
-            self._compiled_one(start, reason)
+            with self.counting(reason):
+                request = self._request(BatchSpec((), (), pytree.tree_structure(())))
+                driver = PassDriver()
+                program, functional = compile_update(request, driver, names, self.state.device)
+                self._updates[key] = self._lower("update", program, functional, driver)
         return self._updates[key]
 
     def change_lowering(self, name: str) -> None:
@@ -121,7 +131,31 @@ class Compiler:
             self._compiled.pop("gradients", None)
             self._updates.clear()
 
-    def _compiled_one(self, start: float, reason: str | None) -> None:
+    def _drop_outdated(self) -> None:
+        """Forgets programs that share step counters which are no longer shared."""
+        if self._counters == self.state.counters.version:
+            return
+        self._counters = self.state.counters.version
+        for name, known in self._compiled.items():
+            for key in [k for k, c in known.items() if self._is_outdated(*c.programs.values())]:
+                del known[key]
+                self._outdated.add((name, key))
+        for key in [k for k, lowered in self._updates.items() if self._is_outdated(lowered)]:
+            del self._updates[key]
+            self._outdated.add(("optimizer_step", key))
+
+    def _is_outdated(self, *programs: LoweredProgram) -> bool:
+        return any(
+            isinstance(role, roles.OptimizerState) and role not in self.state.tensors
+            for lowered in programs
+            for role in lowered.program.inputs
+        )
+
+    @contextlib.contextmanager
+    def counting(self, reason: str | None) -> Iterator[None]:
+        """One compilation; ``reason`` says why another was needed."""
+        start = time.perf_counter()
+        yield
         self.stats.compiles += 1
         self.stats.compile_seconds += time.perf_counter() - start
         if reason is not None:
@@ -137,6 +171,7 @@ class Compiler:
             micro_batches,
             self.max_grad_norm is not None,
             self.precision,
+            self.state.counters,
         )
 
     def _compile(self, name: str, batch: LocalBatch) -> Compiled:
@@ -145,7 +180,7 @@ class Compiler:
         driver = PassDriver()
         if name == "step":
             compiled = compile_step(request, driver)
-            self._report(compiled.notes)
+            self.report(compiled.notes)
             lowered = {
                 part: self._lower(part, program, compiled.optimizer, driver)
                 for part, program in compiled.programs.items()
@@ -153,7 +188,7 @@ class Compiler:
             return Compiled(lowered)
         if name == "gradients":
             program, tree, notes = compile_gradients(request, driver, self.as_module)
-            self._report(notes)
+            self.report(notes)
             self._prepare(name, program, None)
             forward, backward = lower_in_two(
                 program, self.plan.lowering, self.ranks, self.state, driver
@@ -165,7 +200,7 @@ class Compiler:
         else:
             with evaluation_mode(self.model):
                 program, tree = compile_evaluation(request, driver)
-        self._report(program.notes)
+        self.report(program.notes)
         return Compiled({name: self._lower(name, program, None, driver)}, tree)
 
     def _prepare(self, name: str, program: Program, functional: FunctionalOptimizer | None) -> None:
@@ -183,7 +218,12 @@ class Compiler:
         self._prepare(name, program, functional)
         return lower_for_rank(program, self.plan.lowering, self.ranks, self.state, driver)
 
-    def _report(self, notes: list[str]) -> None:
+    def report(self, notes: list[str]) -> None:
+        """Says what falls back, once.
+
+        Raises:
+            StrictError: under ``strict=True``.
+        """
         new = [note for note in notes if note not in self.notes]
         if new and self.strict:
             raise StrictError(

@@ -17,32 +17,32 @@ from stepgraph import torch_internals
 from stepgraph.capture.module import LossFunction, default_loss
 from stepgraph.capture.precision import Precision
 from stepgraph.capture.refusals import check_hooks
-from stepgraph.errors import UsageError
+from stepgraph.errors import GraphBreakError, ParameterHookError, UsageError
 from stepgraph.frontends.arguments import (
     check_arguments,
     check_kinds,
     device_of,
     make_plan,
 )
+from stepgraph.frontends.checkpoints import SavesAndLoads
 from stepgraph.frontends.compiler import MAX_SHAPES, Compiler
+from stepgraph.frontends.entries import Compiled
+from stepgraph.frontends.graphs import GraphRunner
 from stepgraph.lowering.lower import check_lowering
 from stepgraph.placement.policies import stored_parameter
 from stepgraph.planning.plan import Plan
 from stepgraph.program import roles
 from stepgraph.report.text import engine_report
-from stepgraph.runtime.batches import cut_micro_batches, flatten_batch
+from stepgraph.runtime.batches import LocalBatch, cut_micro_batches, flatten_batch
 from stepgraph.runtime.checkpoint import Saver
-from stepgraph.runtime.extras import check_extras
-from stepgraph.runtime.manifest import Manifest
 from stepgraph.runtime.ranks import join_ranks
 from stepgraph.runtime.state import State
-from stepgraph.runtime.weights_file import names_weights_file
 from stepgraph.torch_internals import pytree
 
 log = logging.getLogger("stepgraph")
 
 
-class Engine:
+class Engine(SavesAndLoads):
     """Compiles and runs a training step.
 
     Args:
@@ -124,6 +124,7 @@ class Engine:
         )
         made = self._compiler
         self.stats, self.programs, self.notes = made.stats, made.programs, made.notes
+        self._graphs: GraphRunner | None = None  # where the model cannot be captured whole
         self._forwards = 0  # of the split use, since the last update
         if ranks.owns_group:
             atexit.register(_leave_group)  # other engines may be using it until then
@@ -142,7 +143,9 @@ class Engine:
         self._saver.check()
         local = flatten_batch(batch, self._device)
         pieces = cut_micro_batches(local, self._compiler.micro_batches)
-        compiled = self._compiler.entry("step", local)
+        compiled = self._programs_of("step", local)
+        if compiled is None:
+            return self._step_in_graphs(pieces, local.tree)
         self._state.update_numbers()
         if len(pieces) > 1:
             self._state.clear_accumulators()
@@ -167,7 +170,10 @@ class Engine:
             the loss callable's result; tensors are those of the global batch.
         """
         local = flatten_batch(batch, self._device)
-        compiled = self._compiler.entry("evaluate", local)
+        compiled = self._programs_of("evaluate", local)
+        if compiled is None:
+            assert self._graphs is not None
+            return self._graphs.evaluate(local)
         self._state.seed_random_operations(self._seed, self.stats.steps, 0)
         results = compiled.programs["evaluate"].run(local.leaves)
         leaves = {
@@ -176,6 +182,30 @@ class Engine:
             if isinstance(role, roles.UserOutput)
         }
         return pytree.tree_unflatten([leaves[i] for i in sorted(leaves)], compiled.result_tree)
+
+    def _programs_of(self, entry: str, batch: LocalBatch) -> Compiled | None:
+        """The programs of an entry point; None where the model is run graph by graph."""
+        if self._graphs is None:
+            try:
+                return self._compiler.entry(entry, batch)
+            except (GraphBreakError, ParameterHookError) as error:
+                self._graphs = GraphRunner(self._compiler, self._compiler.loss, error)
+        return None
+
+    def _step_in_graphs(self, pieces: list[tuple], tree: pytree.TreeSpec) -> torch.Tensor:
+        assert self._graphs is not None
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        losses = []
+        for leaves in pieces:
+            loss = self._graphs.loss("step", leaves, tree)
+            self.backward(loss / len(pieces))
+            losses.append(loss.detach())
+        if self._optimizer is not None:
+            self.optimizer_step()
+        else:
+            self.stats.steps += 1
+        return torch.stack(losses).mean()
 
     def _set_gradients(self, results: Mapping[roles.Output, torch.Tensor]) -> None:
         if self._optimizer is not None:
@@ -202,7 +232,11 @@ class Engine:
             )
         self._saver.check()
         local = flatten_batch(batch, self._device)
-        split = self._compiler.entry("gradients", local).split
+        compiled = self._programs_of("gradients", local)
+        if compiled is None:
+            assert self._graphs is not None
+            return self._graphs.loss("gradients", local.leaves, local.tree)
+        split = compiled.split
         assert split is not None
         self._state.seed_random_operations(self._seed, self.stats.steps, self._forwards)
         self._forwards += 1
@@ -279,96 +313,6 @@ class Engine:
             CheckpointError: keys or shapes that do not fit.
         """
         self._state.load_state_dict(state_dict)
-
-    @property
-    def seed(self) -> int:
-        """The seed of random operations; ``load`` takes over the one that was saved."""
-        return self._seed
-
-    def save(
-        self, directory: str | Path, extra: Mapping[str, Any] | None = None, wait: bool = True
-    ) -> None:
-        """Saves a checkpoint: model, optimizer, step and seed, and the extras; called by every rank.
-
-        It appears under its name when it is complete, in one step, and replaces one that is there.
-        Plain PyTorch reads it with ``torch.distributed.checkpoint`` (``model`` and ``optimizer`` under
-        the model's own names).
-
-        Args:
-            directory: a folder that all ranks reach. A name that ends in ``.safetensors``, ``.pt`` or
-                ``.pth`` means one file with the whole weights alone, for any other program.
-            extra: objects with ``state_dict`` and ``load_state_dict`` (a data loader, a scheduler), by
-                name.
-            wait: False returns when the state is copied to the host's memory, and goes on in a thread;
-                the next ``save``, ``load`` or ``wait_for_save`` waits for it. If it fails, they or the
-                next ``step`` raise its error.
-
-        Raises:
-            CheckpointError: it could not be written, on whichever rank: raised by all. What was
-                complete before is as it was.
-            UsageError: an extra without ``state_dict``.
-        """
-        path = Path(directory)
-        extra = check_extras(extra)
-        if names_weights_file(path):
-            self._refuse_extras(path, extra)
-            self._saver.save_weights(path, wait=wait)
-            return
-        optimizer = None if self._optimizer is None else type(self._optimizer).__name__
-        steps, mesh = self.stats.steps, str(self._ranks.shape)
-        manifest = Manifest(steps, self._seed, mesh, self.plan.placement, optimizer)
-        self._saver.save(path, manifest, extra, wait=wait)
-
-    def load(
-        self,
-        directory: str | Path,
-        extra: Mapping[str, Any] | None = None,
-        weights_only: bool = False,
-    ) -> None:
-        """Loads what ``save`` wrote, from any mesh and plan, before or after the first step.
-
-        Everything is checked before anything is changed. The saved step and seed are taken, so that
-        the run goes on with the same random masks. Optimizer states go by the parameters' names; the
-        numbers of parameter groups (learning rates) are those that were saved.
-
-        Args:
-            directory: a checkpoint's folder, or a file of weights.
-            extra: objects to give their state back, by the names they were saved under.
-            weights_only: the model alone.
-
-        Raises:
-            CheckpointError: there is none, a file of it is damaged (and is named), or it does not fit
-                the model, the optimizer or the extras.
-        """
-        path = Path(directory)
-        extra = check_extras(extra)
-        if names_weights_file(path):
-            self._refuse_extras(path, extra)
-            self._saver.load_weights(path)
-            return
-        manifest = self._saver.load(path, extra, weights_only=weights_only)
-        if weights_only:
-            return
-        if manifest.seed != self._seed:
-            log.warning(
-                "seed %d, of the checkpoint, instead of %d: the run that was saved goes on",
-                manifest.seed, self._seed,
-            )  # fmt: skip
-        self.stats.steps, self._seed = manifest.step, manifest.seed
-
-    def wait_for_save(self) -> None:
-        """Waits for the save under way, if there is one; called by every rank.
-
-        Raises:
-            CheckpointError: it failed.
-        """
-        self._saver.finish()
-
-    def _refuse_extras(self, path: Path, extra: Mapping[str, Any]) -> None:
-        if extra:
-            raise UsageError(
-                f"{path} is one file of weights, which holds no extras", do="name a folder"
-            )
 
     def settings(self) -> dict[str, Any]:
         """What the step was asked to be, besides model, mesh and plan."""

@@ -14,13 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from stepgraph.capture.module import LossFunction
 from stepgraph.capture.precision import Precision
 from stepgraph.capture.refusals import check_hooks
-from stepgraph.errors import BatchError, UsageError
+from stepgraph.errors import BatchError, GraphBreakError, ParameterHookError, UsageError
 from stepgraph.frontends.arguments import check_arguments, check_kinds, device_of, make_plan
 from stepgraph.frontends.compiler import MAX_SHAPES, Compiler
+from stepgraph.frontends.entries import Compiled
+from stepgraph.frontends.graphs import GraphRunner
 from stepgraph.placement.policies import for_own_update, stored_parameter
 from stepgraph.planning.plan import Plan
 from stepgraph.program import roles
-from stepgraph.runtime.batches import flatten_batch
+from stepgraph.runtime.batches import LocalBatch, flatten_batch
 from stepgraph.runtime.ranks import join_ranks
 from stepgraph.runtime.state import State
 from stepgraph.torch_internals import pytree
@@ -122,6 +124,7 @@ class ParallelForward:
 
     def __init__(self, compiler: Compiler, seed: int) -> None:
         self.compiler, self.seed = compiler, seed
+        self.graphs: GraphRunner | None = None  # where the module cannot be captured whole
         self._calls = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -133,8 +136,9 @@ class ParallelForward:
             p.requires_grad for p in state.model.parameters()
         )
         training = training or not compiler.as_module  # a given loss is the loss in any mode
-        with self._own_forward():
-            compiled = compiler.entry("gradients" if training else "evaluate", local)
+        compiled = self._programs_of("gradients" if training else "evaluate", local)
+        if compiled is None:
+            return self._run_in_graphs(local, training)
         state.seed_random_operations(self.seed, self._calls, 0)
         if training:
             self._calls += 1
@@ -175,8 +179,25 @@ class ParallelForward:
         else:
             batch = self._batch((example,), {})
         local = flatten_batch(pytree.tree_map(part, batch), self.compiler.state.device)
-        with self._own_forward():
-            self.compiler.entry("gradients", local)
+        self._programs_of("gradients", local)
+
+    def _programs_of(self, entry: str, batch: LocalBatch) -> Compiled | None:
+        """The programs of an entry point; None where the module is run graph by graph."""
+        if self.graphs is None:
+            try:
+                with self._own_forward():
+                    return self.compiler.entry(entry, batch)
+            except (GraphBreakError, ParameterHookError) as error:
+                self.graphs = GraphRunner(self.compiler, self.compiler.loss, error)
+        return None
+
+    def _run_in_graphs(self, batch: LocalBatch, training: bool) -> Any:
+        assert self.graphs is not None
+        entry = "gradients" if training else "evaluate"
+        with self._own_forward(), torch.set_grad_enabled(torch.is_grad_enabled() or training):
+            if self.compiler.as_module:
+                return self.graphs.run(entry, batch.leaves, batch.tree)
+            return self.graphs.loss(entry, batch.leaves, batch.tree)
 
     def _batch(self, args: tuple, kwargs: dict) -> Any:
         if self.compiler.as_module:

@@ -19,12 +19,24 @@ from stepgraph.planning.decisions import Normalisation
 from stepgraph.program import roles
 from stepgraph.program.program import BACKWARD, FORWARD, Program
 
+_LOSS, _TANGENT = roles.Loss(), roles.Tangent()
 TAIL = "tail"  # a single number that is known only once all micro-batches are
 
 
-def find_normalisation(program: Program) -> Normalisation:
-    """How the loss of a joint Program adds up over slices of its batch."""
-    return _Walk(program).run()
+def find_normalisation(
+    program: Program,
+    loss: roles.Output = _LOSS,
+    tangent: roles.Input = _TANGENT,
+    rows: int | None = None,
+) -> Normalisation:
+    """How the loss of a joint Program adds up over slices of its batch.
+
+    Args:
+        loss, tangent: the roles of the loss and of its gradient.
+        rows: only inputs whose first dimension is a multiple of it are cut, and may be activations that
+            depend on parameters; None: all of the user's are cut.
+    """
+    return _Walk(program, loss, tangent, rows).run()
 
 
 class _Inexact(Exception):
@@ -32,8 +44,11 @@ class _Inexact(Exception):
 
 
 class _Walk:
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(
+        self, program: Program, loss: roles.Output, tangent: roles.Input, rows: int | None
+    ) -> None:
+        self.program, self.rows = program, rows
+        self.loss, self.tangent = program.result(loss), tangent
         # On a dimension of one rank every size divides; the rules answer as on any other.
         self.rules = Rules(1)
         self.state: dict[fx.Node, tuple[Placement | str | None, ...]] = {}
@@ -41,12 +56,12 @@ class _Walk:
         self.learns: set[fx.Node] = set()  # depends on a parameter
 
     def run(self) -> Normalisation:
-        loss = self.program.result(roles.Loss())
         try:
             self._forward()
-            return self._read_off(loss)
+            return self._read_off(self.loss)
         except _Inexact as error:
-            return Normalisation({loss.meta["name"]: "avg"}, set(), None, "avg", False, str(error))
+            whole = {self.loss.meta["name"]: "avg"}
+            return Normalisation(whole, set(), None, "avg", False, str(error))
 
     def _forward(self) -> None:
         rows = zip(
@@ -54,10 +69,12 @@ class _Walk:
         )
         for node, role, value in rows:
             batched = isinstance(role, roles.UserInput) and bool(value.shape)
+            batched = batched and (self.rows is None or value.shape[0] % self.rows == 0)
             self.state[node] = (Shard(0) if batched else Replicate(),)
             if batched:
                 self.varies.add(node)
-            if isinstance(role, roles.Param):
+            activation = self.rows is not None and value.dtype.is_floating_point
+            if isinstance(role, roles.Param) or (batched and activation):
                 self.learns.add(node)
         for node in self.program.graph.nodes:
             if node.op == "get_attr":
@@ -140,9 +157,9 @@ class _Walk:
 
     def _backward_tail(self, tail: set[fx.Node], totals: set[fx.Node]) -> str | None:
         """Extends the tail by the backward's part on single numbers; returns its boundary's name."""
-        if roles.Tangent() not in self.program.inputs:
+        if self.tangent not in self.program.inputs:
             return None
-        tangent = self.program.input_node(roles.Tangent())
+        tangent = self.program.input_node(self.tangent)
         inside = {tangent}
         for node in self.program.operations(BACKWARD):
             value = node.meta["val"]

@@ -8,6 +8,7 @@ Dimensions are decided one by one: a strategy that is right on each is right on 
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 
 import torch
@@ -135,12 +136,24 @@ def decide(
     return decision
 
 
+def ranks_that_divide(program: Program) -> int:
+    """The fewest ranks that divide the rows of a batch; 1: it has one row, and none do."""
+    rows = [
+        value.shape[0]
+        for role, value in zip(program.inputs, program.input_values, strict=True)
+        if isinstance(role, roles.UserInput) and value.shape
+    ]
+    usual = statistics.mode(rows) if rows else 1
+    return next((ranks for ranks in range(2, usual + 1) if usual % ranks == 0), 1)
+
+
 def _sequence_dims(program: Program) -> dict[fx.Node, int]:
     """The dimension of (batch, sequence, width) activations, in either order, that is the sequence.
 
-    A data-parallel walk over one rank, where everything divides, tells where the batch is.
+    A data-parallel walk tells where the batch is.
     """
-    walk = DataParallel(program, 1, 1, _WHOLE).decide()
+    ranks = ranks_that_divide(program)
+    walk = DataParallel(program, ranks, ranks, _WHOLE).decide()
     found = {}
     for node, placements in walk.now.items():
         value, placement = node.meta["val"], placements[0]

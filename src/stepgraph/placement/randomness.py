@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import fx
 from torch.distributed.tensor import Shard
 
-from stepgraph.placement.data_parallel import DataParallel, Storage
+from stepgraph.placement.policies import decide, ranks_that_divide
+from stepgraph.placement.rules import tensor_arguments
 from stepgraph.planning.decisions import PlacementDecision
-from stepgraph.program.layout import TENSOR_PARALLEL, MeshShape, Placements, local_shape
-from stepgraph.program.program import Program
+from stepgraph.program.layout import (
+    TENSOR_PARALLEL,
+    MeshShape,
+    Placements,
+    blocks_of,
+    local_shape,
+)
+from stepgraph.program.program import FORWARD, Program
 from stepgraph.program.randomness import RANDOM
 
 
@@ -24,24 +34,40 @@ def draw_by_global_row(
     found = [node for node in program.operations() if node.target is RANDOM]
     if micro_batches == 1 or not found:
         return
-    alone = None
-    if mesh.names == (TENSOR_PARALLEL,):  # nothing says where the batch is: ask for one rank
-        alone = DataParallel(program, 1, 1, Storage(False, False, False)).decide()
+    ranks = mesh.data_size
+    if ranks == 1:  # nobody divides the batch: ask where ranks that are not there would
+        mesh = MeshShape((("dp", ranks_that_divide(program)),))
+        decision = decide(program, mesh, "ddp")
     for node in found:
-        (placements,) = decision.operations[node.meta["name"]].outputs
-        ranks, batch_dim = 1, None
-        for name, placement, size in zip(mesh.names, placements or (), mesh.sizes, strict=True):
-            if name != TENSOR_PARALLEL and isinstance(placement, Shard):
-                ranks, batch_dim = ranks * size, placement.dim
-        if alone is not None and isinstance(cut := alone.now[node][0], Shard):
-            batch_dim = cut.dim
-        if batch_dim is None:
+        cut = _cut_of_batch(node, decision, mesh)
+        if cut is None:
             continue
         seed, kind, operation, sizes, whole, starts, _, shards = node.args
-        rows = [batch_dim, ranks, micro_batches]
+        rows = [cut.dim, ranks, micro_batches, blocks_of(cut)]
         whole = list(whole)  # type: ignore[arg-type]
-        whole[batch_dim] *= micro_batches  # type: ignore[operator]
+        whole[cut.dim] *= micro_batches  # type: ignore[operator]
         node.args = (seed, kind, operation, sizes, whole, starts, rows, shards)
+
+
+def _cut_of_batch(node: fx.Node, decision: PlacementDecision, mesh: MeshShape) -> Shard | None:
+    """How data-parallel ranks divide a random tensor, or what is made of it element by element."""
+    values = [node]
+    for value in values:  # grows
+        (made,) = decision.operations[value.meta["name"]].outputs
+        seen = [made]
+        for user in (user for user in value.users if user.meta["phase"] == FORWARD):
+            read = zip(
+                tensor_arguments(user), decision.operations[user.meta["name"]].inputs, strict=True
+            )
+            seen += [placements for argument, placements in read if argument is value]
+            elementwise = torch.Tag.pointwise in getattr(user.target, "tags", ())
+            if elementwise and user.meta["val"].shape == node.meta["val"].shape:
+                values += [user] if user not in values else []
+        for placements in seen:
+            for name, placement in zip(mesh.names, placements or (), strict=True):
+                if name != TENSOR_PARALLEL and isinstance(placement, Shard):
+                    return placement
+    return None
 
 
 def local_part_of(
@@ -49,11 +75,15 @@ def local_part_of(
 ) -> tuple:
     """Arguments of a placed ``random``: this rank's sizes, and the mesh dimensions that cut it."""
     seed, kind, operation, sizes, whole, starts, rows, _ = args
-    cut_by = [
-        f"{placement.dim}:{name}"
-        for name, placement in zip(mesh.names, placements or (), strict=True)
+    cuts = {
+        name: (placement.dim, size)
+        for (name, size), placement in zip(mesh.dims, placements or (), strict=True)
         if isinstance(placement, Shard)
-    ]
+    }
     local = list(local_shape(sizes, placements or (), mesh))
-    rows = [rows[0], 1, rows[2]] if rows else rows
-    return (seed, kind, operation, local, whole, starts, rows, " ".join(cut_by))
+    if rows:
+        dim, ranks, micro_batches, blocks = rows
+        parts = math.prod(size for name, (d, size) in cuts.items() if d == dim)
+        rows = [dim, ranks // parts, micro_batches, blocks]
+    cut_by = " ".join(f"{dim}:{name}" for name, (dim, _) in cuts.items())
+    return (seed, kind, operation, local, whole, starts, rows, cut_by)

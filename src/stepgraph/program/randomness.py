@@ -62,9 +62,11 @@ def _positions(
     for dim in reversed(range(len(sizes))):
         along = torch.arange(sizes[dim], device=seed.device)
         if rows and rows[0] == dim:
-            _, blocks, micro_batches = rows
-            each = sizes[dim] // blocks
-            along = along // each * (each * micro_batches) + along % each + seed[2] * each
+            _, ranks, micro_batches, blocks = rows
+            block, each = sizes[dim] // blocks, sizes[dim] // blocks // ranks
+            inside = along % block
+            along = along // block * (block * micro_batches) + seed[2] * each
+            along = along + inside // each * (each * micro_batches) + inside % each
         along = (along + starts[dim]) * stride
         found = found + along.view([-1] + [1] * (len(sizes) - 1 - dim))
         stride *= whole[dim]
@@ -113,8 +115,8 @@ def random(
         sizes: shape of the part.
         whole: shape of the whole tensor, over ranks and micro-batches.
         starts: where the part begins.
-        rows: (dimension of the batch, equal blocks of ranks along it in this part, micro-batches), or
-            empty.
+        rows: (dimension of the batch, ranks whose rows this part holds, micro-batches, blocks: how often
+            the batch repeats along the dimension), or empty.
         shards: ``"0:dp 1:tp"``: mesh dimensions that the part is cut along; binding to a rank turns
             them into ``starts``.
 

@@ -33,7 +33,7 @@ class UserInput:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """State ``key`` of parameter ``owner``, or of a whole group (``owner`` = ``"group0"``)."""
+    """State ``key`` of parameter ``owner``, or of several (``owner`` = ``"group0"``)."""
 
     owner: str
     key: str

@@ -208,7 +208,7 @@ def load_optimizer(state: State, saved: SavedState) -> None:
             tables.setdefault(name, {})[state_key] = target
     saved.read_into(small)
     if state.functional is not None:
-        states.check_loaded(state, lambda name: tables.get(name, {}))
+        states.check_loaded(state, tables)
     groups = saved.read_tree("optimizer", "param_groups")
     saved.read_into(large)
     for name, parameter in state.model.named_parameters():
@@ -228,7 +228,7 @@ def _target(
     assert shape is not None and isinstance(parameter, DTensor)
     value = Value(shape, dtype, tuple(parameter.placements))
     if state.functional is not None and name in state.functional.group_of:
-        roles = states.states_of(state, name, state.functional.group_of[name])
+        roles = states.states_of(state, name)
         if state_key not in roles or state.values[roles[state_key]].shape != shape:
             raise CheckpointError(
                 f"the checkpoint {saved.folder} holds {state_key!r} {list(shape)} for {name!r}, "

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from stepgraph import torch_internals
+from stepgraph.capture.counters import SharedCounters
 from stepgraph.capture.optimizer import FunctionalOptimizer
 from stepgraph.capture.update import MAX_GRAD_NORM
 from stepgraph.errors import CheckpointError, OptimizerError, UnfilledModelError, name_a_few
@@ -50,6 +51,8 @@ class State:
         device: torch.device,
     ) -> None:
         self.model, self.optimizer, self.ranks, self.device = model, optimizer, ranks, device
+        own = weakref.ref(self)  # what is made here may outlive the engine
+        self.counters = SharedCounters(lambda old, new: _call(own, "_divide_counters", old, new))
         self.tensors: dict[roles.Input, torch.Tensor] = {}
         self.unfilled: set[str] = set()
         self.functional: FunctionalOptimizer | None = None
@@ -73,7 +76,6 @@ class State:
             _replace(model, "_buffers", name, buffer)
         _replace_parameters(model, optimizer, replaced)
         if optimizer is not None:
-            own = weakref.ref(self)  # the optimizer may outlive the engine
             optimizer.register_state_dict_pre_hook(lambda _: _call(own, "publish_optimizer_state"))
             optimizer.register_load_state_dict_post_hook(
                 lambda _: _call(own, "adopt_optimizer_state")
@@ -97,7 +99,9 @@ class State:
                 local = local.clone()  # a view would keep the whole parameter alive
         self.tensors[roles.Param(name)] = local
         shown = self.as_dtensor(local, Value(tuple(tensor.shape), tensor.dtype, stored))
-        return nn.Parameter(shown, requires_grad=tensor.requires_grad)
+        parameter = nn.Parameter(shown, requires_grad=tensor.requires_grad)
+        torch_internals.share_hooks(tensor, parameter)
+        return parameter
 
     def as_dtensor(self, local: torch.Tensor, value: Value) -> DTensor:
         """A DTensor that views the unpadded part of a local tensor."""
@@ -132,7 +136,7 @@ class State:
             self.functional = functional.with_earlier(self.functional)
         for role, value in inputs.items():
             if isinstance(role, roles.Param):
-                self._store_as(role, value)
+                self.store_as(role, value)
             if role in self.tensors or isinstance(role, roles.BROUGHT):
                 continue
             match role:
@@ -148,8 +152,18 @@ class State:
         self._accumulators = None
         self.values.update(inputs)
 
-    def _store_as(self, role: roles.Param, value: Value) -> None:
-        """Cuts a parameter as the program wants it, if it is stored otherwise (tensor parallelism)."""
+    def _divide_counters(self, old: str, new: list[str]) -> None:
+        """Counters that were one go on from the same numbers, apart."""
+        for role in [
+            r for r in self.tensors if isinstance(r, roles.OptimizerState) and r.owner == old
+        ]:
+            tensor, value = self.tensors.pop(role), self.values.pop(role)
+            for label in new:
+                part = roles.OptimizerState(label, role.key)
+                self.tensors[part], self.values[part] = tensor.clone(), value
+
+    def store_as(self, role: roles.Param, value: Value) -> None:
+        """Cuts a parameter as a program wants it, if it is stored otherwise."""
         parameter = self.model.get_parameter(role.name)
         assert isinstance(parameter, DTensor) and value.placements is not None
         if tuple(parameter.placements) == value.placements:
@@ -293,10 +307,10 @@ def _padded(part: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return padded
 
 
-def _call(reference: weakref.ref, method: str) -> None:
+def _call(reference: weakref.ref, method: str, *arguments: Any) -> None:
     state = reference()
     if state is not None:
-        getattr(state, method)()
+        getattr(state, method)(*arguments)
 
 
 def _check_optimizer(

@@ -168,6 +168,8 @@ def describe(descriptor: Any) -> tuple[str, Any]:
         return "mutation", describe(descriptor.mutated_input)
     if kind == "GradAOTOutput":
         return "grad", describe(descriptor.grad_of)
+    if kind.startswith("SubclassGetAttr"):  # a part of a tensor subclass
+        return describe(descriptor.base)
     return "other", kind
 
 
@@ -187,6 +189,13 @@ def gradient_hooks(tensor: torch.Tensor) -> bool:
     return bool(getattr(tensor, "_backward_hooks", None)) or bool(
         getattr(tensor, "_post_accumulate_grad_hooks", None)
     )
+
+
+def share_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
+    """The hooks on a parameter's gradient now run for another; handles still remove them."""
+    for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(old, table, None):
+            setattr(new, table, getattr(old, table))
 
 
 def module_modes(model: nn.Module, *, with_training: bool) -> tuple:
@@ -252,6 +261,16 @@ StridedShard = _StridedShard
 def sum_over_group(tensor: torch.Tensor, group: str) -> torch.Tensor:
     """The sum over a process group, by its name; called by every rank of it."""
     return WAIT(ALL_REDUCE(tensor, "sum", group))
+
+
+def gather_over_group(tensor: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+    """The ranks' tensors one behind the other along dimension 0."""
+    return WAIT(ALL_GATHER(tensor, ranks, group))
+
+
+def scatter_sum_over_group(tensor: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+    """This rank's rows of the sum over a process group."""
+    return WAIT(REDUCE_SCATTER(tensor, "sum", ranks, group))
 
 
 def tensor_spec(mesh: Any, placements: tuple, value: torch.Tensor) -> DTensorSpec:
@@ -350,9 +369,12 @@ def one_process_mesh(device_type: str, dims: tuple[tuple[str, int], ...]) -> Any
     from torch.distributed.device_mesh import DeviceMesh
 
     shape = torch.zeros([size for _, size in dims], dtype=torch.int)
-    return DeviceMesh(
+    mesh = DeviceMesh(
         device_type, shape, mesh_dim_names=tuple(n for n, _ in dims), _init_backend=False, _rank=0
     )
+    if not hasattr(mesh, "_dim_group_names"):  # dynamo looks for it
+        mesh._dim_group_names = []
+    return mesh
 
 
 def rendezvous_store() -> Any:

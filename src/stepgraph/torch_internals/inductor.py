@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -73,6 +74,17 @@ def _keep_strides(module: fx.GraphModule, graph: fx.GraphModule) -> None:
     output.meta["user_visible_output_idxs"] = list(range(len(results)))  # type: ignore[arg-type]
 
 
+@contextlib.contextmanager
+def _taking_real_tensors(mode: Any) -> Iterator[None]:
+    """Constants of a graph that dynamo captured are real, and its mode would not mix them with fakes."""
+    before = mode.allow_non_fake_inputs
+    mode.allow_non_fake_inputs = True
+    try:
+        yield
+    finally:
+        mode.allow_non_fake_inputs = before
+
+
 def compile_with_inductor(
     module: fx.GraphModule,
     examples: list[torch.Tensor],
@@ -111,6 +123,7 @@ def compile_with_inductor(
             for e in examples
         ]
     with (
+        _taking_real_tensors(mode),
         torch.no_grad(),
         V.set_fake_mode(mode),
         tracing(TracingContext(mode)),

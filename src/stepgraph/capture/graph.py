@@ -1,0 +1,154 @@
+"""Describes one graph of many as a Program: what dynamo captures between two graph breaks.
+
+AOTAutograd has traced its forward and backward as one, with full shapes and this rank's rows. It keeps
+the calling convention of what it traced, so nothing is dropped or reordered here: tensors get roles,
+whatever else goes in and out stays in its place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from stepgraph import torch_internals
+from stepgraph.capture.module import annotate, value_of
+from stepgraph.program import roles
+from stepgraph.program.build import Builder
+from stepgraph.program.markers import UNSHARD
+from stepgraph.program.names import name_operations
+from stepgraph.program.program import FORWARD, Program
+
+_ATTRIBUTE = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]|\.([A-Za-z_]\w*)")
+aten = torch.ops.aten
+_APART = 0x9E3779B97F4A7  # ranks whose generators are alike draw words that differ
+_OTHERS = (
+    1_000_000  # tells apart what is no argument or result of the user's: their position follows
+)
+_ROOT = re.compile(r"^L\['[^']*'\](\.__self__|\.model)?\.?")
+
+
+def input_name(source: str) -> str:
+    """``layers.weight`` of dynamo's ``L['self']._modules['layers']._parameters['weight']``."""
+    return ".".join(a or b for a, b in _ATTRIBUTE.findall(_ROOT.sub(".", source))) or source
+
+
+def draw_seed(program: Program, rank: int) -> Program:
+    """The seed of a graph's random operations comes out of torch's generator, once a forward.
+
+    reads: the input ``Seed``. writes: the operation that draws it, other words on every rank. preserves:
+    that masks are the same where they are recomputed: the seed is kept.
+    """
+    if roles.Seed() not in program.inputs:
+        return program
+    index = program.inputs.index(roles.Seed())
+    given = program.placeholders[index]
+    first = next(program.operations())
+    emit = Builder(program, FORWARD, first)
+    device = given.meta["val"].device
+    words = emit(aten.randint.low, 0, 2**62, [3], dtype=torch.int64, device=device)
+    given.replace_all_uses_with(emit(aten.add.Scalar, words, rank * _APART))
+    program.graph.erase_node(given)
+    del program.inputs[index], program.input_values[index]
+    name_operations(program.graph)
+    return program.finish()
+
+
+class GraphProgram:
+    """The Program of one graph, and how to give it back.
+
+    Args:
+        joint: forward and backward, as AOTAutograd hands it to a partitioner; it is rewritten in place.
+        results: of the forward, the first among its results.
+        sources: dynamo's names of the graph's inputs.
+
+    Attributes:
+        program: ``UserInput`` (activations, the batch), ``Param`` (what an ``unshard`` reads), ``Buffer``
+            and ``ResultTangent`` inputs; ``ModuleResult`` and ``Grad`` outputs, tensors only.
+    """
+
+    def __init__(self, joint: fx.GraphModule, results: int, sources: Sequence[str]) -> None:
+        self._output = joint.graph.output_node()
+        self._flat = list(
+            torch_internals.pytree.tree_leaves(self._output.args[0], is_leaf=_is_leaf)
+        )
+        self._slots = [i for i, leaf in enumerate(self._flat) if _is_tensor(leaf)]
+        self.program = self._describe(joint, results, list(sources))
+
+    def _describe(self, joint: fx.GraphModule, results: int, sources: list[str]) -> Program:
+        pairs_in, pairs_out = torch_internals.descriptors(joint)
+        inputs: list[roles.Input] = []
+        for index, (node, descriptor) in enumerate(pairs_in):
+            match torch_internals.describe(descriptor):
+                case ("tangent", ("output", result)):
+                    inputs.append(roles.ResultTangent(result))
+                case ("tangent", _):
+                    inputs.append(roles.ResultTangent(_OTHERS + index))
+                case ("plain", leaf):
+                    inputs.append(_role(node, index, sources[leaf]))
+                case _:
+                    inputs.append(_role(node, index, ""))
+        outputs: list[roles.Output] = []
+        for slot in self._slots:
+            kind, number = torch_internals.describe(pairs_out[slot][1])
+            if slot >= results:
+                outputs.append(roles.Grad(f"result {slot}"))
+            else:
+                outputs.append(roles.ModuleResult(number if kind == "output" else _OTHERS + slot))
+        tensors = [self._flat[slot] for slot in self._slots]
+        self._output.args = (tuple(tensors),)
+        placeholders = [node for node, _ in pairs_in]
+        program = Program(
+            "graph",
+            joint,
+            inputs,
+            outputs,
+            [*map(value_of, placeholders)],
+            [*map(value_of, tensors)],
+        )
+        described = {node: dict(node.meta) for node in [*placeholders, self._output]}
+        for node in joint.graph.nodes:
+            annotate(node, _ROOT)
+        for node, meta in described.items():
+            node.meta = meta
+        for node, role in zip(placeholders, inputs, strict=True):
+            node.meta["name"] = roles.label(role)
+        name_operations(joint.graph)
+        return program
+
+    def give_back(self) -> None:
+        """Puts the results where AOTAutograd expects them."""
+        results = list(self.program.results)
+        for slot, node in zip(self._slots, results, strict=True):
+            self._flat[slot] = node
+        self._output.args = (list(self._flat),)
+
+
+def _role(node: fx.Node, index: int, source: str) -> roles.Input:
+    name = f"{input_name(source)}#{index}"  # one graph may serve several layers: no name is a key
+    if _is_parameter(node):
+        return roles.Param(name)
+    return roles.Buffer(name) if "_buffers[" in source else roles.UserInput(index, name)
+
+
+def _is_leaf(value: Any) -> bool:
+    return value is None
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), torch.Tensor)
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    """Whether an input is read as a sharded parameter, through views alone."""
+    users = list(node.users)
+    while users:
+        user = users.pop()
+        if user.target is UNSHARD:
+            return True
+        if user.target in (torch.ops.aten.view.default, torch.ops.aten.detach.default):
+            users += user.users
+    return False

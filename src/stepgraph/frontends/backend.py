@@ -1,0 +1,153 @@
+"""``torch.compile(..., backend="stepgraph")``: one graph after another, each a joint Program.
+
+dynamo captures what lies between two graph breaks; AOTAutograd traces its forward and backward as one.
+Placement and memory are applied there, before the two are parted, so that the backward which autograd
+(or compiled autograd) later runs holds its collectives already. Whether a graph has a backward is
+AOTAutograd's finding, kept with the graph; what waits for a backward is kept by autograd alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from stepgraph.capture.decompositions import decomposition_table
+from stepgraph.capture.graph import GraphProgram, draw_seed
+from stepgraph.capture.randomness import key_random_operations
+from stepgraph.errors import UsageError, near_misses
+from stepgraph.lowering.bind import bind_to_rank
+from stepgraph.lowering.graphs import lower_graph
+from stepgraph.lowering.lower import check_lowering
+from stepgraph.lowering.merge import merge_small_collectives
+from stepgraph.lowering.waits import delay_waits
+from stepgraph.memory import policies as memory_policies
+from stepgraph.memory.apply import recompute_in_backward
+from stepgraph.memory.blocks import find_blocks
+from stepgraph.pipeline import PassDriver
+from stepgraph.placement.losses import sum_over_ranks
+from stepgraph.placement.markers import place_markers
+from stepgraph.program.collectives import is_collective
+from stepgraph.program.layout import MeshShape
+from stepgraph.program.program import Program
+from stepgraph.torch_internals import graphs as dynamo
+
+ONE_PROCESS = MeshShape((("dp", 1),))
+OPTIONS = ("memory", "lowering")
+
+
+@dataclass
+class GraphCompiler:
+    """Compiles the graphs of one module, one plan for all.
+
+    Attributes:
+        mesh, rank, groups: where this process stands, and its process groups by mesh dimension.
+        memory: the policy, for every graph.
+        gather_again: parameters are not kept for the backward.
+        rows: of this rank's batch now, by which a graph's inputs are told to be rows of it.
+        programs: of the graphs so far, with their collectives, in the order they were captured.
+        global_losses: how many graphs made a loss that is that of the global batch.
+    """
+
+    mesh: MeshShape = ONE_PROCESS
+    rank: int = 0
+    groups: Mapping[str, str] = field(default_factory=dict)
+    memory: str = "none"
+    lowering: str = "inductor"
+    gather_again: bool = True
+    collectives_overlap: bool = False
+    rows: int = 0
+    programs: list[Program] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    global_losses: int = 0
+
+    def __call__(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Callable:
+        """A backend, as ``torch.compile`` calls one."""
+        if dynamo.has_symbols(graph):
+            self.note("a graph whose sizes are symbols is compiled as torch would")
+            return dynamo.compile_with_symbols(graph, examples, self.lowering)
+        sources = dynamo.input_sources(graph)
+
+        def partition(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any):
+            self.rewrite(joint, num_fwd_outputs, sources)
+            return dynamo.part_joint_graph(joint, inputs, num_fwd_outputs, options)
+
+        def alone(inference: fx.GraphModule, inputs: Any) -> Callable:
+            results = len(inference.graph.output_node().args[0])  # type: ignore[arg-type]
+            self.rewrite(inference, results, sources)
+            return self.lower(inference, inputs)
+
+        return dynamo.differentiate_and_compile(
+            graph, examples, partition, self.lower, alone, decomposition_table()
+        )
+
+    def lower(self, graph: fx.GraphModule, inputs: Any) -> Callable:
+        """Makes one side of a graph executable."""
+        return lower_graph(graph, self.lowering, self.collectives_overlap)
+
+    def rewrite(self, joint: fx.GraphModule, results: int, sources: Sequence[str]) -> None:
+        """Applies the plan to a graph's forward and backward."""
+        driver = PassDriver()
+        described = GraphProgram(joint, results, sources)
+        program = described.program
+        program.mesh = self.mesh
+        program = driver.run(key_random_operations, program)
+        program = driver.run(draw_seed, program, self.rank)
+        program = driver.run(place_markers, program)
+        if self.mesh.world_size > 1:
+            before = _collectives(program)
+            program = driver.run(sum_over_ranks, program, self.mesh, self.rows)
+            self.global_losses += _collectives(program) > before
+        decision = memory_policies.decide(program, self.policy_of(program), self.gather_again)
+        program = driver.run(recompute_in_backward, program, decision)
+        for note in program.notes:
+            self.note(note)
+        self.programs.append(program.copy())
+        program = driver.run(merge_small_collectives, program)
+        program = driver.run(bind_to_rank, program, self.rank, self.groups)
+        driver.run(delay_waits, program, self.collectives_overlap)
+        described.give_back()
+        dynamo.tag_sides(joint)
+
+    def note(self, text: str) -> None:
+        """Adds a line to the report, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def policy_of(self, program: Program) -> str:
+        """``layers:N`` where no block of this graph repeats: as the user's code has it."""
+        repeats = not self.memory.startswith("layers") or find_blocks(program)
+        return self.memory if repeats else "none"
+
+
+def _collectives(program: Program) -> int:
+    return sum(map(is_collective, program.operations()))
+
+
+def stepgraph_backend(
+    graph: fx.GraphModule,
+    examples: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable:
+    """The backend behind ``torch.compile(model, backend="stepgraph")``: one process, no placement.
+
+    Args:
+        options: ``{"memory": "full", "lowering": "eager"}``.
+
+    Raises:
+        UsageError: an unknown option, or a mode, which stepgraph has none of.
+    """
+    options = dict(options or {})
+    if mode not in (None, "default"):
+        raise UsageError(f"stepgraph has no mode {mode!r}", do="leave it out")
+    for name in options:
+        if name not in OPTIONS:
+            raise UsageError(f"unknown option {name!r}", do=near_misses(name, OPTIONS))
+    compiler = GraphCompiler(**options)
+    memory_policies.parse_policy(compiler.memory)
+    check_lowering(compiler.lowering)
+    return compiler(graph, examples)

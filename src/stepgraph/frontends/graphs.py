@@ -1,0 +1,171 @@
+"""The road for modules that cannot be captured whole: forward and backward, graph after graph.
+
+dynamo runs the user's Python and hands each piece that it can capture to the backend; what it cannot runs
+as it stands. Parameters enter both through markers, so both are right. The plan is one for all graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from stepgraph import torch_internals
+from stepgraph.capture.module import first_leaf, in_dtype
+from stepgraph.errors import CaptureError, PlanError, StepgraphError
+from stepgraph.frontends.backend import GraphCompiler
+from stepgraph.frontends.compiler import Compiler
+from stepgraph.frontends.entries import evaluation_mode
+from stepgraph.frontends.sharded_modules import Gathering, gather_where_read
+from stepgraph.placement.losses import OWN_LOSS
+from stepgraph.placement.policies import for_own_update, gathers_again, stored_parameter
+from stepgraph.program import roles
+from stepgraph.program.program import Value
+from stepgraph.runtime.batches import LocalBatch
+from stepgraph.runtime.recompiles import before_compiling, count_call
+from stepgraph.torch_internals import graphs as dynamo
+from stepgraph.torch_internals import pytree
+
+log = logging.getLogger("stepgraph")
+
+PLACEMENTS = ("ddp", "zero1", "zero2", "zero3", "zero3-keep")
+
+
+class GraphRunner:
+    """Runs a callable over a module graph by graph, on sharded parameters.
+
+    Args:
+        compiler: of the module; it has the plan, the ranks, the state and the statistics.
+        function: what is captured, graph by graph.
+        reason: why it could not be captured whole.
+
+    Raises:
+        StrictError: under ``strict=True``.
+        PlanError: a plan that needs the whole.
+    """
+
+    def __init__(self, compiler: Compiler, function: Callable, reason: StepgraphError) -> None:
+        self.compiler = compiler
+        plan, ranks = compiler.plan, compiler.ranks
+        if plan.placement not in PLACEMENTS:
+            raise PlanError(
+                f"the plan {plan.placement!r} needs a model that is captured whole",
+                where=reason.where,
+                why="what follows a graph break has this rank's rows, and whole of everything else: "
+                f"{plan.placement!r} would have the value that crosses it in other parts",
+                do="remove the graph break, or use ddp or a zero stage",
+            ) from reason
+        compiler.report([f"captured graph by graph, because of {_first_line(reason)}"])
+        plan.placement = for_own_update(plan.placement)
+        self._store_parameters()
+        ((mesh_dim, size),) = ranks.shape.dims
+        self._group = ranks.groups.get(mesh_dim, "")
+        precision = compiler.precision
+        gather_where_read(
+            compiler.model,
+            Gathering(size, self._group, mesh_dim, precision.compute, precision.reduce),
+        )
+        self.graphs = GraphCompiler(
+            ranks.shape,
+            ranks.rank,
+            ranks.groups,
+            plan.memory,
+            plan.lowering,
+            gathers_again(plan.placement, ranks.shape),
+            ranks.collectives_overlap,
+        )
+        self._function = function
+        self._compiled = dynamo.compile_apart(function, self._backend, compiler.max_shapes, False)
+        self._entry = ""
+
+    def _store_parameters(self) -> None:
+        """As this road wants them stored: zero1 and zero2 keep parts, too."""
+        state, ranks = self.compiler.state, self.compiler.ranks
+        for name, parameter in self.compiler.model.named_parameters():
+            assert isinstance(parameter, DTensor)
+            shape = tuple(parameter.shape)
+            stored = stored_parameter(self.compiler.plan.placement, shape, ranks.shape)
+            state.store_as(roles.Param(name), Value(shape, parameter.dtype, stored))
+
+    def run(self, entry: str, leaves: tuple, tree: pytree.TreeSpec) -> Any:
+        """What the callable returns for this rank's part of a batch.
+
+        Args:
+            entry: the entry point that asks, for its statistics.
+        """
+        compute = self.compiler.precision.compute
+        cast = [in_dtype(x, compute) if isinstance(x, torch.Tensor) else x for x in leaves]
+        batched = [x.shape[0] for x in cast if isinstance(x, torch.Tensor) and x.dim()]
+        self.graphs.rows = batched[0] if batched else 0
+        self._entry = entry
+        count_call(self.compiler, entry)
+        try:
+            return self._compiled(self.compiler.model, pytree.tree_unflatten(cast, tree))
+        except torch_internals.DynamoError as error:
+            inner = dynamo.inner_error(error)
+            if isinstance(inner, StepgraphError):
+                raise inner from inner.__cause__
+            raise
+
+    def loss(self, entry: str, leaves: tuple, tree: pytree.TreeSpec) -> torch.Tensor:
+        """The loss, carrying a graph: the mean over data-parallel ranks."""
+        result = self.run(entry, leaves, tree)
+        loss = result if isinstance(result, torch.Tensor) else first_leaf(result)
+        if not self.graphs.global_losses and self.compiler.ranks.shape.data_size > 1:
+            self.compiler.report([f"{OWN_LOSS}, because it is made outside every graph"])
+        return self.mean(loss)
+
+    def evaluate(self, batch: LocalBatch) -> Any:
+        """What the callable returns for the global batch, in evaluation mode."""
+        with evaluation_mode(self.compiler.model), torch.no_grad():
+            result = self.run("evaluate", batch.leaves, batch.tree)
+        return pytree.tree_map(self.rows_of_all, result)
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        """The mean over data-parallel ranks of a value that each has; gradients pass as they are."""
+        return _Mean.apply(value, self._group, self.compiler.ranks.shape.data_size)
+
+    def rows_of_all(self, value: Any) -> Any:
+        """What every rank returned, as one process would have: rows together, numbers averaged."""
+        ranks = self.compiler.ranks.shape.data_size
+        if not isinstance(value, torch.Tensor) or ranks == 1:
+            return value
+        if value.dim() == 0:
+            return self.mean(value) if value.is_floating_point() else value
+        if self.graphs.rows and value.shape[0] % self.graphs.rows == 0:
+            return torch_internals.gather_over_group(value.contiguous(), ranks, self._group)
+        return value
+
+    def _backend(self, graph: torch.fx.GraphModule, examples: Any) -> Callable:
+        reason = dynamo.recompilation_reason()
+        if reason is not None:
+            before_compiling(self.compiler, self._entry, reason)
+        seen = len(self.graphs.notes)
+        with self.compiler.counting(f"{self._entry}: {reason}" if reason else None):
+            try:
+                compiled = self.graphs(graph, examples)
+            except torch_internals.GRAPH_BREAKS as error:  # dynamo would run it uncompiled, in silence
+                raise CaptureError(
+                    "a graph of the model cannot be compiled", why=f"{type(error).__name__}: {error}"
+                ) from error
+        self.compiler.report(self.graphs.notes[seen:])
+        return compiled
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
+        if ranks == 1:
+            return value.clone()
+        return torch_internals.sum_over_group(value, group) / ranks
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        return gradient, None, None
+
+
+def _first_line(error: StepgraphError) -> str:
+    return error.where or str(error).splitlines()[0]

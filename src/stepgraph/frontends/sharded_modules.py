@@ -1,0 +1,80 @@
+"""Lets a module's own code read parameters that are stored in parts.
+
+A module whose parameters are DTensors gets a class of its own, below its old one, in which each parameter
+is a property that returns ``unshard(this rank's part)``. ``named_parameters``, ``state_dict`` and
+``_parameters`` are as before. Classes are made anew for every model, so that code which was compiled for
+one is never run for another: torch.compile guards the types of modules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from stepgraph.program.markers import UNSHARD
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """How parameters are gathered, and their gradients reduced: what the marker is told.
+
+    Attributes:
+        compute_dtype: of floating-point parameters in the model; None: their own.
+        reduce_dtype: of reductions; None: that of the computation.
+        ranks, group, mesh_dim: over which ranks.
+    """
+
+    ranks: int
+    group: str
+    mesh_dim: str
+    compute_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+
+def gather_where_read(model: nn.Module, gathering: Gathering) -> None:
+    """Gives every module of a model, whose parameters are DTensors, a class that gathers them."""
+    made: dict[tuple, type] = {}
+    for module in model.modules():
+        names = tuple(name for name, tensor in module._parameters.items() if tensor is not None)
+        key = (type(module), names)
+        if key not in made:
+            made[key] = _gathering_class(type(module), names, gathering)
+        module.__class__ = made[key]
+
+
+def _gathering_class(base: type, names: tuple[str, ...], gathering: Gathering) -> type:
+    members: dict[str, object] = {name: _gathered(name, gathering) for name in names}
+    if issubclass(base, nn.RNNBase):  # reads a list of its own
+        members["_flat_weights"] = property(
+            lambda self: [getattr(self, name) for name in self._flat_weights_names]
+        )
+    members |= {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    members |= {"__doc__": base.__doc__, "get_parameter": _get_parameter}
+    return type(base.__name__, (base,), members)
+
+
+def _get_parameter(module: nn.Module, target: str) -> nn.Parameter:
+    path, _, name = target.rpartition(".")
+    owner = module.get_submodule(path)
+    if owner._parameters.get(name) is None:
+        raise AttributeError(f"{type(owner).__name__} has no parameter `{name}`")
+    return owner._parameters[name]  # type: ignore[return-value]
+
+
+def _gathered(name: str, gathering: Gathering) -> property:
+    how = (gathering.ranks, gathering.group, gathering.mesh_dim)
+
+    def read(module: nn.Module) -> torch.Tensor | None:
+        parameter = module._parameters[name]
+        if not isinstance(parameter, DTensor):
+            return parameter  # somebody has put another one in its place
+        dtype = parameter.dtype
+        if gathering.compute_dtype is not None and dtype.is_floating_point:
+            dtype = gathering.compute_dtype
+        reduced = gathering.reduce_dtype or dtype
+        return UNSHARD(parameter.to_local(), list(parameter.shape), dtype, reduced, *how)
+
+    return property(read)

@@ -1,0 +1,58 @@
+"""Lowers one side of one graph of many, in AOTAutograd's calling convention.
+
+What goes in and out besides tensors (a DTensor's mesh, nothing at all) goes round the compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from stepgraph.lowering.lower import lower
+from stepgraph.program.program import Program
+
+
+def lower_graph(graph: fx.GraphModule, lowering: str, collectives_overlap: bool) -> Callable:
+    """Makes a forward, a backward or a graph without one executable.
+
+    Args:
+        graph: its collectives name process groups; what it computes is final.
+
+    Returns:
+        a function that takes the list of inputs, empties it, and returns the results.
+    """
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    output = graph.graph.output_node()
+    results = list(output.args[0])  # type: ignore[arg-type]
+    taken = [i for i, node in enumerate(placeholders) if _is_tensor(node)]
+    computed = [node for node in results if _is_tensor(node)]
+    around = {
+        slot: placeholders.index(node) if isinstance(node, fx.Node) else None
+        for slot, node in enumerate(results)
+        if not _is_tensor(node)
+    }
+    output.args = (tuple(computed),)
+    for index, node in enumerate(placeholders):
+        if index not in taken:
+            graph.graph.erase_node(node)
+    program = Program("graph", graph, [], [], [], [])
+    execute = lower(program, lowering, collectives_overlap)
+
+    def run(arguments: list) -> Sequence[Any]:
+        given = list(arguments)
+        arguments.clear()
+        others = {slot: None if i is None else given[i] for slot, i in around.items()}
+        tensors = [given[i] for i in taken]
+        given.clear()
+        found = iter(execute(tensors))
+        return [others[slot] if slot in others else next(found) for slot in range(len(results))]
+
+    run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd hands over the list itself
+    return run
+
+
+def _is_tensor(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)

@@ -1,0 +1,139 @@
+"""dynamo and AOTAutograd, as a backend of ``torch.compile`` meets them."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from functorch.compile import make_boxed_func
+from torch import fx
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._functorch.partitioners import default_partition
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+BACKWARD = "backward"
+
+
+def input_sources(graph: fx.GraphModule) -> list[str]:
+    """How dynamo names the inputs of a graph that it captured: ``L['self']._parameters['weight']``."""
+    found = []
+    for node in graph.graph.find_nodes(op="placeholder"):
+        source = getattr(node.meta.get("grapharg"), "source", None)
+        name = getattr(source, "name", "")
+        found.append(str(name() if callable(name) else name))
+    return found
+
+
+def has_symbols(graph: fx.GraphModule) -> bool:
+    """Whether a size somewhere in a graph is a symbol."""
+
+    def symbolic(value: Any) -> bool:
+        if isinstance(value, torch.Tensor):
+            return not all(isinstance(size, int) for size in value.shape)
+        if isinstance(value, (tuple, list)):
+            return any(map(symbolic, value))
+        return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+    metas = (node.meta for node in graph.graph.nodes)
+    return any(symbolic(meta.get("val", meta.get("example_value"))) for meta in metas)
+
+
+def differentiate_and_compile(
+    graph: fx.GraphModule,
+    examples: Sequence[Any],
+    partition: Callable,
+    compile_side: Callable,
+    compile_alone: Callable,
+    decompositions: dict[Any, Callable],
+) -> Callable:
+    """AOTAutograd on one graph.
+
+    Args:
+        partition: parts a joint graph in two; as AOTAutograd calls it.
+        compile_side: makes a forward or a backward executable.
+        compile_alone: makes a graph without a backward executable.
+    """
+
+    def really(function: Callable) -> Callable:
+        """AOTAutograd calls under its fake mode, which would make fakes of all that is made inside."""
+
+        def call(*args: Any, **options: Any) -> Any:
+            with unset_fake_temporarily():
+                return function(*args, **options)
+
+        return call
+
+    return aot_module_simplified(
+        graph,
+        examples,
+        fw_compiler=really(compile_side),
+        bw_compiler=really(compile_side),
+        inference_compiler=really(compile_alone),
+        partition_fn=really(partition),
+        decompositions=decompositions,
+    )
+
+
+def compile_with_symbols(graph: fx.GraphModule, examples: Sequence[Any], lowering: str) -> Callable:
+    """torch's own way for a graph whose sizes are symbols."""
+    if lowering == "inductor":
+        from torch._inductor.compile_fx import compile_fx
+
+        return compile_fx(graph, list(examples))
+
+    def as_it_is(side: fx.GraphModule, inputs: Any) -> Callable:
+        return make_boxed_func(side.forward)
+
+    return aot_module_simplified(graph, examples, fw_compiler=as_it_is, bw_compiler=as_it_is)
+
+
+def part_joint_graph(joint: fx.GraphModule, inputs: Any, results: int, options: dict) -> tuple:
+    """torch's partitioner that keeps every forward value which the backward reads."""
+    return default_partition(joint, inputs, num_fwd_outputs=results, **options)
+
+
+def tag_sides(graph: fx.GraphModule) -> None:
+    """Tells torch's partitioner which operations are forward and which backward."""
+    for node in graph.graph.nodes:
+        if "phase" in node.meta:
+            side = "is_backward" if node.meta["phase"] == BACKWARD else "is_forward"
+            node.meta["partitioner_tag"] = side
+
+
+def compile_apart(function: Callable, backend: Callable, limit: int, fullgraph: bool) -> Callable:
+    """``torch.compile`` for fixed shapes; what is compiled is not shared with other calls of it.
+
+    Args:
+        limit: how often each piece of code may be compiled.
+    """
+    options: dict[str, Any] = {"backend": backend, "dynamic": False, "fullgraph": fullgraph}
+    known = inspect.signature(torch.compile).parameters
+    if "isolate_recompiles" in known:
+        options |= {"isolate_recompiles": True, "recompile_limit": limit}
+    return torch.compile(function, **options)
+
+
+def inner_error(error: BaseException) -> BaseException:
+    """What went wrong inside a backend that dynamo called."""
+    return getattr(error, "inner_exception", None) or error
+
+
+def recompilation_reason() -> str | None:
+    """While a backend runs: which guard failed, if dynamo compiles this piece of code once more."""
+    from torch._dynamo.utils import get_metrics_context
+
+    metrics = getattr(get_metrics_context(), "_metrics", {})
+    reason = metrics.get("recompile_reason")
+    return str(reason) if reason else None
+
+
+@contextlib.contextmanager
+def compiled_autograd(compiler: Callable) -> Iterator[None]:
+    """Within it a backward is captured as one graph, which ``compiler`` makes executable."""
+    from torch._dynamo import compiled_autograd
+
+    with compiled_autograd._enable(compiler):
+        yield

@@ -34,12 +34,12 @@ from stepgraph.capture.update import (
     given_gradients,
     update_parameters,
 )
-from stepgraph.errors import name_a_few
+from stepgraph.errors import CaptureError, name_a_few
 from stepgraph.memory import policies as memory_policies
 from stepgraph.memory.apply import recompute_in_backward
 from stepgraph.placement import policies as placement_policies
 from stepgraph.placement.apply import place_values
-from stepgraph.placement.normalisation import find_normalisation
+from stepgraph.placement.normalisation import by_rows, find_normalisation, inexact
 from stepgraph.placement.norms import spell_out_norms
 from stepgraph.placement.randomness import draw_by_global_row
 from stepgraph.placement.vocabulary import spell_out_log_softmax
@@ -145,7 +145,7 @@ def compile_step(request: StepRequest, driver: PassDriver) -> StepPrograms:
     programs: dict[str, Program] = {}
     normalisation = None
     if request.micro_batches > 1:
-        normalisation = find_normalisation(joint)
+        normalisation = _normalisation(request, joint)
         if not normalisation.exact:
             notes.append(
                 "micro-batches: the loss is the mean over micro-batches, because "
@@ -171,6 +171,25 @@ def compile_step(request: StepRequest, driver: PassDriver) -> StepPrograms:
     for program in programs.values():
         notes += [note for note in program.notes if note not in notes]
     return StepPrograms(programs, optimizer, normalisation, notes)
+
+
+def _normalisation(request: StepRequest, joint: Program) -> Normalisation:
+    """How the loss adds up over micro-batches; numbers in it are held against twice as many rows."""
+    found = find_normalisation(joint)
+    if not found.exact or not found.numbers:
+        return found
+    try:
+        larger, _ = capture(
+            request.model,
+            request.loss,
+            request.batch.with_twice_the_rows(),
+            compute_dtype=request.precision.compute,
+        )
+        larger = _mixed(request, _simplify(larger, PassDriver()), PassDriver(), accumulate=True)
+    except CaptureError as error:
+        reason = f"it has numbers in it, and cannot be captured on other rows: {error.what}"
+        return inexact(joint.result(roles.Loss()), reason)
+    return by_rows(found, find_normalisation(larger), joint.result(roles.Loss()))
 
 
 def compile_evaluation(

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from stepgraph.capture.counters import SharedCounters
 from stepgraph.capture.micro_batches import start_backward_at_one
 from stepgraph.capture.optimizer import functionalize_optimizer
-from stepgraph.capture.counters import SharedCounters
 from stepgraph.capture.update import clip_gradients, update_parameters
 from stepgraph.program import roles
 from tests.support import (

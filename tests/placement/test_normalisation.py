@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from stepgraph.capture.simplify import drop_identities, index_rows_in_place
-from stepgraph.placement.normalisation import find_normalisation
+from stepgraph.placement.normalisation import by_rows, find_normalisation
+from stepgraph.program import roles
 from tests.support import captured, tiny_llama, token_batch
 
 
@@ -89,6 +90,40 @@ def test_two_means_added_are_exact():
 
 def test_two_weighted_means_added_are_exact():
     assert normalisation(lambda y, t, w: y.square().mean() + 0.1 * y.abs().mean()).exact
+
+
+def beside_twice_the_rows(reduce):
+    larger = tuple(torch.cat([leaf, leaf]) for leaf in BATCH)
+    program = captured(Loss(reduce), BATCH)
+    twice = find_normalisation(captured(Loss(reduce), larger))
+    return by_rows(find_normalisation(program), twice, program.result(roles.Loss()))
+
+
+ROWS_AS_A_NUMBER = {
+    "divided by the rows": lambda y, t, w: y.square().sum() / len(y),
+    "times their inverse": lambda y, t, w: (1 / y.shape[0]) * y.square().sum(),
+    "divided before the sum": lambda y, t, w: (y.square().sum(1) / len(y)).sum(),
+    "divided by all elements": lambda y, t, w: y.square().sum() / y.numel(),
+}
+
+
+@pytest.mark.parametrize("name", ROWS_AS_A_NUMBER)
+def test_a_sum_divided_by_the_number_of_rows_is_a_mean(name):
+    found = beside_twice_the_rows(ROWS_AS_A_NUMBER[name])
+    assert found.exact and found.gradient_kind == "avg" and set(found.totals.values()) == {"avg"}
+
+
+def test_a_number_that_stays_is_no_number_of_rows():
+    found = beside_twice_the_rows(lambda y, t, w: y.square().sum() / 7)
+    assert found.exact and found.gradient_kind == "sum"
+    assert beside_twice_the_rows(lambda y, t, w: y.square().sum()).gradient_kind == "sum"
+
+
+def test_other_uses_of_the_number_of_rows_are_inexact():
+    found = beside_twice_the_rows(lambda y, t, w: y.square().sum() / len(y) ** 2)
+    assert not found.exact and "rows" in found.reason
+    found = beside_twice_the_rows(lambda y, t, w: len(y) * y.sum() / w.sum())
+    assert not found.exact and "rows" in found.reason
 
 
 INEXACT = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,16 @@ class BatchSpec:
     def tensors(self) -> list[torch.Tensor]:
         """The tensor leaves, in order: what the captured program takes."""
         return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+    def with_twice_the_rows(self) -> BatchSpec:
+        """The same batch, each of its tensors twice as long."""
+
+        def twice(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or not leaf.dim():
+                return leaf
+            return leaf.new_empty((2 * leaf.shape[0], *leaf.shape[1:]))
+
+        return replace(self, leaves=tuple(map(twice, self.leaves)))
 
 
 def default_loss(model: nn.Module, batch: Any) -> Any:

@@ -147,9 +147,12 @@ class GraphRunner:
         with self.compiler.counting(f"{self._entry}: {reason}" if reason else None):
             try:
                 compiled = self.graphs(graph, examples)
-            except torch_internals.GRAPH_BREAKS as error:  # dynamo would run it uncompiled, in silence
+            except (
+                torch_internals.GRAPH_BREAKS
+            ) as error:  # dynamo would run it uncompiled, in silence
                 raise CaptureError(
-                    "a graph of the model cannot be compiled", why=f"{type(error).__name__}: {error}"
+                    "a graph of the model cannot be compiled",
+                    why=f"{type(error).__name__}: {error}",
                 ) from error
         self.compiler.report(self.graphs.notes[seen:])
         return compiled

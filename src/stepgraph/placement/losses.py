@@ -42,6 +42,8 @@ def sum_over_ranks(program: Program, mesh: MeshShape, rows: int) -> Program:
         found = find_normalisation(program, loss, tangent, rows)
         if len(candidates) > 1:
             found.exact, found.reason = False, "a graph makes several losses"
+        if found.numbers:  # a graph has no other rows to be held against
+            found.exact, found.reason = False, "sums are scaled by numbers, which may count rows"
         if not found.exact:
             program.note(f"{OWN_LOSS}, because {found.reason}")
             continue

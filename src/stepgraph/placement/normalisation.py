@@ -9,6 +9,8 @@ have to be communicated, micro-batches cannot be exact and the mean over them is
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -39,6 +41,11 @@ def find_normalisation(
     return _Walk(program, loss, tangent, rows).run()
 
 
+def inexact(loss: fx.Node, reason: str) -> Normalisation:
+    """The mean over micro-batches, because of a reason."""
+    return Normalisation({loss.meta["name"]: "avg"}, set(), None, "avg", False, reason)
+
+
 class _Inexact(Exception):
     pass
 
@@ -52,6 +59,9 @@ class _Walk:
         # On a dimension of one rank every size divides; the rules answer as on any other.
         self.rules = Rules(1)
         self.state: dict[fx.Node, tuple[Placement | str | None, ...]] = {}
+        self.scaled: set[fx.Node] = (
+            set()
+        )  # computed with plain numbers, on the way from sums to the loss
         self.varies: set[fx.Node] = set()  # depends on the batch
         self.learns: set[fx.Node] = set()  # depends on a parameter
 
@@ -60,8 +70,7 @@ class _Walk:
             self._forward()
             return self._read_off(self.loss)
         except _Inexact as error:
-            whole = {self.loss.meta["name"]: "avg"}
-            return Normalisation(whole, set(), None, "avg", False, str(error))
+            return inexact(self.loss, str(error))
 
     def _forward(self) -> None:
         rows = zip(
@@ -110,6 +119,8 @@ class _Walk:
                     sum(a == b for a, b in zip(placements, s.inputs, strict=True)) for s in free
                 ]
                 self.state[node] = free[same.index(max(same))].outputs
+                if self.state[node] == (Partial("sum"),):
+                    self.scaled |= _with_numbers(node)
                 return
         single = all(
             argument.meta["val"].dim() == 0 and (s == TAIL or isinstance(s, Partial))
@@ -119,6 +130,7 @@ class _Walk:
         if not single or node.meta["val"].dim():
             raise _Inexact(f"{node.meta['name']} needs the whole batch at once")
         self.state[node] = (TAIL,)
+        self.scaled |= _with_numbers(node)
 
     def _read_off(self, loss: fx.Node) -> Normalisation:
         (state,) = self.state[loss]
@@ -142,7 +154,23 @@ class _Walk:
         learned = {kinds[node.meta["name"]] for node in totals if node in self.learns}
         if len(learned) != 1:
             raise _Inexact("parts of the loss are normalised in different ways")
-        return Normalisation(kinds, names, boundary, learned.pop(), True)
+        kind = learned.pop()
+        numbers = {} if kind == "avg" else self._numbers(loss)
+        return Normalisation(kinds, names, boundary, kind, True, numbers=numbers)
+
+    def _numbers(self, loss: fx.Node) -> dict[str, tuple]:
+        """Plain numbers between the totals that learn and the loss: one may be the number of rows."""
+        found, stack = {}, [loss]
+        while stack:
+            node = stack.pop()
+            if node in self.scaled and node in self.learns:
+                found[node.meta["name"]] = _literals(node)
+            stack += [n for n in node.all_input_nodes if n in self.scaled or self._is_number(n)]
+        return found
+
+    def _is_number(self, node: fx.Node) -> bool:
+        value = node.meta["val"]
+        return isinstance(value, torch.Tensor) and value.dim() == 0 and node in self.varies
 
     def _constants_behind(self, tail: set[fx.Node]) -> set[fx.Node]:
         """Constants that only the tail reads belong to it."""
@@ -201,3 +229,45 @@ class _Walk:
             if (node.op == "call_function" and node.meta["phase"] == BACKWARD)
             else False
         )
+
+
+def _with_numbers(node: fx.Node) -> set[fx.Node]:
+    """A value and what leads to it one by one, element by element: those that plain numbers went into."""
+    found, chain = set(), [node]
+    for value in chain:  # grows
+        if _literals(value):
+            found.add(value)
+        pointwise = [n for n in value.all_input_nodes if torch.Tag.pointwise in _tags(n)]
+        chain += pointwise if len(value.all_input_nodes) == 1 else []
+    return found
+
+
+def _tags(node: fx.Node) -> tuple:
+    return tuple(getattr(node.target, "tags", ())) if node.op == "call_function" else ()
+
+
+def _literals(node: fx.Node) -> tuple:
+    """The numbers that an operation multiplies or divides by."""
+    if torch.Tag.pointwise not in _tags(node):
+        return ()
+    return tuple(a for a in node.args if isinstance(a, (int, float)) and not isinstance(a, bool))
+
+
+def by_rows(found: Normalisation, twice: Normalisation, loss: fx.Node) -> Normalisation:
+    """What a normalisation is, seen beside that of the same loss on twice as many rows.
+
+    ``(y - x).square().sum() / len(x)`` is captured with a plain number for ``len(x)``. A number that does
+    not change is none of that kind; one that doubles makes a mean of a sum.
+    """
+    changed = [name for name, has in found.numbers.items() if twice.numbers.get(name) != has]
+    if not changed:
+        return found
+    ratio = None
+    if len(changed) == 1 and list(found.totals) == [loss.meta["name"]]:
+        pairs = list(
+            zip(found.numbers[changed[0]], twice.numbers.get(changed[0], ()), strict=False)
+        )
+        ratio = [after / before for before, after in pairs if before]
+    if ratio in ([2.0], [0.5]):
+        return replace(found, totals={loss.meta["name"]: "avg"}, gradient_kind="avg", numbers={})
+    return inexact(loss, "it is computed with numbers that depend on the rows of a batch")

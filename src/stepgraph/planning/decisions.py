@@ -54,7 +54,8 @@ class Normalisation:
     gives the loss. ``boundary`` is the tail's value that the rest of the backward is proportional to
     (None: the tangent itself). ``gradient_kind`` says whether gradients add up or average over
     micro-batches. ``exact`` False: the loss is the mean over micro-batches, because
-    ``reason``.
+    ``reason``. ``numbers``: what sums are multiplied or divided by on their way to the loss (stable names):
+    whether one of them is the number of rows is not seen here.
     """
 
     totals: dict[str, str]
@@ -63,3 +64,4 @@ class Normalisation:
     gradient_kind: str
     exact: bool
     reason: str = ""
+    numbers: dict[str, tuple] = field(default_factory=dict)

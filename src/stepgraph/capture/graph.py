@@ -88,7 +88,8 @@ class GraphProgram:
                 case ("tangent", _):
                     inputs.append(roles.ResultTangent(_OTHERS + index))
                 case ("plain", leaf):
-                    inputs.append(_role(node, index, sources[leaf]))
+                    source = sources[leaf] if leaf < len(sources) else ""
+                    inputs.append(_role(node, index, source))
                 case _:
                     inputs.append(_role(node, index, ""))
         outputs: list[roles.Output] = []

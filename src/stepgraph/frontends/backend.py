@@ -18,7 +18,7 @@ from stepgraph.capture.decompositions import decomposition_table
 from stepgraph.capture.graph import GraphProgram, draw_seed
 from stepgraph.capture.randomness import key_random_operations
 from stepgraph.errors import UsageError, near_misses
-from stepgraph.lowering.bind import bind_to_rank
+from stepgraph.lowering.bind import bind_to_rank, name_mesh_dims
 from stepgraph.lowering.graphs import lower_graph
 from stepgraph.lowering.lower import check_lowering
 from stepgraph.lowering.merge import merge_small_collectives
@@ -63,20 +63,27 @@ class GraphCompiler:
     notes: list[str] = field(default_factory=list)
     global_losses: int = 0
 
-    def __call__(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Callable:
-        """A backend, as ``torch.compile`` calls one."""
+    def __call__(
+        self, graph: fx.GraphModule, examples: Sequence[Any], backward: bool = False
+    ) -> Callable:
+        """A backend, as ``torch.compile`` calls one.
+
+        Args:
+            backward: what compiled autograd captured; losses are none of its results.
+        """
+        rows = 0 if backward else self.rows
         if dynamo.has_symbols(graph):
             self.note("a graph whose sizes are symbols is compiled as torch would")
             return dynamo.compile_with_symbols(graph, examples, self.lowering)
         sources = dynamo.input_sources(graph)
 
         def partition(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any):
-            self.rewrite(joint, num_fwd_outputs, sources)
+            self.rewrite(joint, num_fwd_outputs, sources, rows)
             return dynamo.part_joint_graph(joint, inputs, num_fwd_outputs, options)
 
         def alone(inference: fx.GraphModule, inputs: Any) -> Callable:
             results = len(inference.graph.output_node().args[0])  # type: ignore[arg-type]
-            self.rewrite(inference, results, sources)
+            self.rewrite(inference, results, sources, rows)
             return self.lower(inference, inputs)
 
         return dynamo.differentiate_and_compile(
@@ -87,18 +94,21 @@ class GraphCompiler:
         """Makes one side of a graph executable."""
         return lower_graph(graph, self.lowering, self.collectives_overlap)
 
-    def rewrite(self, joint: fx.GraphModule, results: int, sources: Sequence[str]) -> None:
+    def rewrite(
+        self, joint: fx.GraphModule, results: int, sources: Sequence[str], rows: int
+    ) -> None:
         """Applies the plan to a graph's forward and backward."""
         driver = PassDriver()
         described = GraphProgram(joint, results, sources)
         program = described.program
         program.mesh = self.mesh
+        program = driver.run(name_mesh_dims, program, self.groups)
         program = driver.run(key_random_operations, program)
         program = driver.run(draw_seed, program, self.rank)
         program = driver.run(place_markers, program)
-        if self.mesh.world_size > 1:
+        if self.mesh.world_size > 1 and rows:
             before = _collectives(program)
-            program = driver.run(sum_over_ranks, program, self.mesh, self.rows)
+            program = driver.run(sum_over_ranks, program, self.mesh, rows)
             self.global_losses += _collectives(program) > before
         decision = memory_policies.decide(program, self.policy_of(program), self.gather_again)
         program = driver.run(recompute_in_backward, program, decision)

@@ -28,6 +28,7 @@ from stepgraph.frontends.checkpoints import SavesAndLoads
 from stepgraph.frontends.compiler import MAX_SHAPES, Compiler
 from stepgraph.frontends.entries import Compiled
 from stepgraph.frontends.graphs import GraphRunner
+from stepgraph.frontends.whole_backward import check_whole_backward
 from stepgraph.lowering.lower import check_lowering
 from stepgraph.placement.policies import stored_parameter
 from stepgraph.planning.plan import Plan
@@ -40,6 +41,10 @@ from stepgraph.runtime.state import State
 from stepgraph.torch_internals import pytree
 
 log = logging.getLogger("stepgraph")
+
+NOTHING_TO_ADD = (
+    "compiled autograd has nothing to add: the backward is one compiled program already"
+)
 
 
 class Engine(SavesAndLoads):
@@ -125,6 +130,7 @@ class Engine(SavesAndLoads):
         made = self._compiler
         self.stats, self.programs, self.notes = made.stats, made.programs, made.notes
         self._graphs: GraphRunner | None = None  # where the model cannot be captured whole
+        self._whole_backward = self._full_graph = False
         self._forwards = 0  # of the split use, since the last update
         if ranks.owns_group:
             atexit.register(_leave_group)  # other engines may be using it until then
@@ -189,7 +195,10 @@ class Engine(SavesAndLoads):
             try:
                 return self._compiler.entry(entry, batch)
             except (GraphBreakError, ParameterHookError) as error:
+                if self._full_graph:
+                    raise
                 self._graphs = GraphRunner(self._compiler, self._compiler.loss, error)
+                self._graphs.change(self.plan.lowering, self._whole_backward)
         return None
 
     def _step_in_graphs(self, pieces: list[tuple], tree: pytree.TreeSpec) -> torch.Tensor:
@@ -236,6 +245,8 @@ class Engine(SavesAndLoads):
         if compiled is None:
             assert self._graphs is not None
             return self._graphs.loss("gradients", local.leaves, local.tree)
+        if self._whole_backward:
+            self._compiler.report([NOTHING_TO_ADD])
         split = compiled.split
         assert split is not None
         self._state.seed_random_operations(self._seed, self.stats.steps, self._forwards)
@@ -284,21 +295,36 @@ class Engine(SavesAndLoads):
         backend: str = "inductor",
         compiled_autograd: bool = False,
         compiled_autograd_enabled: bool | None = None,
+        fullgraph: bool = False,
+        **options: Any,
     ) -> None:
-        """How the split use runs from here on.
+        """How the split use runs from here on, and every step of a model that is run graph by graph.
 
         Args:
             backend: a lowering: ``inductor`` or ``eager``.
-            compiled_autograd: not supported yet.
+            compiled_autograd: the whole backward of a model with graph breaks is one graph. (That of a
+                model without is one in any case.)
             compiled_autograd_enabled: DeepSpeed's name for it.
+            fullgraph: a graph break is an error.
+
+        Raises:
+            UsageError: an unknown backend; another option of ``torch.compile``; compiled autograd where
+                torch has none.
         """
         check_lowering(backend)
-        if compiled_autograd or compiled_autograd_enabled:
+        for name in options:
             raise UsageError(
-                "compiled autograd is not supported yet",
-                do="leave it off: forward and backward are one compiled program each without it",
+                f"engine.compile takes no option {name!r}",
+                why="shapes are fixed, and the plan decides what torch's modes decide",
+                do="leave it out; known: backend, compiled_autograd, fullgraph",
             )
+        self._whole_backward = bool(compiled_autograd or compiled_autograd_enabled)
+        self._full_graph = fullgraph
+        if self._whole_backward:
+            check_whole_backward()
         self._compiler.change_lowering(backend)
+        if self._graphs is not None:
+            self._graphs.change(backend, self._whole_backward)
 
     # -- state
 

@@ -7,6 +7,7 @@ as it stands. Parameters enter both through markers, so both are right. The plan
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from stepgraph.frontends.backend import GraphCompiler
 from stepgraph.frontends.compiler import Compiler
 from stepgraph.frontends.entries import evaluation_mode
 from stepgraph.frontends.sharded_modules import Gathering, gather_where_read
+from stepgraph.frontends.whole_backward import WholeBackward
 from stepgraph.placement.losses import OWN_LOSS
 from stepgraph.placement.policies import for_own_update, gathers_again, stored_parameter
 from stepgraph.program import roles
@@ -77,9 +79,35 @@ class GraphRunner:
             gathers_again(plan.placement, ranks.shape),
             ranks.collectives_overlap,
         )
-        self._function = function
-        self._compiled = dynamo.compile_apart(function, self._backend, compiler.max_shapes, False)
-        self._entry = ""
+        self._function, self._entry = function, ""
+        self._whole: WholeBackward | None = None
+        self._compiled = self._compile()
+
+    def _compile(self) -> Callable:
+        limit = self.compiler.max_shapes
+        return dynamo.compile_apart(self._function, _Backend(self, False), limit, False)
+
+    def change(self, lowering: str, whole_backward: bool) -> None:
+        """How graphs are lowered from here on, and whether a backward is one graph."""
+        if lowering != self.graphs.lowering:
+            self.graphs.lowering = lowering
+            self._compiled = self._compile()
+            self._whole = None
+        if not whole_backward:
+            self._whole = None
+        elif self._whole is None:
+            self._whole = WholeBackward(_Backend(self, True), self.compiler.max_shapes)
+
+    def started(self, result: Any) -> Any:
+        """What a caller gets: a backward from it is one graph where that was asked for."""
+        if self._whole is None:
+            return result
+        leaves, tree = pytree.tree_flatten(result)
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        values = self._whole.start([leaves[i] for i in places])
+        for index, value in zip(places, values, strict=True):
+            leaves[index] = value
+        return pytree.tree_unflatten(leaves, tree)
 
     def _store_parameters(self) -> None:
         """As this road wants them stored: zero1 and zero2 keep parts, too."""
@@ -116,7 +144,7 @@ class GraphRunner:
         loss = result if isinstance(result, torch.Tensor) else first_leaf(result)
         if not self.graphs.global_losses and self.compiler.ranks.shape.data_size > 1:
             self.compiler.report([f"{OWN_LOSS}, because it is made outside every graph"])
-        return self.mean(loss)
+        return self.started(self.mean(loss))
 
     def evaluate(self, batch: LocalBatch) -> Any:
         """What the callable returns for the global batch, in evaluation mode."""
@@ -139,14 +167,15 @@ class GraphRunner:
             return torch_internals.gather_over_group(value.contiguous(), ranks, self._group)
         return value
 
-    def _backend(self, graph: torch.fx.GraphModule, examples: Any) -> Callable:
+    def compile(self, graph: torch.fx.GraphModule, examples: Any, backward: bool) -> Callable:
+        """Compiles a graph that dynamo captured, of the model or (``backward``) of its whole backward."""
         reason = dynamo.recompilation_reason()
         if reason is not None:
             before_compiling(self.compiler, self._entry, reason)
         seen = len(self.graphs.notes)
         with self.compiler.counting(f"{self._entry}: {reason}" if reason else None):
             try:
-                compiled = self.graphs(graph, examples)
+                compiled = self.graphs(graph, examples, backward)
             except (
                 torch_internals.GRAPH_BREAKS
             ) as error:  # dynamo would run it uncompiled, in silence
@@ -156,6 +185,21 @@ class GraphRunner:
                 ) from error
         self.compiler.report(self.graphs.notes[seen:])
         return compiled
+
+
+class _Backend:
+    """What dynamo is given, and keeps: it holds the runner weakly.
+
+    It may outlive the runner, hollow; what it compiled then is never run again.
+    """
+
+    def __init__(self, runner: GraphRunner, backward: bool) -> None:
+        self._runner, self._backward = weakref.ref(runner), backward
+
+    def __call__(self, graph: torch.fx.GraphModule, examples: Any) -> Callable:
+        runner = self._runner()
+        assert runner is not None, "its model is gone"
+        return runner.compile(graph, examples, self._backward)
 
 
 class _Mean(torch.autograd.Function):

@@ -19,6 +19,7 @@ from stepgraph.frontends.arguments import check_arguments, check_kinds, device_o
 from stepgraph.frontends.compiler import MAX_SHAPES, Compiler
 from stepgraph.frontends.entries import Compiled
 from stepgraph.frontends.graphs import GraphRunner
+from stepgraph.frontends.whole_backward import check_whole_backward
 from stepgraph.placement.policies import for_own_update, stored_parameter
 from stepgraph.planning.plan import Plan
 from stepgraph.program import roles
@@ -42,6 +43,7 @@ def parallelize(
     strict: bool = False,
     seed: int = 0,
     max_shapes: int = MAX_SHAPES,
+    compiled_autograd: bool = False,
 ) -> nn.Module:
     """Shards a module in place and compiles its forward and backward; the loop stays the user's.
 
@@ -59,6 +61,7 @@ def parallelize(
             forward and keep them for the backward.
         loss: ``(model, batch) -> scalar``; calls then take a batch and return the global batch's loss.
         max_shapes: distinct batch shapes to keep compiled programs for.
+        compiled_autograd: the whole backward of a module with graph breaks is one graph.
 
     Returns:
         the same module.
@@ -97,7 +100,9 @@ def parallelize(
         max_shapes=max_shapes,
         as_module=loss is None,
     )
-    forward = ParallelForward(compiler, seed)
+    if compiled_autograd:
+        check_whole_backward()
+    forward = ParallelForward(compiler, seed, compiled_autograd)
     forward.compile(example)
     model.forward = forward  # type: ignore[method-assign]
     return model
@@ -122,8 +127,8 @@ class ParallelForward:
     ``compiler`` has the plan, the programs, the notes and the statistics.
     """
 
-    def __init__(self, compiler: Compiler, seed: int) -> None:
-        self.compiler, self.seed = compiler, seed
+    def __init__(self, compiler: Compiler, seed: int, whole_backward: bool) -> None:
+        self.compiler, self.seed, self.whole_backward = compiler, seed, whole_backward
         self.graphs: GraphRunner | None = None  # where the module cannot be captured whole
         self._calls = 0
 
@@ -189,6 +194,7 @@ class ParallelForward:
                     return self.compiler.entry(entry, batch)
             except (GraphBreakError, ParameterHookError) as error:
                 self.graphs = GraphRunner(self.compiler, self.compiler.loss, error)
+                self.graphs.change(self.compiler.plan.lowering, self.whole_backward)
         return None
 
     def _run_in_graphs(self, batch: LocalBatch, training: bool) -> Any:
@@ -196,7 +202,7 @@ class ParallelForward:
         entry = "gradients" if training else "evaluate"
         with self._own_forward(), torch.set_grad_enabled(torch.is_grad_enabled() or training):
             if self.compiler.as_module:
-                return self.graphs.run(entry, batch.leaves, batch.tree)
+                return self.graphs.started(self.graphs.run(entry, batch.leaves, batch.tree))
             return self.graphs.loss(entry, batch.leaves, batch.tree)
 
     def _batch(self, args: tuple, kwargs: dict) -> Any:

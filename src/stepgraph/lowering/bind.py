@@ -44,6 +44,18 @@ def bind_to_rank(program: Program, rank: int, groups: Mapping[str, str]) -> Prog
     return program.finish()
 
 
+def name_mesh_dims(program: Program, groups: Mapping[str, str]) -> Program:
+    """What was bound to a rank is symbolic again: a backward whose parts were lowered before.
+
+    reads: group names in collectives. writes: the mesh dimensions they belong to. preserves: every result.
+    """
+    mesh_dims = {group: mesh_dim for mesh_dim, group in groups.items()}
+    for node in program.operations():
+        if is_collective(node):
+            node.args = (*node.args[:-1], mesh_dims.get(mesh_dim_of(node), mesh_dim_of(node)))
+    return program
+
+
 def _first_only(program: Program, node: fx.Node, index: int) -> None:
     value = node.args[0]
     if index:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from functorch.compile import make_boxed_func
 from torch import fx
-from torch._functorch.aot_autograd import aot_module_simplified
+from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import default_partition
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
@@ -66,15 +66,14 @@ def differentiate_and_compile(
 
         return call
 
-    return aot_module_simplified(
-        graph,
-        examples,
+    compiler = aot_autograd(
         fw_compiler=really(compile_side),
         bw_compiler=really(compile_side),
         inference_compiler=really(compile_alone),
         partition_fn=really(partition),
         decompositions=decompositions,
     )
+    return compiler(graph, examples)
 
 
 def compile_with_symbols(graph: fx.GraphModule, examples: Sequence[Any], lowering: str) -> Callable:
@@ -87,7 +86,7 @@ def compile_with_symbols(graph: fx.GraphModule, examples: Sequence[Any], lowerin
     def as_it_is(side: fx.GraphModule, inputs: Any) -> Callable:
         return make_boxed_func(side.forward)
 
-    return aot_module_simplified(graph, examples, fw_compiler=as_it_is, bw_compiler=as_it_is)
+    return aot_autograd(fw_compiler=as_it_is, bw_compiler=as_it_is)(graph, examples)
 
 
 def part_joint_graph(joint: fx.GraphModule, inputs: Any, results: int, options: dict) -> tuple:
@@ -130,10 +129,27 @@ def recompilation_reason() -> str | None:
     return str(reason) if reason else None
 
 
+def compiled_autograd_problem() -> str | None:
+    """Why compiled autograd cannot be used with this torch; None: it can."""
+    try:
+        from torch._dynamo import compiled_autograd
+    except ImportError as error:
+        return f"torch {torch.__version__} has none: {error}"
+    parameters = getattr(compiled_autograd, "_enable", None)
+    if parameters is None or not hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph"):
+        return f"torch {torch.__version__} has it in another form"
+    return None
+
+
+def keeps_graph() -> bool:
+    """Within a backward: whether its caller retains the graph."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 @contextlib.contextmanager
 def compiled_autograd(compiler: Callable) -> Iterator[None]:
     """Within it a backward is captured as one graph, which ``compiler`` makes executable."""
     from torch._dynamo import compiled_autograd
 
-    with compiled_autograd._enable(compiler):
+    with compiled_autograd._enable(compiler, dynamic=False):
         yield

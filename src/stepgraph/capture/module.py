@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from stepgraph import torch_internals
 from stepgraph.capture.decompositions import decomposition_table
-from stepgraph.capture.refusals import check_hooks, graph_break_error
+from stepgraph.capture.refusals import check_hooks, check_parameter_hooks, graph_break_error
 from stepgraph.errors import CaptureError, LossError
 from stepgraph.program import roles
 from stepgraph.program.names import name_operations
@@ -97,6 +97,7 @@ def capture(
         GraphBreakError, HookError, LossError, CaptureError.
     """
     check_hooks(model)
+    check_parameter_hooks(model)
     only_loss = training and not as_module
     module = _StepFunction(model, loss, batch, compute_dtype, only_loss=only_loss)
     with _fake_parameters(model, batch, compute_dtype), torch.set_grad_enabled(training):

@@ -21,8 +21,8 @@ _USER_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<fu
 def check_hooks(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Refuses hooks that a captured program would drop without a word.
 
-    Those on gradients of parameters, on a module's backward and around the optimizer's step. (A hook
-    that the forward itself registers on an activation is captured with it.)
+    Those on a module's backward and around the optimizer's step. (A hook that the forward itself registers
+    on an activation is captured with it.)
 
     Raises:
         HookError: names the parameter, module or optimizer.
@@ -40,12 +40,21 @@ def check_hooks(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
                 "step cannot call",
                 do="remove it, or write it as a torch.autograd.Function in the forward",
             )
+
+
+def check_parameter_hooks(model: nn.Module) -> None:
+    """Refuses to capture a model whole while a parameter has a hook on its gradient.
+
+    Raises:
+        ParameterHookError: names the parameter.
+    """
     for name, parameter in model.named_parameters():
         if torch_internals.gradient_hooks(parameter):
             raise ParameterHookError(
                 f"parameter {name!r} has a gradient hook, which a captured step cannot call",
                 why="the whole step is one program; no Python runs between a gradient and its update",
-                do="remove the hook; for clipping use max_grad_norm, for scaling put it into the loss",
+                do="remove the hook (for clipping use max_grad_norm, for scaling put it into the loss), or "
+                "let the model run graph by graph: strict=False",
             )
 
 

@@ -8,6 +8,7 @@ AOTAutograd's finding, kept with the graph; what waits for a backward is kept by
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,22 +78,30 @@ class GraphCompiler:
             return dynamo.compile_with_symbols(graph, examples, self.lowering)
         sources = dynamo.input_sources(graph)
 
+        # What is compiled outlives this object, in dynamo's cache: it holds the settings alone.
+        own, lowering, overlap = weakref.ref(self), self.lowering, self.collectives_overlap
+
+        def rewrite(traced: fx.GraphModule, results: int) -> None:
+            compiler = own()
+            assert compiler is not None, "its module is gone"
+            compiler.rewrite(traced, results, sources, rows)
+
         def partition(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any):
-            self.rewrite(joint, num_fwd_outputs, sources, rows)
+            rewrite(joint, num_fwd_outputs)
             return dynamo.part_joint_graph(joint, inputs, num_fwd_outputs, options)
 
+        def lower(side: fx.GraphModule, inputs: Any) -> Callable:
+            return lower_graph(side, lowering, overlap)
+
         def alone(inference: fx.GraphModule, inputs: Any) -> Callable:
-            results = len(inference.graph.output_node().args[0])  # type: ignore[arg-type]
-            self.rewrite(inference, results, sources, rows)
-            return self.lower(inference, inputs)
+            rewrite(inference, len(inference.graph.output_node().args[0]))  # type: ignore[arg-type]
+            return lower(inference, inputs)
 
-        return dynamo.differentiate_and_compile(
-            graph, examples, partition, self.lower, alone, decomposition_table()
+        compiled = dynamo.differentiate_and_compile(
+            graph, examples, partition, lower, alone, decomposition_table()
         )
-
-    def lower(self, graph: fx.GraphModule, inputs: Any) -> Callable:
-        """Makes one side of a graph executable."""
-        return lower_graph(graph, self.lowering, self.collectives_overlap)
+        dynamo.forget_modules(graph)
+        return compiled
 
     def rewrite(
         self, joint: fx.GraphModule, results: int, sources: Sequence[str], rows: int

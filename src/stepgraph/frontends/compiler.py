@@ -16,7 +16,7 @@ from stepgraph import torch_internals
 from stepgraph.capture.module import BatchSpec, LossFunction
 from stepgraph.capture.optimizer import FunctionalOptimizer
 from stepgraph.capture.precision import AS_IT_IS, Precision
-from stepgraph.capture.refusals import check_hooks
+from stepgraph.capture.refusals import check_hooks, check_parameter_hooks
 from stepgraph.errors import ShapeLimitError, StrictError
 from stepgraph.frontends.entries import Compiled, evaluation_mode, recompilation_reason, show_key
 from stepgraph.pipeline import (
@@ -78,6 +78,7 @@ class Compiler:
         """The programs of an entry point (step, gradients, evaluate) for a batch like this one."""
         count_call(self, name)
         check_hooks(self.model, self.optimizer)
+        check_parameter_hooks(self.model)
         flags = tuple(parameter.requires_grad for parameter in self._parameters)
         in_mode = name != "evaluate" or self.as_module
         modes = torch_internals.module_modes(self.model, with_training=in_mode)

@@ -80,12 +80,19 @@ class GraphRunner:
             ranks.collectives_overlap,
         )
         self._function, self._entry = function, ""
+        self._codes: set = set()
+        self._backends: list[_Backend] = []
+        weakref.finalize(self, dynamo.drop_compiled, self._codes, self._backends)
         self._whole: WholeBackward | None = None
         self._compiled = self._compile()
 
     def _compile(self) -> Callable:
         limit = self.compiler.max_shapes
-        return dynamo.compile_apart(self._function, _Backend(self, False), limit, False)
+        return dynamo.compile_apart(self._function, self._backend(False), limit, False)
+
+    def _backend(self, backward: bool) -> _Backend:
+        self._backends.append(_Backend(self, backward))
+        return self._backends[-1]
 
     def change(self, lowering: str, whole_backward: bool) -> None:
         """How graphs are lowered from here on, and whether a backward is one graph."""
@@ -96,7 +103,7 @@ class GraphRunner:
         if not whole_backward:
             self._whole = None
         elif self._whole is None:
-            self._whole = WholeBackward(_Backend(self, True), self.compiler.max_shapes)
+            self._whole = WholeBackward(self._backend(True), self.compiler.max_shapes)
 
     def started(self, result: Any) -> Any:
         """What a caller gets: a backward from it is one graph where that was asked for."""
@@ -169,6 +176,8 @@ class GraphRunner:
 
     def compile(self, graph: torch.fx.GraphModule, examples: Any, backward: bool) -> Callable:
         """Compiles a graph that dynamo captured, of the model or (``backward``) of its whole backward."""
+        if (code := dynamo.code_now()) is not None:
+            self._codes.add(code)
         reason = dynamo.recompilation_reason()
         if reason is not None:
             before_compiling(self.compiler, self._entry, reason)
@@ -195,6 +204,7 @@ class _Backend:
 
     def __init__(self, runner: GraphRunner, backward: bool) -> None:
         self._runner, self._backward = weakref.ref(runner), backward
+        self.region = -1
 
     def __call__(self, graph: torch.fx.GraphModule, examples: Any) -> Callable:
         runner = self._runner()

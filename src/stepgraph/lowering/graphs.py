@@ -29,11 +29,12 @@ def lower_graph(graph: fx.GraphModule, lowering: str, collectives_overlap: bool)
     results = list(output.args[0])  # type: ignore[arg-type]
     taken = [i for i, node in enumerate(placeholders) if _is_tensor(node)]
     computed = [node for node in results if _is_tensor(node)]
-    around = {
-        slot: placeholders.index(node) if isinstance(node, fx.Node) else None
-        for slot, node in enumerate(results)
-        if not _is_tensor(node)
-    }
+    passed, constants = {}, {}
+    for slot, node in enumerate(results):
+        if isinstance(node, fx.Node) and node.op == "placeholder" and not _is_tensor(node):
+            passed[slot] = placeholders.index(node)
+        elif not _is_tensor(node):
+            constants[slot] = getattr(graph, str(node.target)) if isinstance(node, fx.Node) else node
     output.args = (tuple(computed),)
     for index, node in enumerate(placeholders):
         if index not in taken:
@@ -44,7 +45,7 @@ def lower_graph(graph: fx.GraphModule, lowering: str, collectives_overlap: bool)
     def run(arguments: list) -> Sequence[Any]:
         given = list(arguments)
         arguments.clear()
-        others = {slot: None if i is None else given[i] for slot, i in around.items()}
+        others = constants | {slot: given[i] for slot, i in passed.items()}
         tensors = [given[i] for i in taken]
         given.clear()
         found = iter(execute(tensors))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -76,6 +77,15 @@ def differentiate_and_compile(
     return compiler(graph, examples)
 
 
+def forget_modules(graph: fx.GraphModule) -> None:
+    """Drops what a graph that dynamo keeps knows of modules: their classes would live as long."""
+    known = getattr(graph.graph._graph_namespace, "_obj_to_name", {})
+    erased = [node for node in known if isinstance(node, fx.Node)]  # it remembers those as well
+    for node in [*graph.graph.nodes, *erased]:
+        for key in ("nn_module_stack", "source_fn_stack", "fwd_nn_module_stack"):
+            node.meta.pop(key, None)
+
+
 def compile_with_symbols(graph: fx.GraphModule, examples: Sequence[Any], lowering: str) -> Callable:
     """torch's own way for a graph whose sizes are symbols."""
     if lowering == "inductor":
@@ -112,7 +122,38 @@ def compile_apart(function: Callable, backend: Callable, limit: int, fullgraph: 
     known = inspect.signature(torch.compile).parameters
     if "isolate_recompiles" in known:
         options |= {"isolate_recompiles": True, "recompile_limit": limit}
-    return torch.compile(function, **options)
+    compiled = torch.compile(function, **options)
+    backend.region = getattr(compiled, "_isolate_recompiles_id", -1)  # type: ignore[attr-defined]
+    return compiled
+
+
+def code_now() -> types.CodeType | None:
+    """While a backend runs: the code that dynamo is compiling."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return getattr(InstructionTranslator.current_tx(), "f_code", None)
+
+
+def drop_compiled(codes: set[types.CodeType], backends: Sequence[object]) -> None:
+    """Takes what some backends compiled out of dynamo's caches, which would keep it as long as the code."""
+    from torch._dynamo import eval_frame, guards
+    from torch._dynamo.utils import CleanupManager
+
+    gone = guards.DeletedGuardManagerWrapper("the model that it was compiled for is gone")
+    for code in codes:
+        entries = list(eval_frame._debug_get_cache_entry_list(code))
+        if by_region := getattr(eval_frame, "_get_cache_entries_for_region", None):
+            regions = {getattr(backend, "region", -1) for backend in backends}
+            entries += [entry for region in regions for entry in by_region(code, region)]
+        for entry in entries:
+            manager = entry.guard_manager
+            state = getattr(manager, "extra_state", None)
+            made_by = getattr(entry.backend, "compiler_fn", entry.backend)
+            if state is not None and any(made_by is backend for backend in backends):
+                made = entry.code
+                state.invalidate(entry, gone)
+                if made in CleanupManager.instance:  # its globals: the compiled functions
+                    CleanupManager.instance._remove_id(id(made))
 
 
 def inner_error(error: BaseException) -> BaseException:

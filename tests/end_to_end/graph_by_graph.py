@@ -1,4 +1,4 @@
-"""A model that breaks graphs twice and has a hook on a parameter; its training on ranks, and in plain torch."""
+"""A model that breaks graphs twice and has a hook on a parameter, on ranks and in plain torch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def all_cells(lowering: str, precisions: tuple[str, ...] = PRECISIONS) -> list[C
 
 
 class Broken(nn.Module):
-    """Embedding, two blocks with a graph break behind each, a tied head: sizes that do not divide by two."""
+    """Embedding, two blocks with a graph break behind each, a tied head: no size divides by two."""
 
     def __init__(self, checkpointing: bool = False) -> None:
         super().__init__()
@@ -159,9 +159,9 @@ def trained(cell: Cell) -> dict[str, Any]:
     }
 
 
-# Gradients are sums of products: fp32 sums of a few hundred terms differ by their order alone, a few units
-# in the last place of the largest term; a bfloat16 value has 8 bits, and a gradient here has been rounded at
-# every operation on its way (about ten) once more on each rank than in one process.
+# Gradients are sums of products: fp32 sums of a few hundred terms differ by their order alone, a few
+# units in the last place of the largest term; a bfloat16 value has 8 bits, and a gradient here has been
+# rounded at every operation on its way (about ten), other sums on each rank than in one process.
 TOLERANCE = {"fp32": 1e-5, "bf16 model": 10 * 2.0**-8, "autocast": 10 * 2.0**-8}
 
 

@@ -1,6 +1,8 @@
 """What a script that holds an Engine can rely on, in one process with the eager lowering."""
 
+import copy
 import gc
+import re
 import weakref
 
 import pytest
@@ -13,11 +15,11 @@ from stepgraph.errors import (
     BatchError,
     CheckpointError,
     FrozenNumberError,
-    GraphBreakError,
     HookError,
     LossError,
     MeshError,
     OptimizerError,
+    PlanError,
     RecompilationError,
     ShapeLimitError,
     StrictError,
@@ -335,15 +337,36 @@ def test_batches_that_do_not_divide_or_disagree_are_errors():
         engine.step({})
 
 
-def test_control_flow_that_depends_on_data_names_its_line():
-    class Branches(Regression):
-        def forward(self, x, y):
-            if x.sum() > 0:
-                x = x + 1
-            return super().forward(x, y)
+class Branches(Regression):
+    def forward(self, x, y):
+        if x.sum() > 0:
+            x = x + 1
+        return super().forward(x, y)
 
-    with pytest.raises(GraphBreakError, match=r"test_engine.py:\d+ in forward"):
-        engine_for(Branches()).step(pairs())
+
+def test_control_flow_that_depends_on_data_names_its_line():
+    with pytest.raises(StrictError, match=r"test_engine.py:\d+ in forward"):
+        engine_for(Branches(), strict=True).step(pairs())
+    with pytest.raises(PlanError, match=r"whole.*\n.*test_engine.py:\d+ in forward"):
+        engine_for(Branches(), mesh="tp=1", plan="tp").step(pairs())
+
+
+def test_a_model_that_cannot_be_captured_whole_runs_graph_by_graph_and_says_so():
+    torch.manual_seed(0)
+    model = Branches()
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    engine = engine_for(model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batches=2)
+    for _ in range(3):
+        loss = plain(*pairs())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(engine.step(pairs()), loss.detach())
+    for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.to_local(), wanted)
+    assert re.search(r"graph by graph, because of .*test_engine.py:\d+", engine.report())
+    torch.testing.assert_close(engine.evaluate(pairs()), plain(*pairs()).detach())
 
 
 def test_a_loss_that_is_no_scalar_is_an_error():
@@ -351,17 +374,29 @@ def test_a_loss_that_is_no_scalar_is_an_error():
         engine_for(Regression(), loss=lambda m, b: m.first(b[0])).step(pairs())
 
 
-def test_gradient_hooks_registered_before_or_after_are_errors_not_dropped():
+def test_gradient_hooks_registered_before_or_after_are_honoured():
+    torch.manual_seed(0)
     model = Regression()
+    plain = copy.deepcopy(model)
     handle = model.first.weight.register_hook(lambda g: g * 2)
-    with pytest.raises(HookError, match=r"first\.weight"):
-        engine_for(model)
-    handle.remove()
-    engine = engine_for(model)
+    plain.first.weight.register_hook(lambda g: g * 2)
+    engine = engine_for(model, None)
     engine.step(pairs())
-    model.second.weight.register_post_accumulate_grad_hook(lambda p: None)
-    with pytest.raises(HookError, match=r"second\.weight"):
-        engine.step(pairs())
+    plain(*pairs()).backward()
+    torch.testing.assert_close(model.first.weight.grad.to_local(), plain.first.weight.grad)
+    handle.remove()
+    engine.step(pairs())
+    torch.testing.assert_close(model.first.weight.grad.to_local(), plain.first.weight.grad / 2)
+
+    later, seen = engine_for(Regression(), None), []
+    later.step(pairs())
+    later.model.second.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+    later.step(pairs())
+    assert seen[0] is later.model.second.weight.grad
+    with pytest.raises(StrictError, match=r"second\.weight"):
+        strict = engine_for(Regression(), strict=True)
+        strict.model.second.weight.register_hook(lambda g: g)
+        strict.step(pairs())
 
 
 def test_optimizer_step_hooks_are_errors_not_dropped():

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from stepgraph.frontends.launcher import launch
-from tests.end_to_end.graph_by_graph import RANKS, TOLERANCE, Cell, all_cells, difference, plain, trained
+from tests.end_to_end.graph_by_graph import (
+    RANKS,
+    TOLERANCE,
+    Cell,
+    all_cells,
+    difference,
+    plain,
+    trained,
+)
 
 EAGER = all_cells("eager", ("fp32",))
 # Every setting occurs, with every other placement.

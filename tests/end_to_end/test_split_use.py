@@ -132,8 +132,8 @@ def test_what_cannot_be_meant_is_an_error():
         engine_of().optimizer_step()
     with pytest.raises(UsageError, match="no optimizer"):
         stepgraph.Engine(Net(), loss=loss, lowering="eager").optimizer_step()
-    with pytest.raises(UsageError, match="compiled autograd"):
-        engine_of().compile(compiled_autograd=True)
+    with pytest.raises(UsageError, match="no option 'mode'"):
+        engine_of().compile(mode="max-autotune")
     with pytest.raises(UsageError, match="unknown lowering"):
         engine_of().compile("fast")
 

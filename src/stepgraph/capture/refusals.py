@@ -12,8 +12,8 @@ import traceback
 import torch
 from torch import nn
 
-from stepgraph import torch_internals
 from stepgraph.errors import GraphBreakError, HookError, ParameterHookError
+from stepgraph.torch_internals import hooks
 
 _USER_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
@@ -27,7 +27,7 @@ def check_hooks(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
     Raises:
         HookError: names the parameter, module or optimizer.
     """
-    if optimizer is not None and torch_internals.step_hooks(optimizer):
+    if optimizer is not None and hooks.step_hooks(optimizer):
         raise HookError(
             f"the optimizer ({type(optimizer).__name__}) has step hooks, which a captured step "
             "cannot call",
@@ -49,7 +49,7 @@ def check_parameter_hooks(model: nn.Module) -> None:
         ParameterHookError: names the parameter.
     """
     for name, parameter in model.named_parameters():
-        if torch_internals.gradient_hooks(parameter):
+        if hooks.gradient_hooks(parameter):
             raise ParameterHookError(
                 f"parameter {name!r} has a gradient hook, which a captured step cannot call",
                 why="the whole step is one program; no Python runs between a gradient and its update",

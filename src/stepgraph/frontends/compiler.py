@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepgraph import torch_internals
 from stepgraph.capture.module import BatchSpec, LossFunction
 from stepgraph.capture.optimizer import FunctionalOptimizer
 from stepgraph.capture.precision import AS_IT_IS, Precision
@@ -36,7 +35,7 @@ from stepgraph.runtime.ranks import Ranks, agree_on_shapes
 from stepgraph.runtime.recompiles import Stats, before_compiling, count_call
 from stepgraph.runtime.split import SplitProgram
 from stepgraph.runtime.state import State
-from stepgraph.torch_internals import pytree
+from stepgraph.torch_internals import hooks, pytree
 
 log = logging.getLogger("stepgraph")
 
@@ -81,7 +80,7 @@ class Compiler:
         check_parameter_hooks(self.model)
         flags = tuple(parameter.requires_grad for parameter in self._parameters)
         in_mode = name != "evaluate" or self.as_module
-        modes = torch_internals.module_modes(self.model, with_training=in_mode)
+        modes = hooks.module_modes(self.model, with_training=in_mode)
         key = (batch.key, flags, modes)
         self._drop_outdated()
         known = self._compiled.setdefault(name, {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -199,9 +199,12 @@ class Engine(SavesAndLoads):
                     raise
                 self._graphs = GraphRunner(self._compiler, self._compiler.loss, error)
                 self._graphs.change(self.plan.lowering, self._whole_backward)
+        self._graphs.agree(batch)
         return None
 
-    def _step_in_graphs(self, pieces: list[tuple], tree: pytree.TreeSpec) -> torch.Tensor:
+    def _step_in_graphs(
+        self, pieces: Sequence[Sequence[Any]], tree: pytree.TreeSpec
+    ) -> torch.Tensor:
         assert self._graphs is not None
         for parameter in self.model.parameters():
             parameter.grad = None

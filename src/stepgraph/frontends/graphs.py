@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from stepgraph.placement.policies import for_own_update, gathers_again, stored_p
 from stepgraph.program import roles
 from stepgraph.program.program import Value
 from stepgraph.runtime.batches import LocalBatch
+from stepgraph.runtime.ranks import agree_on_shapes
 from stepgraph.runtime.recompiles import before_compiling, count_call
 from stepgraph.torch_internals import graphs as dynamo
 from stepgraph.torch_internals import pytree
@@ -80,6 +81,7 @@ class GraphRunner:
             ranks.collectives_overlap,
         )
         self._function, self._entry = function, ""
+        self._batches: set = set()
         self._codes: set = set()
         self._backends: list[_Backend] = []
         weakref.finalize(self, dynamo.drop_compiled, self._codes, self._backends)
@@ -125,7 +127,17 @@ class GraphRunner:
             stored = stored_parameter(self.compiler.plan.placement, shape, ranks.shape)
             state.store_as(roles.Param(name), Value(shape, parameter.dtype, stored))
 
-    def run(self, entry: str, leaves: tuple, tree: pytree.TreeSpec) -> Any:
+    def agree(self, batch: LocalBatch) -> None:
+        """Makes sure that a kind of batch which is new here is new, and the same, on every rank.
+
+        Raises:
+            BatchError: ranks have batches of different shapes.
+        """
+        if batch.key not in self._batches:
+            agree_on_shapes(batch.key, batch.shapes(), self.compiler.ranks)
+            self._batches.add(batch.key)
+
+    def run(self, entry: str, leaves: Sequence[Any], tree: pytree.TreeSpec) -> Any:
         """What the callable returns for this rank's part of a batch.
 
         Args:
@@ -145,7 +157,7 @@ class GraphRunner:
                 raise inner from inner.__cause__
             raise
 
-    def loss(self, entry: str, leaves: tuple, tree: pytree.TreeSpec) -> torch.Tensor:
+    def loss(self, entry: str, leaves: Sequence[Any], tree: pytree.TreeSpec) -> torch.Tensor:
         """The loss, carrying a graph: the mean over data-parallel ranks."""
         result = self.run(entry, leaves, tree)
         loss = result if isinstance(result, torch.Tensor) else first_leaf(result)

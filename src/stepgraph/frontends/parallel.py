@@ -108,6 +108,11 @@ def parallelize(
     return model
 
 
+def _call_forward(model: nn.Module, batch: Any) -> Any:
+    args, kwargs = batch
+    return model.forward(*args, **kwargs)
+
+
 def _call_model(model: nn.Module, batch: Any) -> Any:
     args, kwargs = batch
     result = model.forward(*args, **kwargs)  # the module's own hooks run around what is compiled
@@ -193,8 +198,10 @@ class ParallelForward:
                 with self._own_forward():
                     return self.compiler.entry(entry, batch)
             except (GraphBreakError, ParameterHookError) as error:
-                self.graphs = GraphRunner(self.compiler, self.compiler.loss, error)
+                function = _call_forward if self.compiler.as_module else self.compiler.loss
+                self.graphs = GraphRunner(self.compiler, function, error)
                 self.graphs.change(self.compiler.plan.lowering, self.whole_backward)
+        self.graphs.agree(batch)
         return None
 
     def _run_in_graphs(self, batch: LocalBatch, training: bool) -> Any:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from stepgraph.errors import UsageError
 from stepgraph.torch_internals import graphs as dynamo
@@ -68,7 +67,10 @@ class _Start(torch.autograd.Function):
         return tuple(value.detach().clone() for value in values)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *gradients: torch.Tensor | None):
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a double backward (create_graph=True) cannot go through compiled autograd: switch it off"
+            )
         ctx.whole.run(ctx.values, list(gradients), dynamo.keeps_graph())
         return None, None, None

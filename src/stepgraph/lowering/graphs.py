@@ -34,7 +34,9 @@ def lower_graph(graph: fx.GraphModule, lowering: str, collectives_overlap: bool)
         if isinstance(node, fx.Node) and node.op == "placeholder" and not _is_tensor(node):
             passed[slot] = placeholders.index(node)
         elif not _is_tensor(node):
-            constants[slot] = getattr(graph, str(node.target)) if isinstance(node, fx.Node) else node
+            constants[slot] = (
+                getattr(graph, str(node.target)) if isinstance(node, fx.Node) else node
+            )
     output.args = (tuple(computed),)
     for index, node in enumerate(placeholders):
         if index not in taken:

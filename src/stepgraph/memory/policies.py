@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import fx
 
 from stepgraph import torch_internals
@@ -88,7 +89,8 @@ def _checkpoint_regions(nodes: list[fx.Node]) -> Iterable[list[fx.Node]]:
 def _not_crossing(region: list[fx.Node], program: Program) -> list[fx.Node]:
     """Values of a region that no other part of the forward reads, and that are not results.
 
-    Communicated activations are kept: recomputing is not to communicate them twice.
+    Communicated activations are kept: recomputing is not to communicate them twice. So is what a
+    generator drew: it would draw something else.
     """
     inside = set(region)
     results = set(program.results)
@@ -98,6 +100,7 @@ def _not_crossing(region: list[fx.Node], program: Program) -> list[fx.Node]:
         if node not in results
         and not is_collective(node)
         and node.target is not torch_internals.WAIT
+        and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
         and all(user in inside or user.meta.get("phase") != FORWARD for user in node.users)
     ]
 

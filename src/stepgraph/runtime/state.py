@@ -27,6 +27,7 @@ from stepgraph.program.shards import local_part, rows_held
 from stepgraph.runtime import optimizer_state
 from stepgraph.runtime.group_numbers import GroupNumbers
 from stepgraph.runtime.ranks import Ranks, agree_on
+from stepgraph.torch_internals import hooks
 
 StoredAs = Callable[[tuple[int, ...]], Placements]
 
@@ -100,7 +101,7 @@ class State:
         self.tensors[roles.Param(name)] = local
         shown = self.as_dtensor(local, Value(tuple(tensor.shape), tensor.dtype, stored))
         parameter = nn.Parameter(shown, requires_grad=tensor.requires_grad)
-        torch_internals.share_hooks(tensor, parameter)
+        hooks.share_hooks(tensor, parameter)
         return parameter
 
     def as_dtensor(self, local: torch.Tensor, value: Value) -> DTensor:

@@ -184,33 +184,6 @@ def pretending_to_compile() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
-def gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has hooks on its gradient (which a captured graph would drop)."""
-    return bool(getattr(tensor, "_backward_hooks", None)) or bool(
-        getattr(tensor, "_post_accumulate_grad_hooks", None)
-    )
-
-
-def share_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
-    """The hooks on a parameter's gradient now run for another; handles still remove them."""
-    for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if getattr(old, table, None):
-            setattr(new, table, getattr(old, table))
-
-
-def module_modes(model: nn.Module, *, with_training: bool) -> tuple:
-    """What a captured forward depends on besides tensors: train/eval modes and forward hooks."""
-    return tuple(
-        (part.training if with_training else None, *part._forward_hooks, *part._forward_pre_hooks)
-        for part in model.modules()
-    )
-
-
-def step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether hooks would run around the optimizer's own ``step()``."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
-
-
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Lets learning-rate schedulers know that a step was taken (they warn about the order)."""
     optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -1,0 +1,280 @@
+"""``torch.compile(..., backend="stepgraph")``, compiled autograd's collectives, and what is left behind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+
+import stepgraph
+from stepgraph.errors import UsageError
+from stepgraph.frontends.launcher import launch
+from stepgraph.lowering import merge
+from stepgraph.program.collectives import KINDS, is_collective
+from stepgraph.program.program import BACKWARD
+from tests.end_to_end.graph_by_graph import Broken, Cell, batch_of, loss_of, make_model
+from tests.end_to_end.test_balance import Model, learn, run
+
+EAGER = {"lowering": "eager"}
+
+
+def plain_gradients(model, x):
+    model(x).square().mean().backward()
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+# ---------------------------------------------------------------------------- a plain module
+
+
+@pytest.mark.parametrize("options", [EAGER, EAGER | {"memory": "full"}], ids=str)
+def test_a_plain_module_is_compiled_graph_after_graph(options):
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(4, 4)
+    expected = plain_gradients(copy.deepcopy(model), x)
+    compiled = torch.compile(model, backend="stepgraph", options=options)
+    for found, wanted in zip(plain_gradients(compiled, x), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+    assert "stepgraph" in torch._dynamo.list_backends()
+
+
+def test_a_plain_module_under_inductor():
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 3), torch.randn(4, 4)
+    expected = plain_gradients(copy.deepcopy(model), x)
+    found = plain_gradients(torch.compile(model, backend="stepgraph"), x)
+    torch.testing.assert_close(found, expected)
+
+
+def test_shapes_that_torch_makes_symbols_of():
+    torch.manual_seed(0)
+    model = Model()
+    compiled = torch.compile(model, backend="stepgraph", options=EAGER)
+    for rows in (4, 5, 6, 7):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(
+            plain_gradients(compiled, x), plain_gradients(copy.deepcopy(model), x)
+        )
+
+
+def test_dropout_is_the_same_where_it_is_recomputed():
+    class Drops(nn.Module):
+        def forward(self, x):
+            return nn.functional.dropout(x.exp(), 0.5).exp()
+
+    x = torch.randn(64, requires_grad=True)
+    options = EAGER | {"memory": "full"}
+    y = torch.compile(Drops(), backend="stepgraph", options=options)(x)
+    kept = y.detach().log()  # the dropped values' input is zero
+    y.sum().backward()
+    expected = torch.where(kept != 0, y.detach() * kept, torch.zeros(64))
+    torch.testing.assert_close(x.grad, expected, rtol=1e-4, atol=1e-5)
+    assert 0 < (kept == 0).sum() < 64
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"options": {"placement": "zero3"}}, "unknown option 'placement'"),
+        ({"options": {"memory": "everything"}}, "unknown memory policy"),
+        ({"options": {"lowering": "fast"}}, "unknown lowering"),
+        ({"mode": "max-autotune"}, "no mode"),
+    ],
+)
+def test_what_the_backend_does_not_know_is_an_error(wrong, match):
+    with pytest.raises(Exception, match=match):
+        torch.compile(Model(), backend="stepgraph", **wrong)(torch.ones(2, 4))
+
+
+# -------------------------------------------------------------------------------- the round trip
+
+
+def test_a_parallelized_module_replays_its_plan():
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(4, 4)
+    plain = copy.deepcopy(model)
+    made = stepgraph.parallelize(model, example=(x,), plan="zero3", lowering="eager")
+    first = plain_gradients(made, x)
+    compiles = made.forward.compiler.stats.compiles
+    again = torch.compile(made, backend="stepgraph")
+    second = plain_gradients(again, x)
+    for one, two, wanted in zip(first, second, plain_gradients(plain, x), strict=True):
+        assert torch.equal(one.to_local(), two.to_local())
+        torch.testing.assert_close(one.to_local(), wanted)
+    assert made.forward.compiler.stats.compiles == compiles
+
+
+def test_a_module_knows_its_parameters_by_their_own_names():
+    model = Broken()
+    names = [name for name, _ in model.named_parameters()]
+    made = stepgraph.parallelize(model, example=(batch_of(0)[0],), plan="zero3", lowering="eager")
+    assert [name for name, _ in made.named_parameters()] == names
+    assert set(made.state_dict()) == {*names, "head.weight"}
+    assert made.get_parameter("first.0.weight") is made.first[0]._parameters["weight"]
+    assert type(made.first[0]).__name__ == "Linear" and isinstance(made.first[0], nn.Linear)
+    assert made.first[0].weight.shape == (9, 6)  # the whole, where the model's code reads it
+
+
+# ------------------------------------------------------------------------ collectives survive
+
+
+def count_collectives():
+    """One rank: how often each kind is in the backward, per graph and in the whole one."""
+    merge.LARGEST.clear()  # one by one, as in the Programs
+    found = {}
+    for whole in (False, True):
+        cell = Cell("zero3", compiled_autograd=whole)
+        model = make_model(cell)
+        engine = stepgraph.Engine(model, loss=loss_of(cell), plan="zero3", lowering="eager")
+        engine.compile("eager", compiled_autograd=whole)
+        rank = int(os.environ["RANK"])
+        engine(batch_of(0, rank, 2)).backward()
+        programs = engine._graphs.graphs.programs
+        backward = (
+            programs[-1].operations()
+            if whole
+            else [node for program in programs for node in program.operations(BACKWARD)]
+        )
+        kinds = [KINDS[node.target] for node in backward if is_collective(node)]
+        found[whole] = ({kind: kinds.count(kind) for kind in sorted(set(kinds))}, len(programs))
+    return found
+
+
+def test_the_compiled_backward_holds_the_collectives_of_all_graphs():
+    found = launch(count_collectives, ranks=2)[0]
+    (by_graph, graphs), (whole, with_backward) = found[False], found[True]
+    assert with_backward == graphs + 1  # one backward, over the graph breaks
+    assert whole == by_graph
+    assert whole["reduce_scatter"] >= 9 and whole["all_gather"] >= 3 and whole["all_reduce"] == 1
+
+
+CACHED = """
+import sys, torch
+sys.path.insert(0, sys.argv[2])
+from tests.end_to_end.graph_by_graph import Cell, trained, plain, difference
+cell = Cell("ddp", "inductor", sys.argv[1] == "on")
+print(difference(cell, trained(cell), plain(cell)) < 1e-5)
+"""
+
+
+@pytest.mark.parametrize("order", [("off", "on"), ("on", "off")], ids=str)
+def test_a_warm_cache_serves_both(order, tmp_path):
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    for whole in order:
+        command = [sys.executable, "-c", CACHED, whole, root]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.stdout.strip() == "True", done.stderr[-2000:]
+
+
+# ---------------------------------------------------------------------------- what is left behind
+
+
+def torch_settings():
+    import torch._functorch.config
+    import torch._inductor.config
+
+    configs = (torch._dynamo.config, torch._functorch.config, torch._inductor.config)
+    return [copy.deepcopy(config.get_config_copy()) for config in configs]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_nothing_is_left_of_a_model(whole):
+    before = torch_settings()
+    model = run(Model, learn, 3, parallel=True, whole=whole)
+    runner = model.forward.graphs
+    parts = [model, model.forward, runner, runner.compiler, runner.compiler.plan, runner.graphs]
+    parts += [*runner.graphs.programs, type(model.first), *model.parameters()]
+    seen = [weakref.ref(part) for part in parts]
+    del model, runner, parts
+    gc.collect()
+    assert [part() for part in seen if part() is not None] == []
+    assert torch_settings() == before
+
+
+def test_two_plans_for_one_class_do_not_share_code():
+    kinds = []
+    for memory in ("none", "full"):
+        model = stepgraph.parallelize(
+            Model(), example=(torch.ones(4, 4),), plan="ddp", lowering="eager", memory=memory
+        )
+        model(torch.ones(4, 4)).sum().backward()
+        kinds.append(type(model.first))
+        programs = model.forward.graphs.graphs.programs
+        copies = [n for p in programs for n in p.operations() if "recomputed_from" in n.meta]
+        assert len(programs) == 2 and bool(copies) == (memory == "full")
+    assert kinds[0] is not kinds[1]
+
+
+# ---------------------------------------------------------------------------------------- errors
+
+
+def engine_of(model, **settings):
+    return stepgraph.Engine(
+        model, loss=lambda m, b: m(b).square().mean(), plan="ddp", lowering="eager", **settings
+    )
+
+
+def test_a_backward_of_the_backward_is_an_error():
+    engine = engine_of(Model())
+    loss = engine(torch.ones(2, 4))
+    weight = engine.model.get_parameter("first.weight")
+    with pytest.raises(RuntimeError, match="double backward"):
+        (gradient,) = torch.autograd.grad(loss, [weight], create_graph=True)
+        gradient.to_local().sum().backward()
+    engine.compile("eager", compiled_autograd=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        engine(torch.ones(2, 4)).backward(create_graph=True)
+
+
+def test_where_torch_has_no_compiled_autograd_the_error_names_its_version(monkeypatch):
+    monkeypatch.delattr(torch._dynamo.compiled_autograd, "_enable")
+    with pytest.raises(UsageError, match=torch.__version__.split("+")[0]):
+        engine_of(Model()).compile("eager", compiled_autograd=True)
+
+
+def test_a_model_that_is_captured_whole_says_that_there_is_nothing_to_add():
+    engine = engine_of(nn.Linear(4, 3))
+    engine.compile("eager", compiled_autograd_enabled=True)
+    for _ in range(2):
+        engine(torch.ones(2, 4)).backward()
+    assert sum("nothing to add" in note for note in engine.notes) == 1
+
+
+def test_a_full_graph_is_insisted_on():
+    engine = engine_of(Model())
+    engine.compile("eager", fullgraph=True)
+    with pytest.raises(stepgraph.errors.GraphBreakError, match="graph_break"):
+        engine(torch.ones(2, 4))
+
+
+def test_other_settings_take_effect_at_the_next_call():
+    engine = engine_of(Model())
+    engine(torch.ones(2, 4)).backward()
+    first = engine.stats.compiles
+    engine.compile("eager", compiled_autograd=True)
+    engine(torch.ones(2, 4)).backward()
+    assert engine.stats.compiles == first + 1  # the backward
+    engine.compile("eager", compiled_autograd=False)
+    engine(torch.ones(2, 4)).backward()
+    assert engine.stats.compiles == first + 1
+
+
+def disagree():
+    rank = int(os.environ["RANK"])
+    engine = engine_of(Model())
+    engine.step(torch.ones(2 + rank, 4))
+
+
+def test_ranks_with_other_shapes_are_a_clear_error():
+    with pytest.raises(stepgraph.errors.LaunchError, match=r"shapes|rows"):
+        launch(disagree, ranks=2)

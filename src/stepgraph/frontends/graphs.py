@@ -205,6 +205,8 @@ class GraphRunner:
                     why=f"{type(error).__name__}: {error}",
                 ) from error
         self.compiler.report(self.graphs.notes[seen:])
+        for number, program in enumerate(self.graphs.programs):
+            self.compiler.programs[f"graph {number}"] = program
         return compiled
 
 

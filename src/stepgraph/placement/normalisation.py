@@ -21,6 +21,8 @@ from stepgraph.planning.decisions import Normalisation
 from stepgraph.program import roles
 from stepgraph.program.program import BACKWARD, FORWARD, Program
 
+aten = torch.ops.aten
+_SCALING = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
 _LOSS, _TANGENT = roles.Loss(), roles.Tangent()
 TAIL = "tail"  # a single number that is known only once all micro-batches are
 
@@ -248,7 +250,7 @@ def _tags(node: fx.Node) -> tuple:
 
 def _literals(node: fx.Node) -> tuple:
     """The numbers that an operation multiplies or divides by."""
-    if torch.Tag.pointwise not in _tags(node):
+    if node.target not in _SCALING:
         return ()
     return tuple(a for a in node.args if isinstance(a, (int, float)) and not isinstance(a, bool))
 

@@ -1,0 +1,217 @@
+"""What compiled autograd gains, and what a graph break costs.
+
+    python benchmarks/compiled_autograd.py --json benchmarks/results/compiled_autograd.json
+
+`blocks`: many small custom autograd functions with a hook and a graph break behind each, forward and
+backward compiled (inductor), with and without compiled autograd. `plain`: a transformer without breaks but
+one, where it should not help. Both on one process and on two gloo ranks (zero3). `breaks`: step time of one
+model with 0, 1, 2 and 8 graph breaks under zero3, beside FSDP2 + torch.compile on the same model.
+Contestants take turns round by round; a ratio is the median over rounds of two times of one round.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+
+os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+WIDTH, ROWS = 32, 16
+
+
+class Scale(torch.autograd.Function):
+    """A small custom function with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        """``x * factor``."""
+        ctx.save_for_backward(factor)
+        return x * factor
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Several small operations."""
+        (factor,) = ctx.saved_tensors
+        return (gradient * factor).clamp(-1e3, 1e3) + 0.0 * gradient.sin(), None
+
+
+class Blocks(nn.Module):
+    """Layers with a custom function each, and a graph break and a hook behind every ``every``-th."""
+
+    def __init__(self, layers, breaks, width=WIDTH, hooks=True):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.register_buffer("factor", torch.full((width,), 1.01))
+        self.every = layers // breaks if breaks else 0
+        self.hooks = hooks
+
+    def forward(self, x):
+        """The sum of squares, to be minimised."""
+        for index, layer in enumerate(self.layers, 1):
+            x = x + Scale.apply(torch.tanh(layer(x)), self.factor)
+            if self.every and index % self.every == 0:
+                torch._dynamo.graph_break()
+                if self.hooks and x.requires_grad:
+                    x.register_hook(lambda gradient: gradient * 1.0)
+        return x.square().mean()
+
+
+def ours(whole, **shape):
+    """stepgraph's engine, graph by graph."""
+
+    def build():
+        import stepgraph
+
+        torch.manual_seed(0)
+        model = Blocks(**shape)
+        engine = stepgraph.Engine(
+            model,
+            loss=lambda model, batch: model(batch),
+            optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
+            plan="zero3",
+        )
+        engine.compile("inductor", compiled_autograd=whole)
+
+        def step(batch):
+            loss = engine(batch)
+            loss.backward()
+            engine.optimizer_step()
+            return loss.detach()
+
+        return step
+
+    return build
+
+
+def fsdp2(**shape):
+    """FSDP2 on every layer and the root, the model compiled."""
+
+    def build():
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        torch.manual_seed(0)
+        model = Blocks(**shape)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        call = torch.compile(model, isolate_recompiles=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+        def step(batch):
+            loss = call(batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    return build
+
+
+HOOKED = {"layers": 16, "breaks": 16}
+PLAIN = {"layers": 16, "breaks": 1, "width": 256, "hooks": False}
+GAIN = {
+    "blocks": (ours(False, **HOOKED), None),
+    "blocks, compiled autograd": (ours(True, **HOOKED), "blocks"),
+    "blocks again": (ours(False, **HOOKED), "blocks"),
+    "plain": (ours(False, **PLAIN), None),
+    "plain, compiled autograd": (ours(True, **PLAIN), "plain"),
+}
+BREAKS = {}
+for count in (0, 1, 2, 8):
+    kind = {"layers": 8, "breaks": count, "width": 128, "hooks": False}
+    BREAKS[f"fsdp2, {count} breaks"] = (fsdp2(**kind), None)
+    BREAKS[f"stepgraph, {count} breaks"] = (ours(False, **kind), f"fsdp2, {count} breaks")
+
+
+def run_rank(which, rounds, steps):
+    """One rank: milliseconds a step by contestant and round, and losses."""
+    import logging
+
+    logging.getLogger("stepgraph").setLevel(logging.ERROR)
+    together = dist.is_initialized()
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
+    contestants = {"gain": GAIN, "breaks": BREAKS}[which]
+    built, losses = {}, {}
+    for name, (builder, _) in contestants.items():
+        width = PLAIN["width"] if "plain" in name else 128 if which == "breaks" else WIDTH
+        generator = torch.Generator().manual_seed(1 + rank)
+        batch = torch.randn(ROWS, width, generator=generator)
+        step = builder()
+        for _ in range(3):
+            losses[name] = float(step(batch))
+        built[name] = (step, batch)
+        if rank == 0:
+            print(f"  {which} on {ranks}: {name} ready", flush=True)
+    times = {name: [] for name in built}
+    for _ in range(rounds):
+        for name, (step, batch) in built.items():
+            if together:
+                dist.barrier()
+            taken = []
+            for _ in range(steps):
+                start = time.perf_counter()
+                step(batch)
+                taken.append((time.perf_counter() - start) * 1e3)
+            each = [statistics.median(taken)] * ranks
+            if together:
+                dist.all_gather_object(each, each[rank])
+            times[name].append(max(each))
+    return times, losses, {name: peer for name, (_, peer) in contestants.items()}
+
+
+def main() -> None:
+    """The command line."""
+    from stepgraph.frontends.launcher import launch
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    report = {"torch": torch.__version__, "cpus": os.cpu_count(), "machine": platform.machine()}
+    runs = {
+        "one process": lambda: run_rank("gain", arguments.rounds, arguments.steps),
+        "two ranks": lambda: launch(run_rank, "gain", arguments.rounds, arguments.steps, ranks=2)[
+            0
+        ],
+        "graph breaks, two ranks": lambda: launch(
+            run_rank, "breaks", arguments.rounds, arguments.steps, ranks=2
+        )[0],
+    }
+    for title, run in runs.items():
+        times, losses, peers = run()
+        table = Table(title=title)
+        for column in ("contestant", "step ms", "of peer", "min", "max"):
+            table.add_column(column, justify="left" if column == "contestant" else "right")
+        records = report[title] = {}
+        for name, rounds in times.items():
+            record = records[name] = {"median_ms": statistics.median(rounds), "rounds_ms": rounds}
+            record["loss_after_warmup"] = losses[name]
+            row = [name, f"{record['median_ms']:.2f}", "", "", ""]
+            if (peer := peers[name]) is not None:
+                values = [a / b for a, b in zip(rounds, times[peer], strict=True)]
+                record |= {"peer": peer, "ratio_to_peer": statistics.median(values)}
+                row[2:] = [
+                    f"{v:.3f}" for v in (statistics.median(values), min(values), max(values))
+                ]
+            table.add_row(*row)
+        Console().print(table)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

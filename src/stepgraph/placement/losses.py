@@ -61,19 +61,18 @@ class _Sum:
     def apply(self, found: Normalisation, tangent: fx.Node) -> None:
         """Inserts the sums over ranks."""
         inside = {self.nodes[name] for name in found.tail} | {tangent}
-        boundary = self.nodes[found.boundary] if found.boundary else tangent
         backward = next(iter(self.program.operations(BACKWARD)))
         for name, kind in found.totals.items():
             total = self.nodes[name]
             emit = Builder(self.program, FORWARD, total.next)
             self._replace(total, self._sum(emit, total, kind), set())
-        if found.gradient_kind == "sum":
-            emit = Builder(
-                self.program, BACKWARD, boundary.next if boundary is not tangent else backward
-            )
+        kind = found.gradient_kind
+        if found.boundary is not None and kind == "sum":
+            boundary, kind = self.nodes[found.boundary], "avg"
+            emit = Builder(self.program, BACKWARD, boundary.next)
             self._replace(boundary, emit(aten.mul.Scalar, boundary, self.ranks), inside)
         emit = Builder(self.program, BACKWARD, backward)
-        self._replace(tangent, self._sum(emit, tangent, "avg"), set())
+        self._replace(tangent, self._sum(emit, tangent, kind), set())
 
     def _sum(self, emit: Builder, node: fx.Node, kind: str) -> fx.Node:
         return redistribute(emit, node, Partial(kind), Replicate(), self.mesh_dim, self.ranks, 0)

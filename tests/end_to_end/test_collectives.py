@@ -1,5 +1,7 @@
 """Collectives, bytes and FLOPs of a step are what theory says, counted on the programs."""
 
+import functools
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -12,8 +14,11 @@ from stepgraph.report.text import collective_counts
 from tests.end_to_end.training import CLIP, TOKENS, adamw, llama_batch, tiny_llama
 
 RANKS = 4
+# On one worker: what takes time is made once.
+pytestmark = pytest.mark.xdist_group(__name__)
 
 
+@functools.cache
 def run_once(preset, *, memory=None, micro_batches=1, ranks=RANKS):
     model = tiny_llama()
     run = OneProcessRun(

@@ -20,6 +20,8 @@ from tests.end_to_end.training import adamw, llama_batch, tiny_llama
 
 BF16 = Precision(torch.bfloat16)
 STEPS = 5
+# On one worker: what takes time is made once.
+pytestmark = pytest.mark.xdist_group(__name__)
 # Eight roundings of bf16, which has 8 bits, on a loss of about 4.6; see equivalence.check.tolerance.
 LOSS_TOLERANCE = 8 * torch.finfo(torch.bfloat16).eps
 

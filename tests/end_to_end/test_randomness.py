@@ -13,6 +13,8 @@ from stepgraph.equivalence.one_process import OneProcessRun
 from stepgraph.frontends.launcher import launch
 
 STEPS = 3
+# On one worker: what takes time is made once.
+pytestmark = pytest.mark.xdist_group(__name__)
 
 
 class Block(nn.Module):

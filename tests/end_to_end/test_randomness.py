@@ -92,11 +92,33 @@ def test_every_mesh_draws_the_same_masks(plan, ranks, micro_batches, alone):
     assert_close(run(f"dp={ranks}", plan, micro_batches=micro_batches), alone)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("memory", ["full", "layers:1"])
-def test_recomputation_changes_no_bit(memory, micro_batches):
-    kept = run("dp=2", "zero3", micro_batches=micro_batches)
-    recomputed = run("dp=2", "zero3", memory, micro_batches)
+@pytest.mark.parametrize(
+    ("plan", "mesh", "micro_batches"),
+    [
+        ("tp", "tp=2", 4),
+        ("tp+sp", "tp=3", 1),
+        ("tp+zero3", "dp=2,tp=2", 4),
+        ("tp+sp+zero1", "dp=4,tp=2", 1),
+        ("hsdp", "replicate=2,shard=2", 4),
+        ("tp+hsdp", "replicate=2,shard=2,tp=2", 1),
+    ],
+)
+def test_every_dimension_does(plan, mesh, micro_batches, alone):
+    assert_close(run(mesh, plan, micro_batches=micro_batches), alone)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "plan", "memory", "micro_batches"),
+    [
+        ("dp=2", "zero3", "full", 1),
+        ("dp=2", "zero3", "layers:1", 2),
+        ("dp=2,tp=2", "tp+zero2", "full", 2),
+        ("replicate=2,shard=2", "hsdp", "layers:1", 1),
+    ],
+)
+def test_recomputation_changes_no_bit(mesh, plan, memory, micro_batches):
+    kept = run(mesh, plan, micro_batches=micro_batches)
+    recomputed = run(mesh, plan, memory, micro_batches)
     assert all(torch.equal(kept[name], recomputed[name]) for name in kept)
 
 

@@ -27,10 +27,10 @@ def rank_part(batch, rank, ranks):
     return {name: tensor.chunk(ranks)[rank] for name, tensor in batch.items()}
 
 
-def train(preset, memory, micro_batches, lowering, steps=STEPS):
+def train(preset, memory, micro_batches, lowering, layers):
     """One rank of a run; returns losses and whole parameters."""
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    model = tiny_llama(checkpoint=memory == "checkpoint")
+    model = tiny_llama(layers, checkpoint=memory == "checkpoint")
     if rank:  # ranks start from the first one's values, whatever they bring
         with torch.no_grad():
             for parameter in model.parameters():
@@ -44,23 +44,24 @@ def train(preset, memory, micro_batches, lowering, steps=STEPS):
         max_grad_norm=CLIP,
         lowering=lowering,
     )
-    losses = [engine.step(rank_part(llama_batch(s), rank, ranks)).item() for s in range(steps)]
+    losses = [engine.step(rank_part(llama_batch(s), rank, ranks)).item() for s in range(STEPS)]
     evaluated = engine.evaluate(rank_part(llama_batch(0), rank, ranks)).item()
     parameters = {n: p.detach().full_tensor() for n, p in engine.model.named_parameters()}
-    assert engine.stats.compiles == 2 and not engine.notes
+    notes = [note for note in engine.notes if "the whole forward is one block" not in note]
+    assert engine.stats.compiles == 2 and not notes
     return losses, parameters, evaluated
 
 
-def train_one_after_the_other(cells, lowering):
-    return [train(*cell, lowering) for cell in cells]
+def train_one_after_the_other(cells, *options):
+    return [train(*cell, *options) for cell in cells]
 
 
-def check_cells(cells, ranks, lowering):
+def check_cells(cells, ranks, lowering, layers=2):
     """In one launch: what takes time is starting ranks and compiling for the first time."""
-    results = launch(train_one_after_the_other, cells, lowering, ranks=ranks)
+    results = launch(train_one_after_the_other, cells, lowering, layers, ranks=ranks)
     for cell, found in zip(cells, zip(*results, strict=True), strict=True):
         for losses, parameters, evaluated in found:
-            compare(losses, parameters)
+            compare(losses, parameters, layers=layers)
             assert evaluated == found[0][2], cell
 
 
@@ -69,7 +70,7 @@ def test_two_ranks_under_the_eager_lowering():
     check_cells([*cells, ("zero3", "full", 4)], 2, "eager")
 
 
-# Every single setting occurs.
+# Every single setting occurs; of one layer, for compiling takes long.
 IN_CI = [
     ("ddp", "none", 1),
     ("zero1", "full", 1),
@@ -79,7 +80,7 @@ IN_CI = [
 
 
 def test_two_ranks_under_inductor():
-    check_cells(IN_CI, 2, "inductor")
+    check_cells(IN_CI, 2, "inductor", layers=1)
 
 
 # Every pair of settings of (preset, memory, micro-batches, ranks) occurs.

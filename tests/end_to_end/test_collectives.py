@@ -117,12 +117,12 @@ def matmul_flops(function) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize(("memory", "most"), [(None, 1.0), ("full", 4 / 3)])
+@pytest.mark.parametrize(("options", "most"), [({}, 1.0), ({"memory": "full"}, 4 / 3)])
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3"])
-def test_matrix_products_are_divided_over_the_ranks(preset, memory, most):
+def test_matrix_products_are_divided_over_the_ranks(preset, options, most):
     model = tiny_llama()
     whole = matmul_flops(lambda: model(**llama_batch(0)).loss.backward())
-    run, _ = run_once(preset, memory=memory)
+    run, _ = run_once(preset, **options)
     all_ranks = matmul_flops(lambda: run.step(llama_batch(1)))
     assert all_ranks <= most * whole * 1.001
 

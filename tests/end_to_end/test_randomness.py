@@ -150,7 +150,9 @@ def train(lowering, steps=STEPS):
     parts = [[part.chunk(ranks)[rank] for part in batch(step)] for step in range(steps)]
     losses = torch.stack([engine.step(part) for part in parts])
     found = {n: p.detach().full_tensor() for n, p in engine.model.named_parameters()}
-    return {"loss": losses} | found, engine.evaluate(parts[0])
+    # Masks are off in evaluation; one lowering is enough to see it.
+    evaluated = engine.evaluate(parts[0]) if lowering == "eager" else None
+    return {"loss": losses} | found, evaluated
 
 
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])

@@ -45,10 +45,12 @@ def train(preset, memory, micro_batches, lowering, layers):
         lowering=lowering,
     )
     losses = [engine.step(rank_part(llama_batch(s), rank, ranks)).item() for s in range(STEPS)]
-    evaluated = engine.evaluate(rank_part(llama_batch(0), rank, ranks)).item()
+    evaluated = None
+    if lowering == "eager" or preset == "zero3":  # one more program, which takes inductor long
+        evaluated = engine.evaluate(rank_part(llama_batch(0), rank, ranks)).item()
     parameters = {n: p.detach().full_tensor() for n, p in engine.model.named_parameters()}
     notes = [note for note in engine.notes if "the whole forward is one block" not in note]
-    assert engine.stats.compiles == 2 and not notes
+    assert engine.stats.compiles == (1 if evaluated is None else 2) and not notes
     return losses, parameters, evaluated
 
 

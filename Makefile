@@ -20,10 +20,10 @@ demo: venv
 		--max-grad-norm 1 --metrics runs/demo.jsonl --sample 300
 
 test: venv
-	$(BIN)/pytest -n 2 -m "not slow"
+	$(BIN)/pytest -n 2 --dist loadgroup -m "not slow"
 
 test-full: venv
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist loadgroup
 
 lint: venv
 	$(BIN)/ruff check

@@ -45,7 +45,7 @@ def qwen3() -> Brought:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, vocab_size=WORDS, attention_dropout=0.1,
     )  # fmt: skip
     return Brought(Qwen3ForCausalLM(config), _text())
@@ -64,7 +64,7 @@ def bert() -> Brought:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
         vocab_size=WORDS, max_position_embeddings=TOKENS,
     )  # fmt: skip
     mask = torch.ones(ROWS, TOKENS, dtype=torch.long)
@@ -77,7 +77,7 @@ def vit() -> Brought:
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
         image_size=8, patch_size=4, num_labels=5, hidden_dropout_prob=0.1,
     )  # fmt: skip
     batch = {"pixel_values": torch.randn(ROWS, 3, 8, 8), "labels": torch.randint(0, 5, (ROWS,))}
@@ -89,7 +89,7 @@ def mixtral() -> Brought:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=WORDS, num_local_experts=4, num_experts_per_tok=2,
         experts_implementation="batched_mm",
     )  # fmt: skip

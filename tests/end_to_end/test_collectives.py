@@ -1,5 +1,7 @@
 """Collectives, bytes and FLOPs of a step are what theory says, counted on the programs."""
 
+import functools
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -12,8 +14,11 @@ from stepgraph.report.text import collective_counts
 from tests.end_to_end.training import CLIP, TOKENS, adamw, llama_batch, tiny_llama
 
 RANKS = 4
+# On one worker: what takes time is made once.
+pytestmark = pytest.mark.xdist_group(__name__)
 
 
+@functools.cache
 def run_once(preset, *, memory=None, micro_batches=1, ranks=RANKS):
     model = tiny_llama()
     run = OneProcessRun(
@@ -112,12 +117,12 @@ def matmul_flops(function) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize(("memory", "most"), [(None, 1.0), ("full", 4 / 3)])
+@pytest.mark.parametrize(("options", "most"), [({}, 1.0), ({"memory": "full"}, 4 / 3)])
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3"])
-def test_matrix_products_are_divided_over_the_ranks(preset, memory, most):
+def test_matrix_products_are_divided_over_the_ranks(preset, options, most):
     model = tiny_llama()
     whole = matmul_flops(lambda: model(**llama_batch(0)).loss.backward())
-    run, _ = run_once(preset, memory=memory)
+    run, _ = run_once(preset, **options)
     all_ranks = matmul_flops(lambda: run.step(llama_batch(1)))
     assert all_ranks <= most * whole * 1.001
 

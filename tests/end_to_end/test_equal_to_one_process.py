@@ -5,13 +5,22 @@ import pytest
 from stepgraph.equivalence.one_process import OneProcessRun
 from tests.end_to_end.training import CLIP, STEPS, adamw, compare, llama_batch, tiny_llama
 
-PRESETS = ("ddp", "zero1", "zero2", "zero3")
+PRESETS, RANKS = ("ddp", "zero1", "zero2", "zero3"), (1, 2, 4)
+MEMORY, MICRO_BATCHES = ("none", "full", "checkpoint"), (1, 4)
+# Every pair of settings occurs in those that `make test` runs.
+CELLS = [
+    pytest.param(
+        *(preset, ranks, memory, micro_batches),
+        marks=[] if (i + j + k + m) % len(MEMORY) == 0 else [pytest.mark.slow],
+    )
+    for i, preset in enumerate(PRESETS)
+    for j, ranks in enumerate(RANKS)
+    for k, memory in enumerate(MEMORY)
+    for m, micro_batches in enumerate(MICRO_BATCHES)
+]
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4])
-@pytest.mark.parametrize("memory", ["none", "full", "checkpoint"])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(("preset", "ranks", "memory", "micro_batches"), CELLS)
 def test_ten_steps_equal_plain_pytorch(preset, ranks, memory, micro_batches):
     model = tiny_llama(checkpoint=memory == "checkpoint")
     run = OneProcessRun(

@@ -19,6 +19,8 @@ from stepgraph.frontends.cli import main
 from stepgraph.runtime.manifest import NAME, Manifest
 
 STEPS, EVERY = 60, 4
+# On one worker: what takes time is made once.
+pytestmark = pytest.mark.xdist_group(__name__)
 MODEL = """
 from torch import nn
 

@@ -11,53 +11,26 @@ from stepgraph.errors import MeshError, UsageError
 from stepgraph.frontends.launcher import launch
 from stepgraph.program import roles
 from stepgraph.runtime.ranks import parse_mesh
-from tests.end_to_end.training import (
-    CLIP,
-    STEPS,
-    adamw,
-    compare,
-    llama_batch,
-    reference,
-    tiny_llama,
-)
+from tests.end_to_end.mesh_cells import ALL, PAIRS, VOCABULARY, Cell, run_in_one_process
+from tests.end_to_end.training import CLIP, STEPS, adamw, compare, llama_batch, tiny_llama
 
-VOCABULARY = 104  # divides over 2 and 4 ranks
-
-CELLS = [
-    ("tp", "tp=2"),
-    ("tp", "dp=2,tp=2"),
-    ("tp+ddp", "dp=2,tp=2"),
-    ("tp+zero1", "dp=2,tp=2"),
-    ("tp+zero2", "dp=2,tp=2"),
-    ("tp+zero3", "dp=2,tp=2"),
-    ("zero3", "tp=2,dp=2"),
-    ("tp+zero3", "dp=4,tp=2"),
-    ("tp+sp", "tp=2"),
-    ("tp+sp+zero3", "dp=2,tp=2"),
-    ("tp+sp+hsdp", "replicate=2,shard=2,tp=2"),
-    ("hsdp", "replicate=2,shard=2"),
-    ("hsdp", "shard=2,replicate=4"),
-    ("tp+hsdp", "replicate=2,shard=2,tp=2"),
+# The dimensions of a mesh may come in any order.
+TURNED = [
+    Cell("zero3", "tp=2,dp=2"),
+    Cell("hsdp", "shard=2,replicate=4", micro_batches=2),
+    Cell("tp+sp+zero3", "tp=2,dp=2", "full", micro_batches=2),
 ]
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("memory", ["none", "full"])
-@pytest.mark.parametrize(("plan", "mesh"), CELLS)
-def test_ten_steps_equal_plain_pytorch(plan, mesh, memory, micro_batches):
-    model = tiny_llama(vocabulary=VOCABULARY)
-    run = OneProcessRun(
-        model,
-        optimizer=adamw(model.parameters()),
-        mesh=mesh,
-        plan=plan,
-        memory=memory,
-        micro_batches=micro_batches,
-        max_grad_norm=CLIP,
-    )
-    losses = [run.step(llama_batch(step)).item() for step in range(STEPS)]
-    compare(losses, run.parameters(), VOCABULARY)
-    assert run.compiled.notes == []
+@pytest.mark.parametrize("cell", PAIRS + TURNED, ids=str)
+def test_ten_steps_equal_plain_pytorch(cell):
+    assert run_in_one_process(cell).compiled.notes == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", [cell for cell in ALL if cell not in PAIRS], ids=str)
+def test_every_setting_with_every_other(cell):
+    assert run_in_one_process(cell).compiled.notes == []
 
 
 @pytest.mark.parametrize(("plan", "mesh"), [("tp+zero3", "dp=2,tp=4"), ("tp", "tp=2")])
@@ -114,8 +87,8 @@ def test_a_preset_that_cannot_be_meant_is_an_error(plan):
         OneProcessRun(tiny_llama(), mesh="dp=2,tp=2", plan=plan).step(llama_batch(0))
 
 
-def train(plan, mesh, lowering, evaluate_first, steps=STEPS):
-    """One rank of a run; returns losses, whole parameters and placements."""
+def train(plan, mesh, evaluate_first):
+    """One rank of a run; returns losses, whole parameters, a state dict and placements."""
     shape, rank = parse_mesh(mesh), int(os.environ["RANK"])
     model = tiny_llama(vocabulary=VOCABULARY)
     engine = stepgraph.Engine(
@@ -124,7 +97,7 @@ def train(plan, mesh, lowering, evaluate_first, steps=STEPS):
         mesh=mesh,
         plan=plan,
         max_grad_norm=CLIP,
-        lowering=lowering,
+        lowering="eager",
     )
     kept = {name: id(p) for name, p in engine.model.named_parameters()}
 
@@ -133,7 +106,7 @@ def train(plan, mesh, lowering, evaluate_first, steps=STEPS):
         return {k: v.chunk(shape.data_size)[shape.data_rank(rank)] for k, v in whole.items()}
 
     before = engine.evaluate(part(0)).item() if evaluate_first else None
-    losses = [engine.step(part(step)).item() for step in range(steps)]
+    losses = [engine.step(part(step)).item() for step in range(STEPS)]
     if evaluate_first:
         assert abs(before - losses[0]) < 1e-5
     parameters = dict(engine.model.named_parameters())
@@ -143,49 +116,30 @@ def train(plan, mesh, lowering, evaluate_first, steps=STEPS):
         assert parameter.to_local().shape == engine._state.tensors[roles.Param(name)].shape
     whole = {name: p.detach().full_tensor() for name, p in parameters.items()}
     assert all(p.grad is None for p in parameters.values())
-    return losses, whole, stored
+    state = {name: value.full_tensor() for name, value in engine.state_dict().items()}
+    return losses, whole, state, stored
+
+
+def train_one_after_the_other(cells):
+    return [train(*cell) for cell in cells]
 
 
 @pytest.mark.parametrize(
-    ("plan", "mesh", "lowering", "evaluate_first"),
+    "cells",
     [
-        ("tp", "tp=2", "eager", True),
-        ("tp", "tp=2", "inductor", False),
-        ("tp+zero3", "dp=2,tp=2", "eager", False),
-        ("hsdp", "replicate=2,shard=2", "eager", True),
+        [("tp", "tp=2", True)],
+        [("tp+zero3", "dp=2,tp=2", False), ("hsdp", "replicate=2,shard=2", True)],
     ],
+    ids=["two", "four"],
 )
-def test_real_ranks(plan, mesh, lowering, evaluate_first):
-    ranks = parse_mesh(mesh).world_size
-    results = launch(train, plan, mesh, lowering, evaluate_first, ranks=ranks)
-    for losses, parameters, stored in results:
-        compare(losses, parameters, VOCABULARY)
-        if "tp" in mesh:
-            assert "Shard(dim=0)" in stored["model.layers.0.self_attn.q_proj.weight"]
-
-
-def test_a_state_dict_goes_from_mesh_to_mesh():
-    """Saved under tp + zero3, loaded by plain PyTorch."""
-    (state, *_) = launch(_trained_state, ranks=4)
-    model = tiny_llama(vocabulary=VOCABULARY)
-    model.load_state_dict(state)
-    losses, _ = reference(STEPS, VOCABULARY)
-    compare(losses, {name: p.detach() for name, p in model.named_parameters()}, VOCABULARY)
-
-
-def _trained_state():
-    mesh = parse_mesh("dp=2,tp=2")
-    model = tiny_llama(vocabulary=VOCABULARY)
-    engine = stepgraph.Engine(
-        model,
-        optimizer=adamw(model.parameters()),
-        mesh="dp=2,tp=2",
-        plan="tp+zero3",
-        max_grad_norm=CLIP,
-        lowering="eager",
-    )
-    rank = int(os.environ["RANK"])
-    for step in range(STEPS):
-        whole = llama_batch(step)
-        engine.step({k: v.chunk(2)[mesh.data_rank(rank)] for k, v in whole.items()})
-    return {name: value.full_tensor() for name, value in engine.state_dict().items()}
+def test_real_ranks(cells):
+    """Losses and parameters are plain PyTorch's; the state dict loads into a plain model."""
+    ranks = parse_mesh(cells[0][1]).world_size
+    for results in launch(train_one_after_the_other, cells, ranks=ranks):
+        for (plan, _, _), (losses, parameters, state, stored) in zip(cells, results, strict=True):
+            compare(losses, parameters, VOCABULARY)
+            model = tiny_llama(vocabulary=VOCABULARY)
+            model.load_state_dict(state)
+            compare(losses, dict(model.named_parameters()), VOCABULARY)
+            if "tp" in plan:
+                assert "Shard(dim=0)" in stored["model.layers.0.self_attn.q_proj.weight"]

@@ -76,16 +76,23 @@ def train_classifier(plan, mesh, lowering):
     return whole(model), answer, stored, dict(model.named_buffers())
 
 
-@pytest.mark.parametrize(
-    ("plan", "mesh", "lowering"),
-    [("zero2", "dp=2", "eager"), ("zero3", "dp=2", "inductor"), ("tp", "tp=2", "eager")],
-)
-def test_a_loop_of_ones_own_trains_as_one_process_does(plan, mesh, lowering):
-    results = launch(train_classifier, plan, mesh, lowering, ranks=2)
+CLASSIFIERS = [("zero2", "dp=2", "eager"), ("zero3", "dp=2", "inductor"), ("tp", "tp=2", "eager")]
+
+
+def train_classifiers():
+    """One rank, one after the other: a launch takes longer than all of them."""
+    return [train_classifier(*cell) for cell in CLASSIFIERS]
+
+
+def test_a_loop_of_ones_own_trains_as_one_process_does():
+    for (plan, _, _), found in zip(CLASSIFIERS, launch(train_classifiers, ranks=2)[0], strict=True):
+        check_classifier(plan, *found)
+
+
+def check_classifier(plan, parameters, answer, stored, buffers):
     model = classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     loop(model, optimizer, lambda step: F.cross_entropy(model(rows(step)[0]), rows(step)[1]))
-    parameters, answer, stored, buffers = results[0]
     for name, value in whole(model).items():
         torch.testing.assert_close(parameters[name], value, rtol=0, atol=TOLERANCE)
     for name, value in model.named_buffers():
@@ -116,17 +123,18 @@ def train_llama(plan, mesh, given_loss):
     return losses, whole(model), model.forward.compiler.stats.compiles
 
 
-@pytest.mark.parametrize(
-    ("plan", "mesh", "given_loss"), [("zero3", "dp=2", True), ("zero1", "dp=2", False)]
-)
-def test_the_loss_of_a_transformer_is_that_of_the_global_batch(plan, mesh, given_loss):
-    losses, parameters, compiles = launch(train_llama, plan, mesh, given_loss, ranks=2)[0]
+def train_llamas():
+    return [train_llama("zero3", "dp=2", True), train_llama("zero1", "dp=2", False)]
+
+
+def test_the_loss_of_a_transformer_is_that_of_the_global_batch():
     model = tiny_llama()
     expected = loop(model, adamw(model.parameters()), lambda step: model(**llama_batch(step)).loss)
-    assert losses == pytest.approx(expected, rel=TOLERANCE)
-    for name, value in whole(model).items():
-        torch.testing.assert_close(parameters[name], value, rtol=0, atol=1e-5)
-    assert compiles == 1
+    for losses, parameters, compiles in launch(train_llamas, ranks=2)[0]:
+        assert losses == pytest.approx(expected, rel=TOLERANCE)
+        for name, value in whole(model).items():
+            torch.testing.assert_close(parameters[name], value, rtol=0, atol=1e-5)
+        assert compiles == 1
 
 
 @pytest.mark.parametrize(("plan", "gathers"), [("zero1", 1), ("zero2", 1), ("zero3", 2)])

@@ -1,10 +1,12 @@
 """compute_dtype and reduce_dtype: half the bytes travel, masters stay fp32."""
 
 import copy
+import functools
 import os
 
 import pytest
 import torch
+from torch import nn
 
 import stepgraph
 from stepgraph.capture.precision import Precision
@@ -13,17 +15,21 @@ from stepgraph.equivalence.one_process import OneProcessRun
 from stepgraph.errors import UsageError
 from stepgraph.frontends.launcher import launch
 from stepgraph.program.collectives import KINDS, is_collective
+from tests.end_to_end.mesh_cells import BF16_RATE, compare_in_bf16
 from tests.end_to_end.training import adamw, llama_batch, tiny_llama
 
 BF16 = Precision(torch.bfloat16)
 STEPS = 5
+# On one worker: what takes time is made once.
+pytestmark = pytest.mark.xdist_group(__name__)
 # Eight roundings of bf16, which has 8 bits, on a loss of about 4.6; see equivalence.check.tolerance.
 LOSS_TOLERANCE = 8 * torch.finfo(torch.bfloat16).eps
 
 
+@functools.cache
 def traffic(preset, precision, mesh="dp=2", micro_batches=1):
     """(program, kind) -> bytes that collectives on matrices carry."""
-    model = tiny_llama()
+    model = tiny_llama(layers=1)
     run = OneProcessRun(
         model,
         optimizer=adamw(model.parameters()),
@@ -81,7 +87,7 @@ def test_micro_batches_travel_in_bf16_too(preset):
     ],
 )
 def test_every_pass_keeps_the_result(plan, mesh, micro_batches):
-    model = tiny_llama(vocabulary=104)
+    model = tiny_llama(layers=1, vocabulary=104)
     report = check_model(
         model,
         optimizer=adamw(model.parameters()),
@@ -135,7 +141,10 @@ def train(plan, lowering):
     return losses, parameters
 
 
-@pytest.mark.parametrize(("plan", "lowering"), [("zero3", "eager"), ("zero1", "inductor")])
+@pytest.mark.parametrize(
+    ("plan", "lowering"),
+    [("zero3", "eager"), pytest.param("zero1", "inductor", marks=pytest.mark.slow)],
+)
 def test_real_ranks_train_as_plain_pytorch_does(plan, lowering):
     expected_losses, expected = reference()
     for losses, parameters in launch(train, plan, lowering, ranks=2):
@@ -154,25 +163,75 @@ def test_one_process_computes_what_plain_pytorch_does():
         torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
 
 
-def test_a_loss_under_autocast_and_a_model_that_is_bf16_itself():
-    def autocast(model, batch):
-        with torch.autocast("cpu", torch.bfloat16):
-            return model(**batch).loss
+class UnderAutocast(nn.Module):
+    """A model that asks for mixed precision itself."""
 
-    for model, loss in ((tiny_llama(), autocast), (tiny_llama().bfloat16(), None)):
-        plain = loss(model, llama_batch(0)) if loss else model(**llama_batch(0)).loss
-        report = check_model(
-            model,
-            loss=loss,
-            optimizer=adamw(model.parameters()),
-            batch=llama_batch(0),
-            mesh="dp=2",
-            plan="zero3",
-        )
-        if loss is None:
-            assert report.ok, str(report)
-        run = OneProcessRun(model, loss=loss, mesh="dp=2", plan="zero3")
-        assert run.step(llama_batch(0)).item() == pytest.approx(plain.item(), rel=LOSS_TOLERANCE)
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.inner(**batch)
+
+
+def loss_under_autocast(model, batch):
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(**batch).loss
+
+
+def under_autocast(inside):
+    """A model and its loss, one of which is under autocast."""
+    model = tiny_llama(layers=1, vocabulary=104)
+    return (UnderAutocast(model), None) if inside == "model" else (model, loss_under_autocast)
+
+
+@pytest.mark.parametrize("inside", ["model", "loss"])
+@pytest.mark.parametrize(("plan", "mesh"), [("zero3", "dp=2"), ("tp", "tp=2")])
+def test_autocast_trains_as_in_one_process(inside, plan, mesh):
+    plain, loss = under_autocast(inside)
+    start = {name: p.detach().clone() for name, p in plain.named_parameters()}
+    optimizer = torch.optim.SGD(plain.parameters(), lr=BF16_RATE)
+    expected = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        value = loss(plain, llama_batch(step)) if loss else plain(**llama_batch(step)).loss
+        value.backward()
+        optimizer.step()
+        expected.append(value.item())
+    model, loss = under_autocast(inside)
+    run = OneProcessRun(
+        model,
+        loss=loss,
+        optimizer=torch.optim.SGD(model.parameters(), lr=BF16_RATE),
+        mesh=mesh,
+        plan=plan,
+    )
+    losses = [run.step(llama_batch(step)).item() for step in range(STEPS)]
+    products = [
+        node
+        for node in run.programs["step"].operations()
+        if node.target is torch.ops.aten.mm.default
+    ]
+    assert products
+    assert all(node.meta["val"].dtype == torch.bfloat16 for node in products)
+    wanted = {name: p.detach() for name, p in plain.named_parameters()}
+    compare_in_bf16((losses, run.parameters()), (expected, wanted), start)
+
+
+def test_a_model_that_is_bf16_itself():
+    model = tiny_llama(layers=1).bfloat16()
+    plain = model(**llama_batch(0)).loss
+    report = check_model(
+        model,
+        optimizer=adamw(model.parameters()),
+        batch=llama_batch(0),
+        mesh="dp=2",
+        plan="zero3",
+    )
+    assert report.ok, str(report)
+    run = OneProcessRun(model, mesh="dp=2", plan="zero3")
+    assert run.step(llama_batch(0)).item() == pytest.approx(plain.item(), rel=LOSS_TOLERANCE)
 
 
 @pytest.mark.parametrize("argument", ["compute_dtype", "reduce_dtype"])

@@ -27,10 +27,10 @@ def rank_part(batch, rank, ranks):
     return {name: tensor.chunk(ranks)[rank] for name, tensor in batch.items()}
 
 
-def train(preset, memory, micro_batches, lowering, steps=STEPS):
+def train(preset, memory, micro_batches, lowering, layers):
     """One rank of a run; returns losses and whole parameters."""
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    model = tiny_llama(checkpoint=memory == "checkpoint")
+    model = tiny_llama(layers, checkpoint=memory == "checkpoint")
     if rank:  # ranks start from the first one's values, whatever they bring
         with torch.no_grad():
             for parameter in model.parameters():
@@ -44,29 +44,35 @@ def train(preset, memory, micro_batches, lowering, steps=STEPS):
         max_grad_norm=CLIP,
         lowering=lowering,
     )
-    losses = [engine.step(rank_part(llama_batch(s), rank, ranks)).item() for s in range(steps)]
-    evaluated = engine.evaluate(rank_part(llama_batch(0), rank, ranks)).item()
+    losses = [engine.step(rank_part(llama_batch(s), rank, ranks)).item() for s in range(STEPS)]
+    evaluated = None
+    if lowering == "eager" or preset == "zero3":  # one more program, which takes inductor long
+        evaluated = engine.evaluate(rank_part(llama_batch(0), rank, ranks)).item()
     parameters = {n: p.detach().full_tensor() for n, p in engine.model.named_parameters()}
-    assert engine.stats.compiles == 2 and not engine.notes
+    notes = [note for note in engine.notes if "the whole forward is one block" not in note]
+    assert engine.stats.compiles == (1 if evaluated is None else 2) and not notes
     return losses, parameters, evaluated
 
 
-def check_cell(preset, memory, micro_batches, ranks, lowering):
-    results = launch(train, preset, memory, micro_batches, lowering, ranks=ranks)
-    for losses, parameters, evaluated in results:
-        compare(losses, parameters)
-        assert evaluated == results[0][2]
+def train_one_after_the_other(cells, *options):
+    return [train(*cell, *options) for cell in cells]
 
 
-@pytest.mark.parametrize(
-    ("preset", "memory", "micro_batches"),
-    [("ddp", "none", 4), ("zero1", "full", 1), ("zero2", "checkpoint", 4), ("zero3", "full", 4)],
-)
-def test_two_ranks_under_the_eager_lowering(preset, memory, micro_batches):
-    check_cell(preset, memory, micro_batches, 2, "eager")
+def check_cells(cells, ranks, lowering, layers=2):
+    """In one launch: what takes time is starting ranks and compiling for the first time."""
+    results = launch(train_one_after_the_other, cells, lowering, layers, ranks=ranks)
+    for cell, found in zip(cells, zip(*results, strict=True), strict=True):
+        for losses, parameters, evaluated in found:
+            compare(losses, parameters, layers=layers)
+            assert evaluated == found[0][2], cell
 
 
-# Every single setting occurs.
+def test_two_ranks_under_the_eager_lowering():
+    cells = [("ddp", "none", 4), ("zero1", "full", 1), ("zero2", "checkpoint", 4)]
+    check_cells([*cells, ("zero3", "full", 4)], 2, "eager")
+
+
+# Every single setting occurs; of one layer, for compiling takes long.
 IN_CI = [
     ("ddp", "none", 1),
     ("zero1", "full", 1),
@@ -75,9 +81,8 @@ IN_CI = [
 ]
 
 
-@pytest.mark.parametrize(("preset", "memory", "micro_batches"), IN_CI)
-def test_two_ranks_under_inductor(preset, memory, micro_batches):
-    check_cell(preset, memory, micro_batches, 2, "inductor")
+def test_two_ranks_under_inductor():
+    check_cells(IN_CI, 2, "inductor", layers=1)
 
 
 # Every pair of settings of (preset, memory, micro-batches, ranks) occurs.
@@ -93,7 +98,7 @@ ALL_PAIRS = [
 @pytest.mark.parametrize(("preset", "memory", "micro_batches", "ranks"), ALL_PAIRS)
 def test_every_pair_of_settings_under_inductor(preset, memory, micro_batches, ranks):
     start = time.perf_counter()
-    check_cell(preset, memory, micro_batches, ranks, "inductor")
+    check_cells([(preset, memory, micro_batches)], ranks, "inductor")
     if table := os.environ.get("STEPGRAPH_MATRIX"):
         row = {"preset": preset, "memory": memory, "micro_batches": micro_batches, "ranks": ranks}
         row |= {"equal": True, "seconds": round(time.perf_counter() - start)}

@@ -5,6 +5,9 @@ import sys
 
 import pytest
 
+# On one worker: what takes time is made once.
+pytestmark = pytest.mark.xdist_group(__name__)
+
 TINY = {
     "model_type": "llama",
     "vocab_size": 256,

@@ -53,15 +53,15 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 @functools.cache
 def reference(
-    steps: int = STEPS, vocabulary: int = VOCABULARY
+    steps: int = STEPS, vocabulary: int = VOCABULARY, rows: int = ROWS, layers: int = 2
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and final parameters of plain PyTorch on the whole batch, one process."""
-    model = tiny_llama(vocabulary=vocabulary)
+    model = tiny_llama(layers, vocabulary=vocabulary)
     optimizer = adamw(model.parameters())
     losses = []
     for step in range(steps):
         optimizer.zero_grad()
-        loss = model(**llama_batch(step)).loss
+        loss = model(**llama_batch(step, rows)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
@@ -79,10 +79,14 @@ PARAMETER_TOLERANCE = 0.01 * STEPS * RATE
 
 
 def compare(
-    losses: list[float], parameters: dict[str, torch.Tensor], vocabulary: int = VOCABULARY
+    losses: list[float],
+    parameters: dict[str, torch.Tensor],
+    vocabulary: int = VOCABULARY,
+    rows: int = ROWS,
+    layers: int = 2,
 ) -> None:
     """Asserts that a run equals the reference."""
-    expected_losses, expected = reference(len(losses), vocabulary)
+    expected_losses, expected = reference(len(losses), vocabulary, rows, layers)
     for step, (loss, wanted) in enumerate(zip(losses, expected_losses, strict=True)):
         assert abs(loss - wanted) <= LOSS_TOLERANCE * abs(wanted), (step, loss, wanted)
     assert parameters.keys() == expected.keys()

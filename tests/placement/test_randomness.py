@@ -43,8 +43,8 @@ def test_each_rank_draws_its_own_rows_and_every_rank_the_whole_weight(plan):
 @pytest.mark.parametrize("name", ["accumulate", "step"])
 def test_a_micro_batch_draws_the_rows_of_the_whole_batch_that_it_holds(name):
     assert drawn(micro_batches=5, name=name) == [
-        ([4, 3, 6], [40, 3, 6], [0, 0, 0], [0, 1, 5], "0:dp"),
-        ([3, 4, 6], [3, 40, 6], [0, 0, 0], [1, 1, 5], "1:dp"),
-        ([12, 6], [120, 6], [0, 0], [0, 1, 5], "0:dp"),
+        ([4, 3, 6], [40, 3, 6], [0, 0, 0], [0, 1, 5, 1], "0:dp"),
+        ([3, 4, 6], [3, 40, 6], [0, 0, 0], [1, 1, 5, 1], "1:dp"),
+        ([12, 6], [120, 6], [0, 0], [0, 1, 5, 1], "0:dp"),
         ([6, 6], [6, 6], [0, 0], [], ""),
     ]

@@ -18,6 +18,8 @@ from tests.support import mlp, regression_batch
 
 VOCABULARY = 104  # divides over 2 and 4 ranks
 OPTIMIZERS = {"sgd": sgd, "two_groups": two_groups, "adagrad": adagrad}
+# On one worker: what takes time is made once.
+pytestmark = pytest.mark.xdist_group(__name__)
 
 
 class Pair(nn.Module):

@@ -49,11 +49,31 @@ def _gathering_class(base: type, names: tuple[str, ...], gathering: Gathering) -
     members: dict[str, object] = {name: _gathered(name, gathering) for name in names}
     if issubclass(base, nn.RNNBase):  # reads a list of its own
         members["_flat_weights"] = property(
-            lambda self: [getattr(self, name) for name in self._flat_weights_names]
+            lambda self: [getattr(self, name) for name in self._flat_weights_names],
+            lambda self, weights: None,  # it is always made anew
         )
     members |= {"__module__": base.__module__, "__qualname__": base.__qualname__}
     members |= {"__doc__": base.__doc__, "get_parameter": _get_parameter}
     return type(base.__name__, (base,), members)
+
+
+class _Part(torch.autograd.Function):
+    """``to_local`` for code that no graph captures.
+
+    The backward of DTensor's own cannot be captured by compiled autograd (torch 2.13).
+    """
+
+    @staticmethod
+    def forward(ctx, parameter: DTensor) -> torch.Tensor:
+        ctx.where = (parameter.device_mesh, parameter.placements)
+        ctx.shape, ctx.stride = parameter.shape, parameter.stride()
+        return parameter.to_local().view_as(parameter.to_local())
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        return DTensor.from_local(
+            gradient, *ctx.where, run_check=False, shape=ctx.shape, stride=ctx.stride
+        )
 
 
 def _get_parameter(module: nn.Module, target: str) -> nn.Parameter:
@@ -75,6 +95,8 @@ def _gathered(name: str, gathering: Gathering) -> property:
         if gathering.compute_dtype is not None and dtype.is_floating_point:
             dtype = gathering.compute_dtype
         reduced = gathering.reduce_dtype or dtype
-        return UNSHARD(parameter.to_local(), list(parameter.shape), dtype, reduced, *how)
+        compiling = torch.compiler.is_compiling()
+        part = parameter.to_local() if compiling else _Part.apply(parameter)
+        return UNSHARD(part, list(parameter.shape), dtype, reduced, *how)
 
     return property(read)

@@ -67,10 +67,10 @@ class GraphRunner:
         ((mesh_dim, size),) = ranks.shape.dims
         self._group = ranks.groups.get(mesh_dim, "")
         precision = compiler.precision
-        gather_where_read(
-            compiler.model,
-            Gathering(size, self._group, mesh_dim, precision.compute, precision.reduce),
+        self._gathering = Gathering(
+            size, self._group, mesh_dim, precision.compute, precision.reduce
         )
+        gather_where_read(compiler.model, self._gathering)
         self.graphs = GraphCompiler(
             ranks.shape,
             ranks.rank,
@@ -82,6 +82,7 @@ class GraphRunner:
         )
         self._function, self._entry = function, ""
         self._batches: set = set()
+        self._warm: set[str] = set()
         self._codes: set = set()
         self._backends: list[_Backend] = []
         weakref.finalize(self, dynamo.drop_compiled, self._codes, self._backends)
@@ -149,13 +150,18 @@ class GraphRunner:
         self.graphs.rows = batched[0] if batched else 0
         self._entry = entry
         count_call(self.compiler, entry)
+        before, self._gathering.active = self._gathering.active, True
         try:
-            return self._compiled(self.compiler.model, pytree.tree_unflatten(cast, tree))
+            result = self._compiled(self.compiler.model, pytree.tree_unflatten(cast, tree))
+            self._warm.add(entry)
+            return result
         except torch_internals.DynamoError as error:
             inner = dynamo.inner_error(error)
             if isinstance(inner, StepgraphError):
                 raise inner from inner.__cause__
             raise
+        finally:
+            self._gathering.active = before
 
     def loss(self, entry: str, leaves: Sequence[Any], tree: pytree.TreeSpec) -> torch.Tensor:
         """The loss, carrying a graph: the mean over data-parallel ranks."""
@@ -190,7 +196,8 @@ class GraphRunner:
         """Compiles a graph that dynamo captured, of the model or (``backward``) of its whole backward."""
         if (code := dynamo.code_now()) is not None:
             self._codes.add(code)
-        reason = dynamo.recompilation_reason()
+        # The first call of an entry point is its own warm-up, whatever others have compiled before.
+        reason = dynamo.recompilation_reason() if self._entry in self._warm else None
         if reason is not None:
             before_compiling(self.compiler, self._entry, reason)
         seen = len(self.graphs.notes)

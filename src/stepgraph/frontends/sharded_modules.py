@@ -1,9 +1,9 @@
 """Lets a module's own code read parameters that are stored in parts.
 
 A module whose parameters are DTensors gets a class of its own, below its old one, in which each parameter
-is a property that returns ``unshard(this rank's part)``. ``named_parameters``, ``state_dict`` and
-``_parameters`` are as before. Classes are made anew for every model, so that code which was compiled for
-one is never run for another: torch.compile guards the types of modules.
+is a property that returns ``unshard(this rank's part)`` while the model runs. ``named_parameters``,
+``state_dict`` and ``_parameters`` are as before. Classes are made anew for every model, so that code which
+was compiled for one is never run for another: torch.compile guards the types of modules.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from stepgraph.program.markers import UNSHARD
+from stepgraph.torch_internals import graphs as dynamo
 
 
-@dataclass(frozen=True)
+@dataclass
 class Gathering:
     """How parameters are gathered, and their gradients reduced: what the marker is told.
 
@@ -25,6 +26,7 @@ class Gathering:
         compute_dtype: of floating-point parameters in the model; None: their own.
         reduce_dtype: of reductions; None: that of the computation.
         ranks, group, mesh_dim: over which ranks.
+        active: the model's code is running; at other times a module shows its parameters as they are.
     """
 
     ranks: int
@@ -32,6 +34,7 @@ class Gathering:
     mesh_dim: str
     compute_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    active: bool = False
 
 
 def gather_where_read(model: nn.Module, gathering: Gathering) -> None:
@@ -39,6 +42,8 @@ def gather_where_read(model: nn.Module, gathering: Gathering) -> None:
     made: dict[tuple, type] = {}
     for module in model.modules():
         names = tuple(name for name, tensor in module._parameters.items() if tensor is not None)
+        if not names:
+            continue
         key = (type(module), names)
         if key not in made:
             made[key] = _gathering_class(type(module), names, gathering)
@@ -53,7 +58,7 @@ def _gathering_class(base: type, names: tuple[str, ...], gathering: Gathering) -
             lambda self, weights: None,  # it is always made anew
         )
     members |= {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    members |= {"__doc__": base.__doc__, "get_parameter": _get_parameter}
+    members["__doc__"] = base.__doc__
     return type(base.__name__, (base,), members)
 
 
@@ -76,12 +81,8 @@ class _Part(torch.autograd.Function):
         )
 
 
-def _get_parameter(module: nn.Module, target: str) -> nn.Parameter:
-    path, _, name = target.rpartition(".")
-    owner = module.get_submodule(path)
-    if owner._parameters.get(name) is None:
-        raise AttributeError(f"{type(owner).__name__} has no parameter `{name}`")
-    return owner._parameters[name]  # type: ignore[return-value]
+dynamo.only_inlined(_Part.forward)
+dynamo.only_inlined(_Part.backward)
 
 
 def _gathered(name: str, gathering: Gathering) -> property:
@@ -89,8 +90,9 @@ def _gathered(name: str, gathering: Gathering) -> property:
 
     def read(module: nn.Module) -> torch.Tensor | None:
         parameter = module._parameters[name]
-        if not isinstance(parameter, DTensor):
-            return parameter  # somebody has put another one in its place
+        # In a backward it is code under torch.utils.checkpoint that runs again.
+        if not (gathering.active or dynamo.in_backward()) or not isinstance(parameter, DTensor):
+            return parameter
         dtype = parameter.dtype
         if gathering.compute_dtype is not None and dtype.is_floating_point:
             dtype = gathering.compute_dtype
@@ -99,4 +101,5 @@ def _gathered(name: str, gathering: Gathering) -> property:
         part = parameter.to_local() if compiling else _Part.apply(parameter)
         return UNSHARD(part, list(parameter.shape), dtype, reduced, *how)
 
+    dynamo.only_inlined(read)
     return property(read)

@@ -156,6 +156,13 @@ def drop_compiled(codes: set[types.CodeType], backends: Sequence[object]) -> Non
                     CleanupManager.instance._remove_id(id(made))
 
 
+def only_inlined(function: types.FunctionType) -> None:
+    """dynamo captures a function of ours as part of what calls it, and never by itself."""
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
+
+
 def inner_error(error: BaseException) -> BaseException:
     """What went wrong inside a backend that dynamo called."""
     return getattr(error, "inner_exception", None) or error
@@ -180,6 +187,11 @@ def compiled_autograd_problem() -> str | None:
     if parameters is None or not hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph"):
         return f"torch {torch.__version__} has it in another form"
     return None
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward now."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def keeps_graph() -> bool:

@@ -12,6 +12,7 @@ import weakref
 import pytest
 import torch
 import torch._dynamo
+import torch.utils.checkpoint
 from torch import nn
 
 import stepgraph
@@ -279,3 +280,81 @@ def disagree():
 def test_ranks_with_other_shapes_are_a_clear_error():
     with pytest.raises(stepgraph.errors.LaunchError, match=r"shapes|rows"):
         launch(disagree, ranks=2)
+
+
+# ------------------------------------------------------------- what reviews of this road have found
+
+
+def test_a_result_that_is_a_view_of_what_was_written():
+    def write(x, y):
+        x = x.clone()
+        x[:, 1] = y[:, 0]
+        return x.t()
+
+    x, y = (torch.randn(4, 3, requires_grad=True) for _ in range(2))
+    torch.compile(write, backend="stepgraph", options=EAGER)(x, y).sum().backward()
+    assert x.grad.sum() == 8 and y.grad.sum() == 4
+
+
+def test_a_graph_that_only_draws():
+    drawn = torch.compile(lambda: torch.rand(64), backend="stepgraph", options=EAGER)()
+    assert 0 <= drawn.min() < drawn.max() < 1
+
+
+def made_of(kind, **settings):
+    return stepgraph.parallelize(
+        kind(), example=(torch.ones(4, 4),), plan="zero3", lowering="eager", **settings
+    )
+
+
+def test_a_write_into_a_parameter_is_an_error():
+    class Clamps(Model):
+        def forward(self, x):
+            with torch.no_grad():
+                self.first.weight.detach().clamp_(-0.1, 0.1)
+            return super().forward(x)
+
+    with pytest.raises(stepgraph.errors.CaptureError, match="writes into a parameter"):
+        made_of(Clamps)(torch.ones(4, 4))
+
+
+def test_parameters_read_as_a_list_are_a_clear_error():
+    class Decays(Model):
+        def forward(self, x):
+            return super().forward(x) + sum(p.square().sum() for p in self.parameters())
+
+    with pytest.raises(stepgraph.errors.CaptureError, match="reads a parameter in parts"):
+        made_of(Decays)(torch.ones(4, 4))
+
+
+def test_hooks_get_the_gradient_of_all_calls_under_compiled_autograd():
+    found = []
+    for whole in (False, True):
+        torch.manual_seed(0)
+        model, calls = made_of(Model, compiled_autograd=whole), []
+        model.first.bias.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        model.first.bias.register_post_accumulate_grad_hook(calls.append)
+        x = torch.randn(4, 4)
+        (model(x).square().sum() + model(x + 1).square().sum()).backward()
+        found.append(model.first.bias.grad.to_local().clone())
+        assert len(calls) == 1
+    assert torch.equal(*found)
+
+
+def test_checkpoint_across_a_break_is_a_clear_error_under_compiled_autograd():
+    class Recomputes(Model):
+        def forward(self, x):
+            part = torch.utils.checkpoint.checkpoint(self.part, x, use_reentrant=False)
+            return self.second(part)
+
+        def part(self, x):
+            hidden = self.first(x)
+            torch._dynamo.graph_break()
+            return hidden.tanh()
+
+    x = torch.ones(4, 4)
+    made_of(Recomputes)(x).sum().backward()
+    model = made_of(Recomputes, compiled_autograd=True)
+    for _ in range(2):
+        with pytest.raises(stepgraph.errors.CaptureError, match="compiled autograd"):
+            model(x).sum().backward()

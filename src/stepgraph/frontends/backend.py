@@ -18,7 +18,7 @@ from torch import fx
 from stepgraph.capture.decompositions import decomposition_table
 from stepgraph.capture.graph import GraphProgram, draw_seed
 from stepgraph.capture.randomness import key_random_operations
-from stepgraph.errors import UsageError, near_misses
+from stepgraph.errors import CaptureError, UsageError, near_misses
 from stepgraph.lowering.bind import bind_to_rank, name_mesh_dims
 from stepgraph.lowering.graphs import lower_graph
 from stepgraph.lowering.lower import check_lowering
@@ -32,6 +32,7 @@ from stepgraph.placement.losses import sum_over_ranks
 from stepgraph.placement.markers import place_markers
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.layout import MeshShape
+from stepgraph.program.markers import UNSHARD
 from stepgraph.program.program import Program
 from stepgraph.torch_internals import graphs as dynamo
 
@@ -76,6 +77,12 @@ class GraphCompiler:
         if dynamo.has_symbols(graph):
             self.note("a graph whose sizes are symbols is compiled as torch would")
             return dynamo.compile_with_symbols(graph, examples, self.lowering)
+        if (line := dynamo.write_into(graph, UNSHARD)) is not None:
+            raise CaptureError(
+                "the forward writes into a parameter, of which it has a gathered copy",
+                where=line,
+                do="write after the step, into the parameter itself, or into a buffer",
+            )
         sources = dynamo.input_sources(graph)
 
         # What is compiled outlives this object, in dynamo's cache: it holds the settings alone.

@@ -34,6 +34,7 @@ from stepgraph.torch_internals import pytree
 
 log = logging.getLogger("stepgraph")
 
+_MIXED = "mixed torch.Tensor and DTensor"
 PLACEMENTS = ("ddp", "zero1", "zero2", "zero3", "zero3-keep")
 
 
@@ -159,6 +160,13 @@ class GraphRunner:
             inner = dynamo.inner_error(error)
             if isinstance(inner, StepgraphError):
                 raise inner from inner.__cause__
+            if _MIXED in str(error):
+                raise CaptureError(
+                    "code of the model reads a parameter in parts",
+                    where=str(error).partition("from user code:")[2].strip() or None,
+                    do="read parameters as attributes of their modules: parameters() and _parameters hold "
+                    "DTensors, parts of which each rank has",
+                ) from error
             raise
         finally:
             self._gathering.active = before

@@ -89,9 +89,13 @@ def _gathered(name: str, gathering: Gathering) -> property:
     how = (gathering.ranks, gathering.group, gathering.mesh_dim)
 
     def read(module: nn.Module) -> torch.Tensor | None:
+        if name not in module._parameters:
+            raise AttributeError(f"{type(module).__name__} has no attribute {name!r}")
         parameter = module._parameters[name]
         # In a backward it is code under torch.utils.checkpoint that runs again.
-        if not (gathering.active or dynamo.in_backward()) or not isinstance(parameter, DTensor):
+        if not (gathering.active or dynamo.backward_now() is not None) or not isinstance(
+            parameter, DTensor
+        ):
             return parameter
         dtype = parameter.dtype
         if gathering.compute_dtype is not None and dtype.is_floating_point:

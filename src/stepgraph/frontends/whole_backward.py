@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from stepgraph.errors import UsageError
+from stepgraph import torch_internals
+from stepgraph.errors import CaptureError, UsageError
 from stepgraph.torch_internals import graphs as dynamo
 
 
@@ -35,6 +36,8 @@ class WholeBackward:
 
     def __init__(self, backend: Callable, limit: int) -> None:
         self._backend, self._limit = backend, limit
+        self._reached: list[tuple] = []
+        self._task: int | None = None
 
     def start(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
         """The same values, from which a backward goes through one graph."""
@@ -47,13 +50,31 @@ class WholeBackward:
             values[index] = value
         return values
 
-    def run(self, values: list[torch.Tensor], gradients: list[Any], keep: bool) -> None:
-        """The backward from some values."""
+    def reach(self, values: list[torch.Tensor], gradients: list[Any], keep: bool) -> None:
+        """A backward has come to some values: it goes on from all of its, when it has come to the last."""
+        if (
+            task := dynamo.backward_now()
+        ) != self._task:  # what an earlier one that failed left is void
+            self._task, self._reached = task, []
+            torch_internals.after_backward(self._run)
         pairs = [(v, g) for v, g in zip(values, gradients, strict=True) if g is not None]
-        with dynamo.compiled_autograd(self._compile):
-            torch.autograd.backward(
-                [value for value, _ in pairs], [g for _, g in pairs], retain_graph=keep
-            )
+        self._reached += [(value, gradient, keep) for value, gradient in pairs]
+
+    def _run(self) -> None:
+        reached, self._reached, self._task = self._reached, [], None
+        if not reached:
+            return
+        values, gradients, keep = zip(*reached, strict=True)
+        try:
+            with dynamo.compiled_autograd(self._compile):
+                torch.autograd.backward(values, gradients, retain_graph=any(keep))
+        except torch_internals.GRAPH_BREAKS as error:
+            raise CaptureError(
+                "compiled autograd cannot capture this backward",
+                why=str(error).strip().splitlines()[0],
+                do="leave compiled autograd off (torch.utils.checkpoint across a graph break, or a hook "
+                "that raises, does not go with it)",
+            ) from error
 
     def _compile(self, graph: torch.fx.GraphModule) -> Callable:
         return dynamo.compile_apart(graph, self._backend, self._limit, fullgraph=True)
@@ -72,5 +93,5 @@ class _Start(torch.autograd.Function):
             raise RuntimeError(
                 "a double backward (create_graph=True) cannot go through compiled autograd: switch it off"
             )
-        ctx.whole.run(ctx.values, list(gradients), dynamo.keeps_graph())
+        ctx.whole.reach(ctx.values, list(gradients), dynamo.keeps_graph())
         return None, None, None

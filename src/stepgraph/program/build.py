@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
@@ -66,8 +65,8 @@ class Builder:
 
     def input(self, label: str, like: Any) -> fx.Node:
         """Adds a placeholder behind the last one; ``like`` gives shape, dtype and device."""
-        *_, last = itertools.takewhile(lambda node: node.op == "placeholder", self.graph.nodes)
-        with self.graph.inserting_after(last):
+        first = next(node for node in self.graph.nodes if node.op != "placeholder")
+        with self.graph.inserting_before(first):
             node = self.graph.placeholder(f"input_{len(self.graph.nodes)}")
         node.target = node.name  # the argument's name; only the node's is made unique
         with self.shapes.mode:

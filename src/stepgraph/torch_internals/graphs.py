@@ -28,6 +28,36 @@ def input_sources(graph: fx.GraphModule) -> list[str]:
     return found
 
 
+_VIEWS = {
+    "view", "t", "transpose", "permute", "data", "detach", "narrow", "select", "getitem", "reshape",
+    "flatten", "squeeze", "unsqueeze", "expand", "T", "mT", "getattr", "chunk", "split",
+}  # fmt: skip
+
+
+def write_into(graph: fx.GraphModule, source: Any) -> str | None:
+    """Where a captured graph, not functional yet, writes into what ``source`` returns, or a view of it."""
+    made = getattr(source, "overloadpacket", source)
+    watched: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        if node.op not in ("call_function", "call_method"):
+            continue
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        first = node.args[0] if node.args else None
+        if node.target in (source, made):
+            watched.add(node)
+        elif node.kwargs.get("out") in watched or (first in watched and _writes(name)):
+            lines = (node.meta.get("stack_trace") or str(node)).strip().splitlines()
+            return [line.strip() for line in lines if line.strip(" ^~")][-1]
+        elif first in watched and name in _VIEWS:
+            watched.add(node)
+    return None
+
+
+def _writes(name: str) -> bool:
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name in ("setitem", "iadd", "isub", "imul", "itruediv", "copy_")
+
+
 def has_symbols(graph: fx.GraphModule) -> bool:
     """Whether a size somewhere in a graph is a symbol."""
 
@@ -105,11 +135,19 @@ def part_joint_graph(joint: fx.GraphModule, inputs: Any, results: int, options: 
 
 
 def tag_sides(graph: fx.GraphModule) -> None:
-    """Tells torch's partitioner which operations are forward and which backward."""
+    """Tells torch's partitioner which operations are forward and which backward.
+
+    It takes everything up to the last forward one for forward: views that AOTAutograd makes anew for
+    results stand behind the backward, and are left without a tag.
+    """
+    behind = False
     for node in graph.graph.nodes:
         if "phase" in node.meta:
-            side = "is_backward" if node.meta["phase"] == BACKWARD else "is_forward"
-            node.meta["partitioner_tag"] = side
+            behind = behind or node.meta["phase"] == BACKWARD
+            if node.meta["phase"] == BACKWARD:
+                node.meta["partitioner_tag"] = "is_backward"
+            elif not behind:
+                node.meta["partitioner_tag"] = "is_forward"
 
 
 def compile_apart(function: Callable, backend: Callable, limit: int, fullgraph: bool) -> Callable:
@@ -189,9 +227,10 @@ def compiled_autograd_problem() -> str | None:
     return None
 
 
-def in_backward() -> bool:
-    """Whether autograd is running a backward now."""
-    return torch._C._current_graph_task_id() != -1
+def backward_now() -> int | None:
+    """The number of the backward that autograd is running now, if it is."""
+    task = torch._C._current_graph_task_id()
+    return None if task == -1 else task
 
 
 def keeps_graph() -> bool:

@@ -85,6 +85,17 @@ def make_model(cell: Cell) -> Broken:
     return model
 
 
+def optimizer_of(cell: Cell, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW; where gradients are bfloat16's, SGD.
+
+    Adam's first steps are of one size whatever the gradient's: one that is rounding noise around zero moves
+    its parameter as far as any, one way or the other, and the gradients after it are another function's.
+    """
+    if cell.precision == "fp32":
+        return torch.optim.AdamW(model.parameters(), lr=0.01)
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 def loss_of(cell: Cell):
     """A loss over tokens that are not ignored: ranks have different numbers of them."""
 
@@ -117,7 +128,7 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def plain(cell: Cell) -> list[tuple[float, dict[str, torch.Tensor]]]:
     """Loss and gradients of the first steps, in one process, by plain torch."""
     model, loss = make_model(cell), loss_of(cell)
-    optimizer, found = torch.optim.AdamW(model.parameters(), lr=0.01), []
+    optimizer, found = optimizer_of(cell, model), []
     for step in range(COMPARED):
         value = loss(model, batch_of(step))
         value.backward()
@@ -135,7 +146,7 @@ def trained(cell: Cell) -> dict[str, Any]:
     engine = stepgraph.Engine(
         model,
         loss=loss_of(cell),
-        optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
+        optimizer=optimizer_of(cell, model),
         plan=cell.plan,
         lowering=cell.lowering,
     )

@@ -77,6 +77,17 @@ class Cell:
             return torch.optim.SGD(model.parameters(), lr=BF16_RATE)
         return adamw(model.parameters())
 
+    def settings(self, model) -> dict:
+        """What an Engine and a run in one process are both told."""
+        return {
+            "optimizer": self.optimizer(model),
+            "mesh": self.mesh,
+            "plan": self.plan,
+            "memory": self.memory,
+            "micro_batches": self.micro_batches,
+            "max_grad_norm": CLIP,
+        }
+
     def compare(self, losses: list[float], parameters: dict[str, torch.Tensor]) -> None:
         """Asserts that a run equals plain PyTorch in one process."""
         if self.dtype == "fp32":
@@ -141,12 +152,7 @@ def run_in_one_process(cell: Cell) -> OneProcessRun:
     model = cell.model()
     run = OneProcessRun(
         model,
-        optimizer=cell.optimizer(model),
-        mesh=cell.mesh,
-        plan=cell.plan,
-        memory=cell.memory,
-        micro_batches=cell.micro_batches,
-        max_grad_norm=CLIP,
+        **cell.settings(model),
         precision=cell.precision,
     )
     losses = [run.step(llama_batch(step, cell.rows)).item() for step in range(STEPS)]
@@ -160,12 +166,7 @@ def train(cell: Cell, lowering: str) -> Run:
     model = cell.model()
     engine = stepgraph.Engine(
         model,
-        optimizer=cell.optimizer(model),
-        mesh=cell.mesh,
-        plan=cell.plan,
-        memory=cell.memory,
-        micro_batches=cell.micro_batches,
-        max_grad_norm=CLIP,
+        **cell.settings(model),
         lowering=lowering,
         compute_dtype=cell.precision.compute,
     )

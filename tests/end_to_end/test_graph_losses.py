@@ -6,25 +6,12 @@ import os
 
 import pytest
 import torch
-from torch import nn
 
 import stepgraph
 from stepgraph.frontends.launcher import launch
+from tests.end_to_end.test_balance import Model
 
 ROWS = 8
-
-
-class Net(nn.Module):
-    """A layer, a graph break, a layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 3)
-
-    def forward(self, x):
-        hidden = self.first(x).tanh()
-        torch._dynamo.graph_break()
-        return self.second(hidden)
 
 
 @torch._dynamo.disable
@@ -48,7 +35,7 @@ def batch():
 
 def made():
     torch.manual_seed(0)
-    return Net()
+    return Model()
 
 
 def run():

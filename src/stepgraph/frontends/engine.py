@@ -197,8 +197,9 @@ class Engine(SavesAndLoads):
             except (GraphBreakError, ParameterHookError) as error:
                 if self._full_graph:
                     raise
-                self._graphs = GraphRunner(self._compiler, self._compiler.loss, error)
-                self._graphs.change(self.plan.lowering, self._whole_backward)
+                self._graphs = GraphRunner(
+                    self._compiler, self._compiler.loss, error, self._whole_backward
+                )
         self._graphs.agree(batch)
         return None
 
@@ -315,9 +316,9 @@ class Engine(SavesAndLoads):
                 torch has none.
         """
         check_lowering(backend)
-        for name in options:
+        if options:
             raise UsageError(
-                f"engine.compile takes no option {name!r}",
+                f"engine.compile takes no option {next(iter(options))!r}",
                 why="shapes are fixed, and the plan decides what torch's modes decide",
                 do="leave it out; known: backend, compiled_autograd, fullgraph",
             )

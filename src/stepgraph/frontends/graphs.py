@@ -45,13 +45,20 @@ class GraphRunner:
         compiler: of the module; it has the plan, the ranks, the state and the statistics.
         function: what is captured, graph by graph.
         reason: why it could not be captured whole.
+        whole_backward: a backward is one graph.
 
     Raises:
         StrictError: under ``strict=True``.
         PlanError: a plan that needs the whole.
     """
 
-    def __init__(self, compiler: Compiler, function: Callable, reason: StepgraphError) -> None:
+    def __init__(
+        self,
+        compiler: Compiler,
+        function: Callable,
+        reason: StepgraphError,
+        whole_backward: bool,
+    ) -> None:
         self.compiler = compiler
         plan, ranks = compiler.plan, compiler.ranks
         if plan.placement not in PLACEMENTS:
@@ -89,6 +96,7 @@ class GraphRunner:
         weakref.finalize(self, dynamo.drop_compiled, self._codes, self._backends)
         self._whole: WholeBackward | None = None
         self._compiled = self._compile()
+        self.change(plan.lowering, whole_backward)
 
     def _compile(self) -> Callable:
         limit = self.compiler.max_shapes
@@ -208,19 +216,18 @@ class GraphRunner:
         reason = dynamo.recompilation_reason() if self._entry in self._warm else None
         if reason is not None:
             before_compiling(self.compiler, self._entry, reason)
-        seen = len(self.graphs.notes)
+        seen, made = len(self.graphs.notes), len(self.graphs.programs)
         with self.compiler.counting(f"{self._entry}: {reason}" if reason else None):
             try:
                 compiled = self.graphs(graph, examples, backward)
-            except (
-                torch_internals.GRAPH_BREAKS
-            ) as error:  # dynamo would run it uncompiled, in silence
+            except torch_internals.GRAPH_BREAKS as error:
+                # dynamo would run it uncompiled, in silence
                 raise CaptureError(
                     "a graph of the model cannot be compiled",
                     why=f"{type(error).__name__}: {error}",
                 ) from error
         self.compiler.report(self.graphs.notes[seen:])
-        for number, program in enumerate(self.graphs.programs):
+        for number, program in enumerate(self.graphs.programs[made:], made):
             self.compiler.programs[f"graph {number}"] = program
         return compiled
 

@@ -199,8 +199,7 @@ class ParallelForward:
                     return self.compiler.entry(entry, batch)
             except (GraphBreakError, ParameterHookError) as error:
                 function = _call_forward if self.compiler.as_module else self.compiler.loss
-                self.graphs = GraphRunner(self.compiler, function, error)
-                self.graphs.change(self.compiler.plan.lowering, self.whole_backward)
+                self.graphs = GraphRunner(self.compiler, function, error, self.whole_backward)
         self.graphs.agree(batch)
         return None
 

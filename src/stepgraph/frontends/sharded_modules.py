@@ -72,7 +72,8 @@ class _Part(torch.autograd.Function):
     def forward(ctx, parameter: DTensor) -> torch.Tensor:
         ctx.where = (parameter.device_mesh, parameter.placements)
         ctx.shape, ctx.stride = parameter.shape, parameter.stride()
-        return parameter.to_local().view_as(parameter.to_local())
+        part = parameter.to_local()
+        return part.view_as(part)
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):

@@ -56,7 +56,7 @@ class WholeBackward:
             task := dynamo.backward_now()
         ) != self._task:  # what an earlier one that failed left is void
             self._task, self._reached = task, []
-            torch_internals.after_backward(self._run)
+            dynamo.after_backward(self._run)
         pairs = [(v, g) for v, g in zip(values, gradients, strict=True) if g is not None]
         self._reached += [(value, gradient, keep) for value, gradient in pairs]
 

@@ -369,11 +369,6 @@ def zero_all(tensors: list[torch.Tensor]) -> None:
     torch._foreach_zero_(tensors)
 
 
-def after_backward(function: Callable[[], None]) -> None:
-    """Within a backward: calls a function when it is done, as part of it."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
-
-
 def disable_compiler(function: Callable) -> Callable:
     """Keeps dynamo from tracing into ``function``."""
     return torch._dynamo.disable(function)

@@ -221,8 +221,8 @@ def compiled_autograd_problem() -> str | None:
         from torch._dynamo import compiled_autograd
     except ImportError as error:
         return f"torch {torch.__version__} has none: {error}"
-    parameters = getattr(compiled_autograd, "_enable", None)
-    if parameters is None or not hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph"):
+    known = hasattr(compiled_autograd, "_enable")
+    if not known or not hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph"):
         return f"torch {torch.__version__} has it in another form"
     return None
 
@@ -231,6 +231,11 @@ def backward_now() -> int | None:
     """The number of the backward that autograd is running now, if it is."""
     task = torch._C._current_graph_task_id()
     return None if task == -1 else task
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Within a backward: calls a function when it is done, as part of it."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
 
 
 def keeps_graph() -> bool:

@@ -21,12 +21,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph import torch_internals
 from stepgraph.placement.randomness import local_part_of
+from stepgraph.placement.redistribution import redistribute_over
 from stepgraph.placement.rules import tensor_arguments
 from stepgraph.placement.vocabulary import LOCAL_FORMS, Rows, rows_cut
 from stepgraph.planning.decisions import PlacementDecision
 from stepgraph.program import roles
 from stepgraph.program.build import ShapeRunner
-from stepgraph.program.collectives import redistribute
 from stepgraph.program.layout import (
     InnerShard,
     MeshShape,
@@ -251,57 +251,11 @@ class _Placer:
             emitted.meta["placements"] = ()  # set below for the last one
             return emitted
 
-        value = new
-        for axis, target in _steps(current, wanted):
-            mesh_dim, ranks = self.mesh.dims[axis]
-            have = current[axis]
-            if ranks == 1:  # the one rank's part is the whole, whatever the placement says
-                current = (*current[:axis], target, *current[axis + 1 :])
-                continue
-            before = (*current[:axis], Replicate(), *current[axis + 1 :])
-            size = local_shape(shape, before, self.mesh)[have.dim] if isinstance(have, Shard) else 0
-            others = [
-                (p, n)
-                for i, (p, n) in enumerate(zip(before, self.mesh.sizes, strict=True))
-                if i != axis
-            ]
-            held = [
-                InnerShard(p.dim, blocks_held(p, others)) if isinstance(p, InnerShard) else p
-                for p in (have, target)
-            ]
-            value = redistribute(emit, value, *held, mesh_dim, ranks, size)
-            current = (*current[:axis], target, *current[axis + 1 :])
+        value = redistribute_over(emit, new, shape, current, wanted, self.mesh)
         if value is not new:
             value.meta["placements"] = (wanted,)
         self.placed[node, wanted] = value
         return value
-
-
-def _steps(have: Placements, want: Placements) -> list[tuple[int, Placement]]:
-    """One change of placement per mesh dimension: communication inside out, then cuts outside in.
-
-    Where several mesh dimensions cut one dimension of the value, the outer one cuts first; so before an
-    outer cut changes, the inner ones are undone.
-    """
-    changed = {axis for axis in range(len(have)) if have[axis] != want[axis]}
-    undone: set[int] = set()
-    cuts = [
-        {(p.dim, blocks_of(p)) for p in pair if isinstance(p, Shard)}
-        for pair in zip(have, want, strict=True)
-    ]
-    for part in set().union(*cuts):
-        sharing = {axis for axis, parts in enumerate(cuts) if part in parts}
-        if len(sharing) > 1 and sharing & changed:
-            undone |= sharing
-    steps: list[tuple[int, Placement]] = []
-    for axis in reversed(range(len(have))):
-        if axis in changed | undone and not isinstance(have[axis], Replicate):
-            steps.append((axis, Replicate() if axis in undone else want[axis]))
-    for axis in range(len(have)):
-        cut = isinstance(have[axis], Replicate) or axis in undone
-        if axis in changed | undone and cut and not isinstance(want[axis], Replicate):
-            steps.append((axis, want[axis]))
-    return steps
 
 
 def _squeezed_dims(node: fx.Node) -> list[int]:

@@ -1,0 +1,199 @@
+"""Operations that are decided together, and groups of them that are decided alike.
+
+A view joins its only reader, or else its only source: moving a value before or after it costs the same, so
+nothing is lost by deciding both at once. Groups that do the same in repeated layers (the same operations on
+the same shapes, in modules whose paths differ in numbers alone) share one decision: what is solved does not
+grow with the number of layers.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from stepgraph import torch_internals
+from stepgraph.placement.candidates import Candidates
+from stepgraph.placement.rules import Strategy, tensor_arguments
+from stepgraph.program.build import freeze
+from stepgraph.program.layout import InnerShard
+from stepgraph.program.program import OPTIMIZER, Program
+
+aten = torch.ops.aten
+
+VIEWS = {
+    aten.view.default, torch_internals.UNSAFE_VIEW, aten.t.default, aten.transpose.int,
+    aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default,
+    aten.squeeze.dims,
+}  # fmt: skip
+
+
+@dataclass(eq=False)
+class Group:
+    """Operations decided together, in graph order.
+
+    ``ports`` are the values read from other groups: (operation, position among its tensor arguments).
+    ``options`` are the ways to place all of them along one mesh dimension.
+    """
+
+    nodes: list[fx.Node]
+    ports: list[tuple[fx.Node, int]] = field(default_factory=list)
+    options: list[dict[fx.Node, Strategy]] = field(default_factory=list)
+
+
+def decided_here(node: fx.Node) -> bool:
+    """Whether an operation's placement is the solver's to choose: not the update's, nor a stored cast's."""
+    return (
+        node.op == "call_function"
+        and node.meta["phase"] != OPTIMIZER
+        and "reduced_before" not in node.meta
+        and not node.meta.get("casts_parameter")
+    )
+
+
+def find_strategies(program: Program) -> dict[fx.Node, list[Strategy]]:
+    """Strategies of every operation that is decided here, along one mesh dimension.
+
+    Repeated layers are asked about once.
+    """
+    candidates = Candidates()
+    found: dict[fx.Node, list[Strategy]] = {}
+    blocks_of: dict[fx.Node, frozenset] = {}
+    known: dict[Any, list[Strategy]] = {}
+    for node in program.graph.nodes:
+        if not decided_here(node):
+            continue
+        arguments = tensor_arguments(node)
+        if node.target is operator.getitem:
+            index = node.args[1]
+            results = dict.fromkeys(s.outputs[index] for s in found[arguments[0]])  # type: ignore[index]
+            found[node] = [Strategy((p,), (p,)) for p in results if p is not None]
+            continue
+        blocks = frozenset().union(*(blocks_of.get(a, frozenset()) for a in arguments))
+        key = (node.target, freeze(node.args), freeze(node.kwargs), blocks)
+        if key not in known:
+            known[key] = candidates.of(node, sorted(blocks, key=repr))
+        found[node] = known[key]
+        cut = {p for s in found[node] for p in s.outputs if isinstance(p, InnerShard)}
+        if cut:
+            blocks_of[node] = frozenset(cut)
+    return found
+
+
+def find_groups(program: Program, strategies: dict[fx.Node, list[Strategy]]) -> list[Group]:
+    """Groups in graph order, with their options."""
+    group_of: dict[fx.Node, Group] = {}
+    results = set(program.results)
+    for node in reversed(list(strategies)):
+        joined = None
+        readers = [user for user in node.users if user.op != "output"]
+        if node.target in VIEWS and len(readers) == 1 and node not in results:
+            (reader,) = readers
+            if reader in group_of and _joins(strategies, node, reader):
+                joined = group_of[reader]
+        if joined is None:
+            joined = Group([])
+        joined.nodes.insert(0, node)
+        group_of[node] = joined
+    for node in strategies:
+        source = tensor_arguments(node)[0] if tensor_arguments(node) else None
+        if source is None or group_of.get(source) in (None, group_of[node]):
+            continue
+        alone = len(source.users) == 1 and source not in results
+        if node.target is operator.getitem or (
+            node.target in VIEWS and alone and _follows(strategies, source, node)
+        ):
+            _merge(group_of, group_of[source], group_of[node])
+    groups = list(dict.fromkeys(group_of[node] for node in strategies))
+    known: dict[Any, list[list[Strategy]]] = {}
+    for group in groups:
+        inside = set(group.nodes)
+        group.ports = [
+            (node, position)
+            for node in group.nodes
+            for position, argument in enumerate(tensor_arguments(node))
+            if argument not in inside
+        ]
+        key = _signature(group)
+        if key not in known:
+            known[key] = list(_options(group, strategies))
+        group.options = [dict(zip(group.nodes, option, strict=True)) for option in known[key]]
+    return groups
+
+
+def _merge(group_of: dict[fx.Node, Group], into: Group, other: Group) -> None:
+    into.nodes += other.nodes
+    for node in other.nodes:
+        group_of[node] = into
+
+
+def _joins(strategies: dict[fx.Node, list[Strategy]], view: fx.Node, reader: fx.Node) -> bool:
+    """Whether a view can give its reader everything that the reader could want."""
+    if reader.target is operator.getitem:
+        return False
+    made = {s.outputs[0] for s in strategies[view]}
+    positions = [i for i, a in enumerate(tensor_arguments(reader)) if a is view]
+    return all(s.inputs[i] in made for s in strategies[reader] for i in positions)
+
+
+def _follows(strategies: dict[fx.Node, list[Strategy]], source: fx.Node, view: fx.Node) -> bool:
+    """Whether a view can take its source however that is made."""
+    taken = {s.inputs[0] for s in strategies[view]}
+    return all(s.outputs[0] in taken for s in strategies[source])
+
+
+def _options(group: Group, strategies: dict[fx.Node, list[Strategy]]) -> Iterable[list[Strategy]]:
+    """All choices of one strategy per operation that agree inside the group."""
+    inside = {node: i for i, node in enumerate(group.nodes)}
+
+    def extend(chosen: list[Strategy]) -> Iterable[list[Strategy]]:
+        if len(chosen) == len(group.nodes):
+            yield chosen
+            return
+        node = group.nodes[len(chosen)]
+        arguments = tensor_arguments(node)
+        for strategy in strategies[node]:
+            agrees = True
+            for argument, placement in zip(arguments, strategy.inputs, strict=True):
+                if argument in inside:
+                    outputs = chosen[inside[argument]].outputs
+                    index = node.args[1] if node.target is operator.getitem else 0
+                    agrees = agrees and outputs[index] == placement  # type: ignore[index]
+            if agrees:
+                yield from extend([*chosen, strategy])
+
+    return extend([])
+
+
+def _signature(group: Group) -> tuple:
+    """What a group does: equal for groups of repeated layers."""
+    inside = {node: i for i, node in enumerate(group.nodes)}
+    parts = []
+    for node in group.nodes:
+        sources = tuple(inside.get(argument, -1) for argument in tensor_arguments(node))
+        parts.append((node.target, freeze(node.args), freeze(node.kwargs), sources))
+    return tuple(parts)
+
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
+
+
+def folded(path: str) -> str:
+    """A module path without the numbers of repeated layers: ``layers.3.mlp`` is ``layers.*.mlp``."""
+    return _NUMBER.sub("*", path)
+
+
+def share(groups: list[Group]) -> list[list[Group]]:
+    """Groups that are decided alike, in order of their first one."""
+    classes: dict[Any, list[Group]] = {}
+    for group in groups:
+        modules = tuple(
+            (folded(str(node.meta.get("module", ""))), node.meta["phase"]) for node in group.nodes
+        )
+        classes.setdefault((_signature(group), modules), []).append(group)
+    return list(classes.values())

@@ -1,0 +1,194 @@
+"""Changes of placement over a whole mesh: the steps, one mesh dimension at a time, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from stepgraph import torch_internals
+from stepgraph.cost.collectives import Group, collective_seconds, links
+from stepgraph.cost.devices import Device
+from stepgraph.program.collectives import KINDS, ON_FIRST, SHARD_OF, redistribute
+from stepgraph.program.layout import (
+    InnerShard,
+    MeshShape,
+    Placements,
+    blocks_held,
+    blocks_of,
+    chunk_size,
+    local_shape,
+)
+
+aten = torch.ops.aten
+
+
+def redistribute_over(
+    emit: Callable[..., Any],
+    value: Any,
+    shape: Sequence[int],
+    have: Placements,
+    want: Placements,
+    mesh: MeshShape,
+) -> Any:
+    """Emits what changes a value's placements, each mesh dimension at most twice.
+
+    Args:
+        emit: as :func:`stepgraph.program.collectives.redistribute` takes it.
+        value: the node, placed as ``have``.
+        shape: its global shape.
+    """
+    for axis, target in steps(have, want):
+        mesh_dim, ranks = mesh.dims[axis]
+        old = have[axis]
+        have = (*have[:axis], target, *have[axis + 1 :])
+        if ranks == 1:  # the one rank's part is the whole, whatever the placement says
+            continue
+        before = (*have[:axis], Replicate(), *have[axis + 1 :])
+        size = local_shape(shape, before, mesh)[old.dim] if isinstance(old, Shard) else 0
+        others = [
+            (p, n) for i, (p, n) in enumerate(zip(before, mesh.sizes, strict=True)) if i != axis
+        ]
+        held = [
+            InnerShard(p.dim, blocks_held(p, others)) if isinstance(p, InnerShard) else p
+            for p in (old, target)
+        ]
+        value = redistribute(emit, value, *held, mesh_dim, ranks, size)
+    return value
+
+
+def steps(have: Placements, want: Placements) -> list[tuple[int, Placement]]:
+    """One change of placement per mesh dimension: communication inside out, then cuts outside in.
+
+    Where several mesh dimensions cut one dimension of the value, the outer one cuts first; so before an
+    outer cut changes, the inner ones are undone.
+    """
+    changed = {axis for axis in range(len(have)) if have[axis] != want[axis]}
+    undone: set[int] = set()
+    cuts = [
+        {(p.dim, blocks_of(p)) for p in pair if isinstance(p, Shard)}
+        for pair in zip(have, want, strict=True)
+    ]
+    for part in set().union(*cuts):
+        sharing = {axis for axis, parts in enumerate(cuts) if part in parts}
+        if len(sharing) > 1 and sharing & changed:
+            undone |= sharing
+    steps: list[tuple[int, Placement]] = []
+    for axis in reversed(range(len(have))):
+        if axis in changed | undone and not isinstance(have[axis], Replicate):
+            steps.append((axis, Replicate() if axis in undone else want[axis]))
+    for axis in range(len(have)):
+        cut = isinstance(have[axis], Replicate) or axis in undone
+        if axis in changed | undone and cut and not isinstance(want[axis], Replicate):
+            steps.append((axis, want[axis]))
+    return steps
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What stands for a rank's tensor while costs are added up."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    in_order: bool = True
+
+    @property
+    def bytes(self) -> int:
+        total = self.itemsize
+        for size in self.shape:
+            total *= size
+        return total
+
+    def is_contiguous(self) -> bool:
+        return self.in_order
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+
+class _Sketch:
+    """A node without a graph."""
+
+    def __init__(self, part: _Part) -> None:
+        self.meta = {"val": part}
+
+
+class Moves:
+    """Seconds that a change of placement takes, by shape, type and placements.
+
+    A collective costs what :mod:`stepgraph.cost.collectives` says, a copy around it what the device takes
+    to read and write it; a cut is a view, and free.
+    """
+
+    def __init__(self, mesh: MeshShape, device: Device) -> None:
+        self.mesh, self.device = mesh, device
+        self.groups: Mapping[str, Group] = links(mesh, device)
+        self._known: dict[Any, float] = {}
+
+    def seconds(
+        self, shape: tuple[int, ...], dtype: torch.dtype, have: Placements, want: Placements
+    ) -> float:
+        """Time on one rank, of all steps one after the other."""
+        if have == want:
+            return 0.0
+        key = (shape, dtype, have, want)
+        if key not in self._known:
+            self._known[key] = self._add_up(*key)
+        return self._known[key]
+
+    def _add_up(
+        self, shape: tuple[int, ...], dtype: torch.dtype, have: Placements, want: Placements
+    ) -> float:
+        total = 0.0
+
+        def emit(target: Any, node: _Sketch, *args: Any, **kwargs: Any) -> _Sketch:
+            nonlocal total
+            before = node.meta["val"]
+            after = _result(target, before, args)
+            if target in KINDS:
+                size = max(before.bytes, after.bytes)
+                total += collective_seconds(KINDS[target], size, self.groups[args[-1]])
+            elif target in _COPIES:
+                total += self.device.seconds(0.0, before.bytes + after.bytes, dtype)
+            return _Sketch(after)
+
+        start = _Sketch(_Part(local_shape(shape, have, self.mesh), dtype.itemsize))
+        redistribute_over(emit, start, shape, have, want, self.mesh)
+        return total
+
+
+_COPIES = {
+    aten.clone.default, aten.constant_pad_nd.default, aten.div.Scalar, ON_FIRST,
+}  # fmt: skip
+
+
+def _result(target: Any, part: _Part, args: tuple) -> _Part:
+    """Shape and order of one emitted operation's result."""
+    shape, order = list(part.shape), part.in_order
+    if target is torch_internals.ALL_GATHER:
+        shape[0] *= args[0]
+    elif target is torch_internals.REDUCE_SCATTER:
+        shape[0] //= args[1]
+    elif target is aten.transpose.int:
+        a, b = args
+        shape[a], shape[b] = shape[b], shape[a]
+        order = False
+    elif target is aten.clone.default:
+        order = True
+    elif target is aten.view.default:
+        shape = list(args[0])
+    elif target is aten.permute.default:
+        shape, order = [shape[i] for i in args[0]], False
+    elif target is aten.slice.Tensor:
+        dim, start, end = args
+        shape[dim], order = end - start, order and dim == 0
+    elif target is aten.constant_pad_nd.default:
+        shape[0] += args[0][-1]
+    elif target is SHARD_OF:
+        dim, ranks = args[:2]
+        shape[dim], order = chunk_size(shape[dim], ranks), order and dim == 0
+    return _Part(tuple(shape), part.itemsize, order)

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+import numpy as np
 from torch import fx
 
 from stepgraph.cost.devices import Device
@@ -95,14 +96,14 @@ def collective_seconds(kind: str, bytes: float, group: Group) -> float:
 
     Args:
         kind: ``all_gather``, ``reduce_scatter``, ``all_reduce`` or ``all_to_all``.
-        bytes: of the larger of the tensor before and after, on one rank.
+        bytes: of the larger of the tensor before and after, on one rank; a number or an array of them.
         group: the mesh dimension's wiring.
     """
     if group.ranks == 1:
         return 0.0
     if kind == "all_to_all":
         return _all_to_all(bytes, group)
-    return min(ring_seconds(kind, bytes, group), tree_seconds(kind, bytes, group))
+    return np.minimum(ring_seconds(kind, bytes, group), tree_seconds(kind, bytes, group))
 
 
 def ring_seconds(kind: str, bytes: float, group: Group) -> float:
@@ -129,7 +130,7 @@ def _all_to_all(bytes: float, group: Group) -> float:
     near = (group.per_node - 1) * part / group.bandwidth
     far = (group.ranks - group.per_node) * part / group.far_bandwidth
     latency = group.far_latency if group.crosses else group.latency
-    return latency * math.ceil(math.log2(group.ranks)) + max(near, far)
+    return latency * math.ceil(math.log2(group.ranks)) + np.maximum(near, far)
 
 
 def collective_of(node: fx.Node) -> tuple[str, int, str]:

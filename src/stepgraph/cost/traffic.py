@@ -59,11 +59,11 @@ def is_view(node: fx.Node) -> bool:
 
 
 def assign_traffic(program: Program, fused: bool) -> None:
-    """Sets ``meta["traffic"]`` and ``meta["starts"]`` on every operation.
+    """Sets ``meta["traffic"]`` and ``meta["starts"]`` on every operation, ``meta["kernel"]`` if fused.
 
     ``traffic`` is (reads, writes): a bool per tensor argument (in the order of
     :func:`tensor_arguments`), and whether the result goes to memory. ``starts``: whether the operation is
-    the first of a kernel; the others of its group share that kernel.
+    the first of a kernel; the others of its group share that kernel, and its number.
 
     Args:
         program: usually the global one, before placement, which copies what is set here.
@@ -111,7 +111,7 @@ class _Groups:
             if is_view(node) or _is_constant(node):
                 _set(node, (False,) * len(arguments), False, False)
                 continue
-            group = self._find(self.group[node])
+            group = node.meta["kernel"] = self._find(self.group[node])
             reads = []
             for argument in arguments:
                 value = _whole(argument)

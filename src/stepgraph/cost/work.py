@@ -108,6 +108,11 @@ def stored_bytes(value: object) -> int:
     return total
 
 
+def looks_up(node: fx.Node) -> bool:
+    """Whether an operation reads no more of its first argument, a table, than it returns."""
+    return node.target in _LOOKUPS
+
+
 def bytes_moved(node: fx.Node) -> int:
     """Bytes that an operation reads and writes, by its ``traffic``; without one, all of them."""
     arguments = tensor_arguments(node)
@@ -119,8 +124,7 @@ def bytes_moved(node: fx.Node) -> int:
     for position, (argument, read) in enumerate(zip(arguments, reads, strict=True)):
         if read:
             size = stored_bytes(argument.meta.get("val"))
-            looked_up = position == 0 and node.target in _LOOKUPS
-            moved += min(size, result) if looked_up else size
+            moved += min(size, result) if position == 0 and looks_up(node) else size
     return moved
 
 

@@ -8,7 +8,6 @@ what is right on each is right on all).
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph import torch_internals
 from stepgraph.placement.rules import TABLE, Rules, Strategy, results_of, tensor_arguments
+from stepgraph.placement.views import VIEWS
 from stepgraph.placement.vocabulary import STRATEGIES
 from stepgraph.program.layout import InnerShard, MeshShape, Placements, blocks_of
 
@@ -26,6 +26,10 @@ aten = torch.ops.aten
 REPLICATE, SUM = Replicate(), Partial("sum")
 
 _PRODUCTS = {aten.mm.default, aten.addmm.default}
+_CARRY_SUMS = {
+    aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.clone.default, aten._to_copy.default,
+    aten.mul.Scalar, aten.div.Scalar, aten.sum.dim_IntList, aten.sum.default,
+}  # fmt: skip
 # Made of numbers alone: any part can be made alone.
 _CONSTANTS = {aten.full.default, aten.zeros.default, aten.ones.default}
 
@@ -37,12 +41,12 @@ class Candidates:
         self._rules = Rules(2, 1)
         self._rules.extra = STRATEGIES
 
-    def of(self, node: fx.Node, blocks: Sequence[Placement] = ()) -> list[Strategy]:
+    def of(self, node: fx.Node, blocks: Sequence[Sequence[InnerShard]]) -> list[Strategy]:
         """All strategies of an operation.
 
         Args:
             node: an operation with global shapes.
-            blocks: cuts of blocks (:class:`InnerShard`) that its arguments may have.
+            blocks: per tensor argument the cuts of blocks that it may have.
         """
         arguments = tensor_arguments(node)
         found: dict[Strategy, None] = {}
@@ -50,16 +54,22 @@ class Candidates:
             for strategy in self._rules.strategies(node, placements):
                 found[strategy] = None
         if node.target in _PRODUCTS:
-            for block in blocks:
-                assert isinstance(block, InnerShard)
-                found |= dict.fromkeys(_in_blocks(node, s, block) for s in list(found))
+            for outer in sorted({block.outer for each in blocks for block in each}):
+                turned = (_in_blocks(node, s, outer, blocks) for s in list(found))
+                found |= dict.fromkeys(s for s in turned if s is not None)
         if node.target in _CONSTANTS:
             value = node.meta["val"]
             found |= {Strategy((), (Shard(dim),)): None for dim in range(value.dim())}
-        return [strategy for strategy in found if not _mixes(strategy)]
+        # A pending sum is worth carrying on only through what gradients are added up by.
+        carries = node.target in _CARRY_SUMS or node.target in VIEWS
+        return [
+            strategy
+            for strategy in found
+            if not _is_odd(strategy, blocks) and (carries or SUM not in strategy.inputs)
+        ]
 
     def _questions(
-        self, node: fx.Node, arguments: list[fx.Node], blocks: Sequence[Placement]
+        self, node: fx.Node, arguments: list[fx.Node], blocks: Sequence[Sequence[InnerShard]]
     ) -> Iterable[tuple[Placement, ...]]:
         whole = (REPLICATE,) * len(arguments)
         yield whole
@@ -75,59 +85,37 @@ class Candidates:
             yield (SUM,) * len(arguments)
         for position, rank in enumerate(ranks):
             cuts: list[Placement] = [Shard(dim) for dim in range(rank)]
-            cuts += [b for b in blocks if isinstance(b, Shard) and b.dim < rank]
+            cuts += blocks[position]
             for placement in [*cuts, SUM]:
                 yield (*whole[:position], placement, *whole[position + 1 :])
 
 
-def _in_blocks(node: fx.Node, strategy: Strategy, block: InnerShard) -> Strategy:
-    """A product's strategy on rows cut in blocks, if it cuts rows (or sums over them)."""
+def _in_blocks(
+    node: fx.Node, strategy: Strategy, outer: int, blocks: Sequence[Sequence[InnerShard]]
+) -> Strategy | None:
+    """A product's strategy on rows cut in blocks (or sums over them), where its arguments can be cut so."""
 
-    def turned(placement: Placement | None, value: torch.Tensor) -> Placement | None:
-        plain = isinstance(placement, Shard) and not isinstance(placement, InnerShard)
-        rows = plain and value.shape[placement.dim] % block.outer == 0  # type: ignore[union-attr]
-        return InnerShard(placement.dim, block.outer) if rows else placement  # type: ignore[union-attr]
+    def turned(placement: Placement | None) -> Placement | None:
+        return InnerShard(placement.dim, outer) if isinstance(placement, Shard) else placement
 
-    values = [argument.meta["val"] for argument in tensor_arguments(node)]
-    turn = zip(strategy.inputs, values, strict=True)
-    return Strategy(
-        tuple(turned(p, v) for p, v in turn),  # type: ignore[misc]
-        tuple(turned(p, node.meta["val"]) for p in strategy.outputs),
-    )
-
-
-def _mixes(strategy: Strategy) -> bool:
-    """Whether a strategy reduces in ways that a result on several mesh dimensions cannot tell apart."""
-    kinds = {p.reduce_op for p in strategy.inputs if isinstance(p, Partial)}
-    return bool(kinds - {"sum"})
+    inputs = tuple(map(turned, strategy.inputs))
+    for placement, possible in zip(inputs, blocks, strict=True):
+        if isinstance(placement, InnerShard) and placement not in possible:
+            return None
+    return Strategy(inputs, tuple(map(turned, strategy.outputs)))  # type: ignore[arg-type]
 
 
-def divides(shape: Sequence[int], placements: Placements, mesh: MeshShape) -> bool:
-    """Whether a value is cut evenly, and cuts of one dimension by several mesh dimensions agree."""
-    for dim in {p.dim for p in placements if isinstance(p, Shard)}:
-        cuts = [
-            (blocks_of(p), ranks)
-            for p, ranks in zip(placements, mesh.sizes, strict=True)
-            if isinstance(p, Shard) and p.dim == dim
-        ]
-        left = shape[dim] if dim < len(shape) else 0
-        for blocks, ranks in sorted(cuts):
-            outer = [r for b, r in cuts if b < blocks]
-            if any(blocks % r for r in outer) or left % ranks or left == 0:
-                return False
-            left //= ranks
-        for blocks, _ in cuts:
-            if blocks > 1 and shape[dim] % blocks:
-                return False
-            inner = [r for b, r in cuts if b == blocks]
-            if blocks > 1 and (shape[dim] // blocks) % _product(inner):
-                return False
-    kinds = {p.reduce_op for p in placements if isinstance(p, Partial)}
-    return len(kinds) <= 1
+def _is_odd(strategy: Strategy, blocks: Sequence[Sequence[InnerShard]]) -> bool:
+    """Whether a strategy is right and useless.
 
-
-def _product(numbers: Iterable[int]) -> int:
-    total = 1
-    for number in numbers:
-        total *= number
-    return total
+    It takes parts in blocks that its argument is never in; it is a view that begins to cut a width in blocks
+    (a part of every head); or it passes on maxima, which a result on several mesh dimensions could not
+    tell from sums.
+    """
+    for placement, possible in zip(strategy.inputs, blocks, strict=True):
+        if isinstance(placement, InnerShard) and placement not in possible:
+            return True
+        if isinstance(placement, Partial) and placement.reduce_op != "sum":
+            return True
+    begins = not any(isinstance(p, InnerShard) for p in strategy.inputs)
+    return begins and any(isinstance(p, InnerShard) and p.dim for p in strategy.outputs)

@@ -16,22 +16,15 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
-from stepgraph import torch_internals
 from stepgraph.placement.candidates import Candidates
 from stepgraph.placement.rules import Strategy, tensor_arguments
+from stepgraph.placement.views import VIEWS
 from stepgraph.program.build import freeze
 from stepgraph.program.layout import InnerShard
 from stepgraph.program.program import OPTIMIZER, Program
-
-aten = torch.ops.aten
-
-VIEWS = {
-    aten.view.default, torch_internals.UNSAFE_VIEW, aten.t.default, aten.transpose.int,
-    aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default,
-    aten.squeeze.dims,
-}  # fmt: skip
-
 
 @dataclass(eq=False)
 class Group:
@@ -63,7 +56,7 @@ def find_strategies(program: Program) -> dict[fx.Node, list[Strategy]]:
     """
     candidates = Candidates()
     found: dict[fx.Node, list[Strategy]] = {}
-    blocks_of: dict[fx.Node, frozenset] = {}
+    blocks_of: dict[fx.Node, tuple[InnerShard, ...]] = {}
     known: dict[Any, list[Strategy]] = {}
     for node in program.graph.nodes:
         if not decided_here(node):
@@ -74,14 +67,13 @@ def find_strategies(program: Program) -> dict[fx.Node, list[Strategy]]:
             results = dict.fromkeys(s.outputs[index] for s in found[arguments[0]])  # type: ignore[index]
             found[node] = [Strategy((p,), (p,)) for p in results if p is not None]
             continue
-        blocks = frozenset().union(*(blocks_of.get(a, frozenset()) for a in arguments))
+        blocks = tuple(blocks_of.get(argument, ()) for argument in arguments)
         key = (node.target, freeze(node.args), freeze(node.kwargs), blocks)
         if key not in known:
-            known[key] = candidates.of(node, sorted(blocks, key=repr))
+            known[key] = candidates.of(node, blocks)
         found[node] = known[key]
-        cut = {p for s in found[node] for p in s.outputs if isinstance(p, InnerShard)}
-        if cut:
-            blocks_of[node] = frozenset(cut)
+        cuts = {p for s in found[node] for p in s.outputs if isinstance(p, InnerShard)}
+        blocks_of[node] = tuple(sorted(cuts, key=lambda cut: (cut.dim, cut.outer)))
     return found
 
 
@@ -89,26 +81,35 @@ def find_groups(program: Program, strategies: dict[fx.Node, list[Strategy]]) -> 
     """Groups in graph order, with their options."""
     group_of: dict[fx.Node, Group] = {}
     results = set(program.results)
+    kernels: dict[Any, Group] = {}
+    spans = _spans(strategies)
+    for node in strategies:
+        kernel = node.meta.get("kernel")
+        if spans.get(kernel, 0) > 2:  # what every layer reads is no reason to place all layers at once
+            kernel = (kernel, _numbers(node))
+        own = Group([])
+        group_of[node] = own if kernel is None else kernels.setdefault(kernel, own)
+        group_of[node].nodes.append(node)
+    joined: set[fx.Node] = set()
     for node in reversed(list(strategies)):
-        joined = None
         readers = [user for user in node.users if user.op != "output"]
         if node.target in VIEWS and len(readers) == 1 and node not in results:
             (reader,) = readers
             if reader in group_of and _joins(strategies, node, reader):
-                joined = group_of[reader]
-        if joined is None:
-            joined = Group([])
-        joined.nodes.insert(0, node)
-        group_of[node] = joined
+                _merge(group_of, group_of[reader], group_of[node])
+                joined.add(node)
     for node in strategies:
         source = tensor_arguments(node)[0] if tensor_arguments(node) else None
-        if source is None or group_of.get(source) in (None, group_of[node]):
+        if source is None or group_of.get(source) in (None, group_of[node]) or node in joined:
             continue
         alone = len(source.users) == 1 and source not in results
         if node.target is operator.getitem or (
             node.target in VIEWS and alone and _follows(strategies, source, node)
         ):
             _merge(group_of, group_of[source], group_of[node])
+    order = {node: i for i, node in enumerate(strategies)}
+    for group in set(group_of.values()):
+        group.nodes.sort(key=order.__getitem__)
     groups = list(dict.fromkeys(group_of[node] for node in strategies))
     known: dict[Any, list[list[Strategy]]] = {}
     for group in groups:
@@ -119,11 +120,40 @@ def find_groups(program: Program, strategies: dict[fx.Node, list[Strategy]]) -> 
             for position, argument in enumerate(tensor_arguments(node))
             if argument not in inside
         ]
-        key = _signature(group)
+        visible = [n for n in group.nodes if n in results or not inside.issuperset(n.users)]
+        key = (_signature(group), tuple(group.nodes.index(n) for n in visible))
         if key not in known:
-            known[key] = list(_options(group, strategies))
+            known[key] = _best_of(group, visible, _options(group, strategies))
         group.options = [dict(zip(group.nodes, option, strict=True)) for option in known[key]]
     return groups
+
+
+def _spans(nodes: Iterable[fx.Node]) -> dict[Any, int]:
+    """How many layers each kernel has operations of."""
+    layers: dict[Any, set] = {}
+    for node in nodes:
+        if node.meta.get("kernel") is not None and _numbers(node):
+            layers.setdefault(node.meta["kernel"], set()).add(_numbers(node))
+    return {kernel: len(numbers) for kernel, numbers in layers.items()}
+
+
+def _numbers(node: fx.Node) -> tuple[str, ...]:
+    return tuple(part for part in node.meta.get("module", "").split(".") if part.isdigit())
+
+
+def _best_of(
+    group: Group, visible: list[fx.Node], options: Iterable[list[Strategy]]
+) -> list[list[Strategy]]:
+    """Of options that look alike from outside the one that divides most of the work."""
+    index = {node: i for i, node in enumerate(group.nodes)}
+    best: dict[Any, tuple[int, list[Strategy]]] = {}
+    for option in options:
+        ports = tuple(option[index[node]].inputs[i] for node, i in group.ports)
+        key = (ports, tuple(option[index[node]].outputs for node in visible))
+        divided = sum(isinstance(p, Shard) for s in option for p in s.outputs)
+        if key not in best or divided > best[key][0]:
+            best[key] = (divided, option)
+    return [option for _, option in best.values()]
 
 
 def _merge(group_of: dict[fx.Node, Group], into: Group, other: Group) -> None:
@@ -148,7 +178,10 @@ def _follows(strategies: dict[fx.Node, list[Strategy]], source: fx.Node, view: f
 
 
 def _options(group: Group, strategies: dict[fx.Node, list[Strategy]]) -> Iterable[list[Strategy]]:
-    """All choices of one strategy per operation that agree inside the group."""
+    """All choices of one strategy per operation that agree inside the group.
+
+    Sums of a row may be added up over ranks inside it: a norm, or a loss, whose rows are cut.
+    """
     inside = {node: i for i, node in enumerate(group.nodes)}
 
     def extend(chosen: list[Strategy]) -> Iterable[list[Strategy]]:
@@ -163,11 +196,22 @@ def _options(group: Group, strategies: dict[fx.Node, list[Strategy]]) -> Iterabl
                 if argument in inside:
                     outputs = chosen[inside[argument]].outputs
                     index = node.args[1] if node.target is operator.getitem else 0
-                    agrees = agrees and outputs[index] == placement  # type: ignore[index]
+                    agrees = agrees and (
+                        outputs[index] == placement  # type: ignore[index]
+                        or _added_up(argument, chosen[inside[argument]], placement)
+                    )
             if agrees:
                 yield from extend([*chosen, strategy])
 
     return extend([])
+
+
+def _added_up(node: fx.Node, strategy: Strategy, wanted: Placement) -> bool:
+    """Whether a sum of what was cut is wanted whole."""
+    reduces = torch.Tag.reduction in getattr(node.target, "tags", ())
+    begun = not any(isinstance(p, Partial) for p in strategy.inputs)
+    pending = isinstance(strategy.outputs[0], Partial)
+    return reduces and begun and pending and isinstance(wanted, Replicate)
 
 
 def _signature(group: Group) -> tuple:

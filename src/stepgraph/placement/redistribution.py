@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph import torch_internals
@@ -18,6 +21,7 @@ from stepgraph.program.layout import (
     InnerShard,
     MeshShape,
     Placements,
+    SplitBlockError,
     blocks_held,
     blocks_of,
     chunk_size,
@@ -88,6 +92,27 @@ def steps(have: Placements, want: Placements) -> list[tuple[int, Placement]]:
     return steps
 
 
+def can_become(have: Placement, want: Placement) -> bool:
+    """Whether there is any sense in a change: sums are made of what is whole, or is an average."""
+    if have == want or not isinstance(want, Partial):
+        return True
+    averages = isinstance(have, Partial) and have.reduce_op == "avg"
+    return want.reduce_op == "sum" and (isinstance(have, Replicate) or averages)
+
+
+def _shares_a_dimension(placements: Placements) -> bool:
+    dims = [p.dim for p in placements if isinstance(p, Shard)]
+    return len(dims) > len(set(dims))
+
+
+def _even(shape: Sequence[int], have: Placements, want: Placements, mesh: MeshShape) -> bool:
+    for placements in (have, want):
+        for placement, ranks in zip(placements, mesh.sizes, strict=True):
+            if isinstance(placement, Shard) and shape[placement.dim] % ranks:
+                return False
+    return True
+
+
 @dataclass(frozen=True)
 class _Part:
     """What stands for a rank's tensor while costs are added up."""
@@ -118,7 +143,7 @@ class _Sketch:
 
 
 class Moves:
-    """Seconds that a change of placement takes, by shape, type and placements.
+    """Seconds that changes of placement take, by shape, type and placements.
 
     A collective costs what :mod:`stepgraph.cost.collectives` says, a copy around it what the device takes
     to read and write it; a cut is a view, and free.
@@ -129,6 +154,16 @@ class Moves:
         self.groups: Mapping[str, Group] = links(mesh, device)
         self._known: dict[Any, float] = {}
 
+    def table(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        have: Sequence[Placements],
+        want: Sequence[Placements],
+    ) -> np.ndarray:
+        """Seconds of each change from one of ``have`` to one of ``want``; infinite where there is none."""
+        return np.array([[self.seconds(shape, dtype, p, q) for q in want] for p in have])
+
     def seconds(
         self, shape: tuple[int, ...], dtype: torch.dtype, have: Placements, want: Placements
     ) -> float:
@@ -137,12 +172,17 @@ class Moves:
             return 0.0
         key = (shape, dtype, have, want)
         if key not in self._known:
-            self._known[key] = self._add_up(*key)
+            try:
+                self._known[key] = self._add_up(*key)
+            except SplitBlockError:  # no way that this program knows
+                self._known[key] = math.inf
         return self._known[key]
 
     def _add_up(
         self, shape: tuple[int, ...], dtype: torch.dtype, have: Placements, want: Placements
     ) -> float:
+        if any(not can_become(p, q) for p, q in zip(have, want, strict=True)):
+            return math.inf
         total = 0.0
 
         def emit(target: Any, node: _Sketch, *args: Any, **kwargs: Any) -> _Sketch:
@@ -151,7 +191,7 @@ class Moves:
             after = _result(target, before, args)
             if target in KINDS:
                 size = max(before.bytes, after.bytes)
-                total += collective_seconds(KINDS[target], size, self.groups[args[-1]])
+                total += float(collective_seconds(KINDS[target], size, self.groups[args[-1]]))
             elif target in _COPIES:
                 total += self.device.seconds(0.0, before.bytes + after.bytes, dtype)
             return _Sketch(after)
@@ -159,6 +199,70 @@ class Moves:
         start = _Sketch(_Part(local_shape(shape, have, self.mesh), dtype.itemsize))
         redistribute_over(emit, start, shape, have, want, self.mesh)
         return total
+
+
+WHOLE, PENDING, CUT = 0, 1, 2
+
+
+class Coded:
+    """Placements as arrays ``[how many, mesh dimensions]``: questions about thousands take no time.
+
+    ``kind``: whole, pending or cut. ``dim``: that is cut, or the number of the reduction that is pending.
+    ``blocks``: of an InnerShard, else 1.
+    """
+
+    def __init__(self, placements: Sequence[Placements]) -> None:
+        coded = [[_code(placement) for placement in each] for each in placements]
+        array = np.array(coded, np.int64).reshape(len(placements), -1, 3)
+        self.kind, self.dim, self.blocks = array[..., 0], array[..., 1], array[..., 2]
+
+    def at(self, index: np.ndarray) -> Coded:
+        """Of placements on one mesh dimension those that ``index`` ``[how many, mesh dimensions]`` picks."""
+        picked = copy.copy(self)
+        picked.kind, picked.dim = self.kind[index, 0], self.dim[index, 0]
+        picked.blocks = self.blocks[index, 0]
+        return picked
+
+    def fits(self, shape: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
+        """Which are even cuts of a shape on a mesh, those of one dimension in agreement."""
+        good = np.ones(len(self.kind), bool)
+        ranks = np.array(sizes)
+        for dim in np.unique(self.dim[self.kind == CUT]):
+            if dim >= len(shape):
+                return good & False
+            cut = (self.kind == CUT) & (self.dim == dim)
+            inner = cut & (self.blocks > 1)
+            plain = np.where(cut & ~inner, ranks, 1).prod(axis=1)
+            inside = np.where(inner, ranks, 1).prod(axis=1)
+            blocks = np.where(inner, self.blocks, 1).max(axis=1)
+            agree = np.where(inner, self.blocks, blocks[:, None]).min(axis=1) == blocks
+            length = shape[dim]
+            even = np.where(
+                blocks > 1,
+                (length % blocks == 0) & (blocks % plain == 0) & (length // blocks % inside == 0),
+                length % plain == 0,
+            )
+            good &= ~cut.any(axis=1) | (even & agree & (length > 0))
+        kinds = np.where(self.kind == PENDING, self.dim, -1)
+        mixed = np.where(self.kind == PENDING, self.dim, kinds.max(axis=1)[:, None]).min(axis=1)
+        return good & (mixed == kinds.max(axis=1))
+
+    def parts(self, strides: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
+        """Into how many parts the memory of a value is cut; a dimension of stride 0 has none."""
+        real = np.array([*(stride != 0 for stride in strides), False])
+        cuts = (self.kind == CUT) & real[np.minimum(self.dim, len(strides))]
+        return np.where(cuts, np.array(sizes), 1).prod(axis=1)
+
+
+_REDUCTIONS = ("sum", "avg", "max", "min")
+
+
+def _code(placement: Placement) -> tuple[int, int, int]:
+    if isinstance(placement, Shard):
+        return CUT, placement.dim, blocks_of(placement)
+    if isinstance(placement, Partial):
+        return PENDING, _REDUCTIONS.index(placement.reduce_op), 1
+    return WHOLE, 0, 1
 
 
 _COPIES = {

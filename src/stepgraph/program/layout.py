@@ -61,13 +61,18 @@ def blocks_of(placement: Placement) -> int:
     return placement.outer if isinstance(placement, InnerShard) else 1
 
 
+class SplitBlockError(ValueError):
+    """Two mesh dimensions would cut one dimension so that a block of one lies on several of the other."""
+
+
 def blocks_held(placement: Placement, others: Sequence[tuple[Placement, int]]) -> int:
     """:func:`blocks_of`, counted on a rank where ``others`` (placement, ranks) are applied too."""
     blocks = blocks_of(placement)
     for other, ranks in others:
         shared = isinstance(other, Shard) and other.dim == getattr(placement, "dim", None)
         if shared and blocks_of(other) < blocks_of(placement):
-            assert blocks % ranks == 0, f"{other} on {ranks} ranks splits a block of {placement}"
+            if blocks % ranks:
+                raise SplitBlockError(f"{other} on {ranks} ranks splits a block of {placement}")
             blocks //= ranks
     return blocks
 

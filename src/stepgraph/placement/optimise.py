@@ -1,0 +1,341 @@
+"""The optimisation behind ``auto``, free of tensors: blocks choose an option, links between them cost.
+
+A block is something to decide (a group of operations, where a parameter is stored); each of its options has
+a cost. A link is a value: its producer's option says how it is placed, each reader's option how it is wanted,
+and a matrix what every change costs. A change is paid once however many readers want it.
+
+As an integer program: one variable per option, and for each link the flow from made placements to wanted
+ones, reader by reader; what flows along a change must have been paid. Given whole options the flows are whole
+by themselves. HiGHS (Huangfu and Hall, 2018) solves the relaxation, rounds it, and closes the gap by cuts and
+branches as far as the time allows; the bound that it proves is the certificate.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import highspy
+import numpy as np
+
+FORWARD, BACKWARD = 0, 1
+
+
+@dataclass(eq=False)
+class Block:
+    """One decision: ``cost[o]`` and ``memory[o]`` of each option (seconds and bytes, all copies together).
+
+    ``hides``: seconds of work behind which reductions of gradients can run.
+    """
+
+    name: str
+    cost: np.ndarray
+    memory: np.ndarray | None = None
+    hides: np.ndarray | None = None
+
+
+@dataclass(eq=False)
+class Reader:
+    """A block that reads a link's value: ``wants[o]`` is the index of the placement it wants it in."""
+
+    block: Block
+    wants: np.ndarray
+    phase: int = FORWARD
+
+
+@dataclass(eq=False)
+class Link:
+    """One value: ``makes[o]`` is the placement in which the producer's option ``o`` makes it.
+
+    ``once[p, q]`` is what changing ``p`` into ``q`` costs; ``again[p, q]`` is paid in each phase that wants it.
+    ``hidden``: the change may run beside later work.
+    """
+
+    name: str
+    producer: Block
+    makes: np.ndarray
+    readers: list[Reader]
+    once: np.ndarray
+    again: np.ndarray
+    hidden: bool = False
+
+    def cost_of(self, made: int, forward: Collection[int], backward: Collection[int]) -> float:
+        """Of changing into these placements."""
+        total = 0.0
+        for q in {*forward, *backward} - {made}:
+            total += self.once[made, q] + self.again[made, q] * ((q in forward) + (q in backward))
+        return float(total)
+
+
+@dataclass
+class Problem:
+    """Everything to decide. ``memory_limit``: bytes that the blocks' options may take together."""
+
+    blocks: list[Block]
+    links: list[Link]
+    memory_limit: float | None = None
+
+    def cost(self, chosen: Sequence[int]) -> float:
+        """Of one option per block, in order of the blocks."""
+        option = dict(zip(self.blocks, chosen, strict=True))
+        total = sum(float(block.cost[o]) for block, o in option.items())
+        hidden = 0.0
+        for link in self.links:
+            cost = link.cost_of(*_used(link, option))
+            hidden += cost if link.hidden else 0.0
+            total += 0.0 if link.hidden else cost
+        work = sum(float(b.hides[o]) for b, o in option.items() if b.hides is not None)
+        return total + max(0.0, hidden - work)
+
+    def memory(self, chosen: Sequence[int]) -> float:
+        """Bytes of one option per block."""
+        pairs = zip(self.blocks, chosen, strict=True)
+        return sum(float(b.memory[o]) for b, o in pairs if b.memory is not None)
+
+
+@dataclass
+class Solution:
+    """One option per block, its cost, and a bound that no choice can beat (both in seconds)."""
+
+    chosen: list[int]
+    cost: float
+    bound: float
+    variables: int
+
+    @property
+    def gap(self) -> float:
+        """Part of the cost that is not certified; 0.0: optimal."""
+        return max(0.0, (self.cost - self.bound) / self.cost) if self.cost > 0 else 0.0
+
+
+class InfeasibleError(Exception):
+    """No choice of options fits the memory limit; ``least`` bytes would."""
+
+    def __init__(self, least: float) -> None:
+        super().__init__(f"{least} bytes are needed at least")
+        self.least = least
+
+
+def _used(link: Link, option: dict[Block, int]) -> tuple[int, set[int], set[int]]:
+    wanted: tuple[set[int], set[int]] = (set(), set())
+    for reader in link.readers:
+        wanted[reader.phase].add(int(reader.wants[option[reader.block]]))
+    return int(link.makes[option[link.producer]]), *wanted
+
+
+def solve(problem: Problem, seconds: float = 60.0, goal: float = 1e-3) -> Solution:
+    """Finds a cheap choice and a bound.
+
+    Args:
+        seconds: time after which the best found so far is returned.
+        goal: gap at which it is good enough.
+
+    Raises:
+        InfeasibleError: nothing fits the memory limit.
+    """
+    least = sum(float(b.memory.min()) for b in problem.blocks if b.memory is not None)
+    if problem.memory_limit is not None and least > problem.memory_limit:
+        raise InfeasibleError(least)
+    return _Solver(problem, seconds, goal).run()
+
+
+class _Program:
+    """Columns and rows of the integer program, collected as sparse arrays."""
+
+    def __init__(self) -> None:
+        self.costs: list[float] = []
+        self.lower: list[float] = []
+        self.upper: list[float] = []
+        self.entries: list[tuple[int, int, float]] = []  # row, column, value
+
+    def row(self, lower: float, upper: float) -> int:
+        self.lower.append(lower)
+        self.upper.append(upper)
+        return len(self.lower) - 1
+
+    def column(self, cost: float) -> int:
+        self.costs.append(cost)
+        return len(self.costs) - 1
+
+    def put(self, row: int, column: int, value: float) -> None:
+        self.entries.append((row, column, value))
+
+    def pass_to(self, highs: highspy.Highs, whole: int) -> None:
+        """Hands everything over; the first ``whole`` columns are integral, between 0 and 1."""
+        lp = highspy.HighsLp()
+        columns, rows = len(self.costs), len(self.lower)
+        lp.num_col_, lp.num_row_ = columns, rows
+        lp.col_cost_ = np.array(self.costs)
+        lp.col_lower_ = np.zeros(columns)
+        upper = np.full(columns, highspy.kHighsInf)
+        upper[:whole] = 1.0
+        lp.col_upper_ = upper
+        lp.row_lower_, lp.row_upper_ = np.array(self.lower), np.array(self.upper)
+        table = np.array(self.entries).reshape(-1, 3)
+        order = np.lexsort((table[:, 0], table[:, 1]))
+        table = table[order]
+        counts = np.bincount(table[:, 1].astype(int), minlength=columns)
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+        lp.a_matrix_.start_ = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        lp.a_matrix_.index_ = table[:, 0].astype(np.int32)
+        lp.a_matrix_.value_ = table[:, 2]
+        kinds = [highspy.HighsVarType.kInteger] * whole
+        lp.integrality_ = kinds + [highspy.HighsVarType.kContinuous] * (columns - whole)
+        highs.passModel(lp)
+
+
+class _Solver:
+    def __init__(self, problem: Problem, seconds: float, goal: float) -> None:
+        self.problem, self.goal = problem, goal
+        self.deadline = time.monotonic() + seconds
+        self.scale = 1.0 / max(1e-12, sum(float(b.cost.min()) for b in problem.blocks) or 1.0)
+        self.program = _Program()
+        self.first: dict[Block, int] = {}
+        self._build()
+
+    def _build(self) -> None:
+        problem, program = self.problem, self.program
+        for block in problem.blocks:
+            self.first[block] = len(program.costs)
+            one = program.row(1.0, 1.0)
+            for cost in block.cost:
+                program.put(one, program.column(float(cost) * self.scale), 1.0)
+        self.options = len(program.costs)
+        infinity = highspy.kHighsInf
+        if problem.memory_limit is not None:
+            limit = program.row(-infinity, 1.0)
+            self._weigh(limit, "memory", 1.0 / max(1.0, problem.memory_limit))
+        self.hidden = program.row(0.0, infinity)  # the step is longer by what nothing hides
+        program.put(self.hidden, program.column(self.scale * 1.0 / self.scale), 1.0)
+        self._weigh(self.hidden, "hides", self.scale)
+        for link in problem.links:
+            if len(link.readers) == 1:
+                self._flow(link, link.readers[0], None)
+                continue
+            paid: dict[tuple, int] = {}
+            for reader in link.readers:
+                self._flow(link, reader, paid)
+
+    def _weigh(self, row: int, name: str, factor: float) -> None:
+        for block in self.problem.blocks:
+            values = getattr(block, name)
+            if values is not None:
+                for option in np.flatnonzero(values):
+                    column = self.first[block] + int(option)
+                    self.program.put(row, column, float(values[option]) * factor)
+
+    def _flow(self, link: Link, reader: Reader, paid: dict[tuple, int] | None) -> None:
+        """What one reader takes: from each made placement into each wanted one."""
+        program = self.program
+        made: dict[int, int] = {}
+        wanted: dict[int, int] = {}
+        for rows, indices, block in (
+            (made, link.makes, link.producer), (wanted, reader.wants, reader.block)
+        ):  # fmt: skip
+            for option, index in enumerate(indices):
+                if int(index) not in rows:
+                    rows[int(index)] = program.row(0.0, 0.0)
+                program.put(rows[int(index)], self.first[block] + option, -1.0)
+        for p, made_row in made.items():
+            for q, wanted_row in wanted.items():
+                cost = link.cost_of(p, *_alone(q, reader.phase))
+                if not np.isfinite(cost):
+                    continue
+                shared = paid is not None and cost > 0
+                column = program.column(0.0)
+                program.put(made_row, column, 1.0)
+                program.put(wanted_row, column, 1.0)
+                payer = column
+                if shared:
+                    key = (p, q, reader.phase if link.again[p, q] else None)
+                    if key not in paid:
+                        paid[key] = program.column(0.0)
+                        self._charge(link, paid[key], cost)
+                    payer = paid[key]
+                    covered = program.row(0.0, highspy.kHighsInf)
+                    program.put(covered, payer, 1.0)
+                    program.put(covered, column, -1.0)
+                else:
+                    self._charge(link, payer, cost)
+
+    def _charge(self, link: Link, column: int, cost: float) -> None:
+        if link.hidden and cost:
+            self.program.put(self.hidden, column, -cost * self.scale)
+        else:
+            self.program.costs[column] = cost * self.scale
+
+    def run(self) -> Solution:
+        highs = highspy.Highs()
+        highs.silent()
+        highs.setOptionValue("threads", 1)
+        highs.setOptionValue("random_seed", 0)
+        highs.setOptionValue("mip_rel_gap", self.goal)
+        highs.setOptionValue("time_limit", max(1.0, self.deadline - time.monotonic()))
+        self.program.pass_to(highs, self.options)
+        highs.run()
+        values = np.asarray(highs.getSolution().col_value)
+        bound = highs.getInfo().mip_dual_bound / self.scale
+        chosen = [
+            int(np.argmax(values[self.first[b] : self.first[b] + len(b.cost)]))
+            for b in self.problem.blocks
+        ]
+        cost = self.problem.cost(chosen)
+        better, its_cost = _descend(self.problem, chosen)
+        if its_cost < cost:
+            chosen, cost = better, its_cost
+        return Solution(chosen, cost, min(bound, cost), len(self.program.costs))
+
+
+def _alone(q: int, phase: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return ((q,), ()) if phase == FORWARD else ((), (q,))
+
+
+def _descend(problem: Problem, chosen: list[int]) -> tuple[list[int], float]:
+    """Moves one block at a time to the option that is best among the others' choices."""
+    option = dict(zip(problem.blocks, chosen, strict=True))
+    touching: dict[Block, list[Link]] = {block: [] for block in problem.blocks}
+    for link in problem.links:
+        for block in {link.producer, *(reader.block for reader in link.readers)}:
+            touching[block].append(link)
+    limit = problem.memory_limit
+    memory = problem.memory(chosen)
+    for _ in range(20):
+        moved = False
+        for block in problem.blocks:
+            if len(block.cost) == 1:
+                continue
+            cost = block.cost.astype(float).copy()
+            for link in touching[block]:
+                cost = cost + _around(link, block, option)
+            if limit is not None and block.memory is not None:
+                over = memory - block.memory[option[block]] + block.memory > limit
+                cost = np.where(over, np.inf, cost)
+            best = int(np.argmin(cost))
+            if cost[best] < cost[option[block]] - 1e-15 or not np.isfinite(cost[option[block]]):
+                if block.memory is not None:
+                    memory += block.memory[best] - block.memory[option[block]]
+                option[block], moved = best, True
+        if not moved:
+            break
+    result = [option[block] for block in problem.blocks]
+    if limit is not None and problem.memory(result) > limit * (1 + 1e-9):
+        return result, np.inf
+    return result, problem.cost(result)
+
+
+def _around(link: Link, block: Block, option: dict[Block, int]) -> np.ndarray:
+    """What a link costs for each option of one of its blocks, the others as they are."""
+    costs = np.empty(len(block.cost))
+    known: dict[tuple, float] = {}
+    for o in range(len(block.cost)):
+        made = int(link.makes[o if link.producer is block else option[link.producer]])
+        wanted: tuple[list[int], list[int]] = ([], [])
+        for reader in link.readers:
+            q = int(reader.wants[o if reader.block is block else option[reader.block]])
+            wanted[reader.phase].append(q)
+        key = (made, *map(tuple, wanted))
+        if key not in known:
+            known[key] = link.cost_of(made, *wanted)
+        costs[o] = known[key]
+    return costs

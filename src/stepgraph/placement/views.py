@@ -1,0 +1,37 @@
+"""Gives each reader a view of its own, so that what is viewed can be moved once for all of them.
+
+reads: views with several readers. writes: a copy of the view for each reader but the first, right before
+it. preserves: every result, bitwise.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from stepgraph import torch_internals
+from stepgraph.program.names import name_operations
+from stepgraph.program.program import OPTIMIZER, Program
+
+aten = torch.ops.aten
+
+VIEWS = {
+    aten.view.default, torch_internals.UNSAFE_VIEW, aten.t.default, aten.transpose.int,
+    aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default,
+    aten.squeeze.dims, aten.slice.Tensor, aten.select.int, aten.expand.default,
+}  # fmt: skip
+
+
+def copy_views(program: Program) -> Program:
+    """One view for each reader; see the module docstring."""
+    results = set(program.results)
+    for node in reversed(list(program.operations())):
+        if node.target not in VIEWS or node in results or node.meta["phase"] == OPTIMIZER:
+            continue
+        for reader in list(node.users)[1:]:
+            with program.graph.inserting_before(reader):
+                copy = program.graph.node_copy(node)
+            copy.meta = {k: v for k, v in node.meta.items() if k != "name"}
+            copy.meta["phase"] = reader.meta["phase"]
+            reader.replace_input_with(node, copy)
+    name_operations(program.graph)
+    return program.finish()

@@ -1,0 +1,154 @@
+"""What a plan remembers of each value, so that it can be explained without the model.
+
+Gathered once, from the global Program (types, readers) and the placed one (collectives).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from stepgraph.planning.decisions import PlacementDecision
+from stepgraph.planning.fingerprint import type_of
+from stepgraph.program import roles
+from stepgraph.program.collectives import KINDS, is_collective, mesh_dim_of
+from stepgraph.program.layout import show
+from stepgraph.program.program import Program, tensors_of
+
+_READERS_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Reads:
+    """A value is read in one placement: by how many operations, and the first of them by name."""
+
+    placement: str
+    count: int
+    first: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Collectives that a value causes: ``bytes`` is the larger side of one of them, on one rank."""
+
+    phase: str
+    kind: str
+    mesh_dim: str
+    bytes: int
+    count: int
+
+
+@dataclass(frozen=True)
+class ValueFacts:
+    """One value: its type with global shape (``bfloat16[32, 4096]``), readers, collectives."""
+
+    type: str
+    reads: tuple[Reads, ...] = ()
+    moves: tuple[Moves, ...] = ()
+
+
+def gather_facts(
+    program: Program, placed: Program, decision: PlacementDecision
+) -> dict[str, ValueFacts]:
+    """What is to be remembered of every value, by label (inputs, outputs) or stable name.
+
+    Args:
+        program: with global shapes, as the decision was made for it.
+        placed: one rank's own, recomputation included.
+        decision: names what is in both.
+    """
+    reads = _reads(program, decision)
+    moves = _moves(placed, decision)
+    found = {}
+    labels = {
+        node: roles.label(role)
+        for node, role in zip(program.placeholders, program.inputs, strict=True)
+    }
+    for node in program.graph.nodes:
+        name = labels.get(node) or node.meta.get("name")
+        if name is not None and node.op in ("placeholder", "call_function"):
+            shown = ", ".join(type_of(tensor) for tensor in tensors_of(node.meta.get("val")))
+            found[name] = ValueFacts(shown, reads.get(name, ()), moves.get(name, ()))
+    for node, role in zip(program.results, program.outputs, strict=True):
+        shown = ", ".join(type_of(tensor) for tensor in tensors_of(node.meta.get("val")))
+        found[roles.label(role)] = ValueFacts(shown)
+    return found
+
+
+def _reads(program: Program, decision: PlacementDecision) -> dict[str, tuple[Reads, ...]]:
+    labels = {
+        node: roles.label(role)
+        for node, role in zip(program.placeholders, program.inputs, strict=True)
+    }
+    found: dict[str, dict[str, list[str]]] = {}
+    shown: dict[tuple, str] = {}
+    for node in program.operations():
+        choice = decision.operations[node.meta["name"]]
+        wanted = iter(choice.inputs)
+        for argument in _arguments(node):
+            placements = next(wanted, None)
+            if placements is None:
+                break
+            if placements not in shown:
+                shown[placements] = show(placements)
+            name = labels.get(argument) or argument.meta.get("name", "")
+            readers = found.setdefault(name, {}).setdefault(shown[placements], [])
+            readers.append(node.meta["name"])
+    for role, node in zip(program.outputs, program.results, strict=True):
+        placement = show(decision.outputs[roles.label(role)])
+        name = labels.get(node) or node.meta.get("name", "")
+        found.setdefault(name, {}).setdefault(placement, []).append(roles.label(role))
+    return {
+        name: tuple(
+            Reads(placement, len(readers), tuple(dict.fromkeys(readers))[:_READERS_SHOWN])
+            for placement, readers in by_placement.items()
+        )
+        for name, by_placement in found.items()
+    }
+
+
+def _arguments(node: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def _moves(placed: Program, decision: PlacementDecision) -> dict[str, tuple[Moves, ...]]:
+    labels = {
+        node: roles.label(role)
+        for node, role in zip(placed.placeholders, placed.inputs, strict=True)
+    }
+    counts: dict[str, dict[tuple, int]] = {}
+    for node in placed.operations():
+        if is_collective(node):
+            key = (node.meta["phase"], KINDS[node.target], mesh_dim_of(node), larger_side(node))
+            by_kind = counts.setdefault(_cause(node, labels, decision), {})
+            by_kind[key] = by_kind.get(key, 0) + 1
+    return {
+        name: tuple(Moves(*key, count) for key, count in by_kind.items())
+        for name, by_kind in counts.items()
+    }
+
+
+def larger_side(node: fx.Node) -> int:
+    """Bytes of a collective's argument or result, whichever is larger, on one rank."""
+    sizes = [
+        sum(t.numel() * t.element_size() for t in tensors_of(value))
+        for value in (node.meta["val"], *(s.meta["val"] for s in node.all_input_nodes))
+        if isinstance(value, (torch.Tensor, tuple, list))
+    ]
+    return max(sizes)
+
+
+def _cause(node: fx.Node, labels: dict[fx.Node, str], decision: PlacementDecision) -> str:
+    """The value that a collective redistributes: behind the helpers that placement inserted."""
+    source = node
+    while True:
+        source = source.all_input_nodes[0]
+        if source in labels:
+            return labels[source]
+        name = source.meta.get("recomputed_from", source.meta.get("name", ""))
+        if name in decision.operations or not source.all_input_nodes:
+            return name

@@ -89,12 +89,12 @@ def storage_roots(program: Program) -> dict[fx.Node, fx.Node]:
     """For every node the node that allocated its storage (itself, unless it is a view)."""
     root: dict[fx.Node, fx.Node] = {}
     for node in program.graph.nodes:
-        source = _viewed(node)
+        source = viewed(node)
         root[node] = root[source] if source is not None else node
     return root
 
 
-def _viewed(node: fx.Node) -> fx.Node | None:
+def viewed(node: fx.Node) -> fx.Node | None:
     """The argument that a node's result shares storage with, if any."""
     if node.op != "call_function":
         return None

@@ -1,0 +1,216 @@
+"""What a device can do: a table of accelerators, and the machine at hand from its calibration.
+
+Rates are those that large, well-shaped work achieves, not the publishers' peaks: those are kept beside
+them, for the model FLOPs utilisation. Every row says where its numbers are from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from stepgraph.errors import UsageError, near_misses
+
+GIB = 2**30
+NOT_MEASURED = "not measured: predictions for this device were never compared with a run"
+
+
+@dataclass(frozen=True)
+class Link:
+    """How ranks reach each other.
+
+    ``latency``: seconds of one message. ``bandwidth``: bytes/s that one rank sends (and receives at the
+    same time), as collectives achieve it.
+    """
+
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device and the links between several.
+
+    Args:
+        matmul: achievable FLOP/s of large dense matrix products, by type.
+        peak: the publisher's dense peak, by type.
+        memory_bandwidth: bytes/s, achievable, of data that lies in main memory.
+        capacity: bytes.
+        intra, inter: links inside a node and between nodes.
+        ranks_per_node: devices that share ``intra``.
+        kernel_seconds: floor of any kernel: its launch and its tail.
+        half_flops: FLOPs at which a matrix product reaches half of its rate.
+        half_bytes: bytes at which a memory-bound kernel reaches half of the bandwidth.
+        overlaps: communication runs beside compute.
+        source: where the numbers are from.
+        error: what error predictions for it have shown.
+    """
+
+    name: str
+    matmul: Mapping[torch.dtype, float]
+    peak: Mapping[torch.dtype, float]
+    memory_bandwidth: float
+    capacity: int
+    intra: Link
+    inter: Link
+    ranks_per_node: int
+    kernel_seconds: float
+    half_flops: float
+    half_bytes: float
+    overlaps: bool = True
+    source: str = ""
+    error: str = NOT_MEASURED
+
+    def rate(self, dtype: torch.dtype) -> float:
+        """Achievable FLOP/s of matrix products of a type; an unknown type runs like float32."""
+        return self.matmul.get(dtype, self.matmul[torch.float32])
+
+    def seconds(self, flops: Any, bytes: Any, dtype: torch.dtype, starts: Any = True) -> Any:
+        """Time of one kernel: the roofline, with its efficiency at small sizes.
+
+        A kernel of ``f`` FLOPs runs at ``rate * f / (f + half_flops)``, one of ``b`` bytes at
+        ``bandwidth * b / (b + half_bytes)``; the slower of the two counts, and at least
+        ``kernel_seconds``. No FLOPs and no bytes are no kernel, and take no time.
+
+        Args:
+            flops, bytes: numbers or numpy arrays that broadcast.
+            dtype: of the operands.
+            starts: False where the work is part of a kernel that is counted elsewhere: then neither
+                floor nor ramp are charged again.
+
+        Returns:
+            seconds; a float for numbers, else an array.
+        """
+        flops, bytes = np.asarray(flops, float), np.asarray(bytes, float)
+        starts = np.asarray(starts, bool)
+        compute = np.where(flops > 0, (flops + self.half_flops * starts) / self.rate(dtype), 0.0)
+        memory = np.where(
+            bytes > 0, (bytes + self.half_bytes * starts) / self.memory_bandwidth, 0.0
+        )
+        time = np.maximum(compute, memory)
+        time = np.where((time > 0) & starts, np.maximum(time, self.kernel_seconds), time)
+        return float(time) if time.ndim == 0 else time
+
+
+def _accelerator(
+    name: str,
+    achieved: float,
+    peaks: tuple[float, float, float],
+    **rest: Any,
+) -> Device:
+    """A row of the table.
+
+    Args:
+        achieved: part of the peak that large matrix products reach.
+        peaks: dense FLOP/s of (float16 and bfloat16, float32, float64).
+    """
+    half, single, double = peaks
+    peak = {
+        torch.bfloat16: half, torch.float16: half, torch.float32: single, torch.float64: double
+    }  # fmt: skip
+    return Device(name, {k: v * achieved for k, v in peak.items()}, peak, **rest)
+
+
+# float32 is true float32: torch uses TF32 only where it is told to.
+DEVICES: dict[str, Device] = {
+    "a100": _accelerator(
+        "a100",
+        0.82,
+        (312e12, 19.5e12, 19.5e12),
+        memory_bandwidth=1.75e12,  # of 2.039e12
+        capacity=80 * GIB,
+        intra=Link(6e-6, 235e9),  # of 300e9 each way
+        inter=Link(14e-6, 22e9),  # of 25e9
+        ranks_per_node=8,
+        kernel_seconds=3.5e-6,
+        half_flops=1.5e9,
+        half_bytes=5e6,
+        source="NVIDIA A100 80GB SXM data sheet (312 TFLOP/s bf16, 2,039 GB/s, NVLink 600 GB/s); achieved: "
+        "about 255 TFLOP/s in cuBLAS, 86 % of the bandwidth, nccl-tests bus bandwidth on HGX with 200 Gb/s "
+        "a GPU",
+    ),
+    "h100": _accelerator(
+        "h100",
+        0.68,
+        (989e12, 67e12, 67e12),
+        memory_bandwidth=2.9e12,  # of 3.35e12
+        capacity=80 * GIB,
+        intra=Link(6e-6, 360e9),  # of 450e9 each way
+        inter=Link(14e-6, 45e9),  # of 50e9
+        ranks_per_node=8,
+        kernel_seconds=3e-6,
+        half_flops=4e9,
+        half_bytes=8e6,
+        source="NVIDIA H100 SXM5 data sheet (989 TFLOP/s bf16 dense, 3.35 TB/s, NVLink 900 GB/s); "
+        "achieved: about 670 TFLOP/s in cuBLAS at 700 W, 87 % of the bandwidth, nccl-tests bus bandwidth "
+        "on HGX with 400 Gb/s a GPU",
+    ),
+    "h200": _accelerator(
+        "h200",
+        0.68,
+        (989e12, 67e12, 67e12),
+        memory_bandwidth=4.2e12,  # of 4.8e12
+        capacity=141 * 10**9,
+        intra=Link(6e-6, 360e9),
+        inter=Link(14e-6, 45e9),
+        ranks_per_node=8,
+        kernel_seconds=3e-6,
+        half_flops=4e9,
+        half_bytes=11e6,
+        source="NVIDIA H200 SXM data sheet (989 TFLOP/s bf16 dense, 141 GB at 4.8 TB/s, NVLink 900 GB/s); "
+        "achieved as for the H100, whose chip it has",
+    ),
+    "b200": _accelerator(
+        "b200",
+        0.70,
+        (2250e12, 75e12, 37e12),
+        memory_bandwidth=6.8e12,  # of 7.7e12
+        capacity=180 * 10**9,
+        intra=Link(6e-6, 700e9),  # of 900e9 each way
+        inter=Link(14e-6, 45e9),  # of 50e9
+        ranks_per_node=8,
+        kernel_seconds=3e-6,
+        half_flops=9e9,
+        half_bytes=18e6,
+        source="NVIDIA HGX B200 data sheet (4.5 PFLOP/s bf16 sparse, so 2.25 dense; 180 GB at 7.7 TB/s, "
+        "NVLink 1.8 TB/s, 400 Gb/s a GPU); achieved: 70 % of peak, 88 % of the bandwidth, by analogy with "
+        "the H100",
+    ),
+    "mi300x": _accelerator(
+        "mi300x",
+        0.47,
+        (1307e12, 163.4e12, 163.4e12),
+        memory_bandwidth=4.2e12,  # of 5.3e12
+        capacity=192 * GIB,
+        intra=Link(9e-6, 300e9),  # of 448e9 each way, over seven links
+        inter=Link(18e-6, 42e9),  # of 50e9
+        ranks_per_node=8,
+        kernel_seconds=5e-6,
+        half_flops=8e9,
+        half_bytes=20e6,
+        source="AMD Instinct MI300X data sheet (1,307 TFLOP/s bf16 dense, 192 GB at 5.3 TB/s, Infinity "
+        "Fabric 896 GB/s); achieved: 45 to 48 % of peak, 81 % of the bandwidth in published measurements "
+        "(arXiv 2510.27583; SemiAnalysis, December 2024), rccl-tests bus bandwidth",
+    ),
+}
+
+
+def find_device(name: str) -> Device:
+    """A device of the table, or the machine at hand under the name that torch has for it.
+
+    Raises:
+        UsageError: an unknown name, with near misses; a calibration file that cannot be used.
+    """
+    from stepgraph.cost import calibration
+
+    if name in DEVICES:
+        return DEVICES[name]
+    found = calibration.machine(name)
+    if found is None:
+        known = [*DEVICES, *calibration.machine_names()]
+        raise UsageError(f"unknown device {name!r}", do=near_misses(name, known))
+    return found

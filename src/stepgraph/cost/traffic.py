@@ -1,0 +1,249 @@
+"""Which tensors an operation really reads and writes, when chains of operations run as one kernel.
+
+A fusing compiler keeps what flows along a chain of pointwise operations and row reductions in registers:
+a value costs memory traffic only where it enters such a group or leaves it. Groups are formed as inductor
+does it to first order: neighbours that loop over the same number of elements, with no other kernel between.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from stepgraph import torch_internals
+from stepgraph.cost.memory import viewed
+from stepgraph.program.collectives import ON_FIRST, SHARD_OF, is_collective
+from stepgraph.program.program import Program, is_write, tensors_of
+from stepgraph.program.randomness import RANDOM
+
+aten = torch.ops.aten
+
+# Neither reads nor writes where it is fused: a constant is part of the loop that reads it.
+_CONSTANTS = {
+    aten.full.default, aten.full_like.default, aten.zeros.default, aten.ones.default,
+    aten.zeros_like.default, aten.ones_like.default, aten.new_zeros.default, aten.new_full.default,
+    aten.scalar_tensor.default, aten.new_ones.default, aten.arange.start_step,
+    aten.arange.default, aten.arange.start, aten.empty.memory_format, aten.lift_fresh_copy.default,
+}  # fmt: skip
+
+# Loops over elements that torch does not tag as pointwise, and compositions of them.
+_LOOPS = {
+    aten._to_copy.default, aten.native_dropout.default, aten.native_dropout_backward.default,
+    aten.embedding.default, aten.gather.default, aten.index_select.default, aten.index.Tensor,
+    aten.cat.default, aten.stack.default, aten.constant_pad_nd.default, aten.slice_backward.default,
+    aten.select_backward.default, aten.slice_scatter.default, aten.select_scatter.default, RANDOM,
+    SHARD_OF, ON_FIRST,
+}  # fmt: skip
+
+# Reductions over the innermost dimension and what follows them over the same rows: one kernel.
+_ROWS = {
+    aten.native_layer_norm.default, aten._softmax.default, aten._log_softmax.default,
+    aten._softmax_backward_data.default, aten._log_softmax_backward_data.default,
+    aten._fused_rms_norm.default,
+}  # fmt: skip
+
+
+def tensor_arguments(node: fx.Node) -> list[fx.Node]:
+    """The values an operation reads, in the order of its arguments; one that is read twice, twice."""
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), lambda argument: found.append(argument))
+    return found
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node only renames memory: a view, one of several results, a wait."""
+    return viewed(node) is not None and not is_write(node)
+
+
+def assign_traffic(program: Program, fused: bool) -> None:
+    """Sets ``meta["traffic"]`` and ``meta["starts"]`` on every operation.
+
+    ``traffic`` is (reads, writes): a bool per tensor argument (in the order of
+    :func:`tensor_arguments`), and whether the result goes to memory. ``starts``: whether the operation is
+    the first of a kernel; the others of its group share that kernel.
+
+    Args:
+        program: usually the global one, before placement, which copies what is set here.
+        fused: what a fusing compiler would merge is counted once; else each operation is a kernel.
+    """
+    if fused:
+        _Groups(program).assign()
+        return
+    for node in program.operations():
+        free = is_view(node)
+        _set(node, (not free,) * len(tensor_arguments(node)), not free, not free)
+
+
+def _set(node: fx.Node, reads: tuple[bool, ...], writes: bool, starts: bool) -> None:
+    node.meta["traffic"] = (reads, writes)
+    node.meta["starts"] = starts
+
+
+class _Groups:
+    """Groups of operations that are one kernel, found in one walk.
+
+    ``level`` counts kernel boundaries on the longest way to a value: two neighbours of the same level
+    have no other kernel between them, so groups never depend on each other in a circle.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.group: dict[fx.Node, int] = {}
+        self.parent: list[int] = []
+        self.level: dict[fx.Node, int] = {}
+        self.loop: dict[fx.Node, int] = {}
+        self.of_rows: set[fx.Node] = set()  # one number a row of the loop
+        self.results = {_whole(node) for node in program.results}
+
+    def assign(self) -> None:
+        """Sets the metadata of every operation."""
+        operations = list(self.program.operations())
+        for node in operations:
+            self._join(node)
+        written = self._written(operations)
+        read: set[tuple[int, fx.Node]] = set()
+        started: set[int] = set()
+        for node in operations:
+            arguments = tensor_arguments(node)
+            if is_view(node) or _is_constant(node):
+                _set(node, (False,) * len(arguments), False, False)
+                continue
+            group = self._find(self.group[node])
+            reads = []
+            for argument in arguments:
+                value = _whole(argument)
+                outside = not self._made_in(value, group)
+                reads.append(outside and (group, value) not in read and not _is_constant(value))
+                read.add((group, value))
+            _set(node, tuple(reads), node in written, group not in started)
+            started.add(group)
+
+    def _join(self, node: fx.Node) -> None:
+        sources = [_producer(argument) for argument in tensor_arguments(node)]
+        if is_view(node) or _is_constant(node):
+            self.level[node] = max((self.level.get(s, 0) for s in sources), default=0)
+            return
+        self._find_loop(node, sources)
+        self.group[node] = len(self.parent)
+        self.parent.append(len(self.parent))
+        together = [s for s in sources if self._one_kernel(s, node)]
+        levels = [self.level.get(s, 0) + (s in self.group and s not in together) for s in sources]
+        level = self.level[node] = max(levels, default=0)
+        for source in together:
+            if self.level[source] == level:
+                self.parent[self._find(self.group[source])] = self._find(self.group[node])
+
+    def _find_loop(self, node: fx.Node, sources: list[fx.Node]) -> None:
+        self.loop[node] = _loop_size(node)
+        if _is_reduction(node) and _over_rows(node):
+            self.of_rows.add(node)
+            return
+        # What is computed of a row's sum belongs to the loop over the rows: a norm is one kernel.
+        rows = [s for s in sources if s in self.of_rows and _numel(s) == self.loop[node]]
+        if rows and _fuses(node):
+            self.of_rows.add(node)
+            self.loop[node] = max(self.loop[source] for source in rows)
+
+    def _one_kernel(self, source: fx.Node, node: fx.Node) -> bool:
+        """Whether a compiler would put a reader into the kernel of the value that it reads."""
+        if source not in self.group or source.meta["phase"] != node.meta["phase"]:
+            return False
+        if not _fuses(source) or not _fuses(node):
+            return False
+        if _is_reduction(source) and not _over_rows(source):
+            return False
+        if self.loop[source] == self.loop[node]:
+            return True
+        # A smaller loop is repeated inside a larger one where nobody else wants its values.
+        smaller = self.loop[source] < self.loop[node] and source not in self.of_rows
+        return smaller and _readers(source) == 1
+
+    def _find(self, group: int) -> int:
+        while self.parent[group] != group:
+            self.parent[group] = self.parent[self.parent[group]]
+            group = self.parent[group]
+        return group
+
+    def _made_in(self, value: fx.Node, group: int) -> bool:
+        source = _producer(value)
+        return source in self.group and self._find(self.group[source]) == group
+
+    def _written(self, operations: list[fx.Node]) -> set[fx.Node]:
+        """Operations whose value something outside their group, or the caller, reads."""
+        written = {_producer(node) for node in self.results}
+        for node in operations:
+            if is_view(node):
+                continue
+            for argument in tensor_arguments(node):
+                source = _producer(argument)
+                if source not in self.group:
+                    continue
+                inside = node in self.group and self._made_in(source, self._find(self.group[node]))
+                if not inside:
+                    written.add(source)
+        return written
+
+
+def _producer(node: fx.Node) -> fx.Node:
+    """The operation that made the memory a value lies in."""
+    while (source := viewed(node)) is not None and not is_write(node):
+        node = source
+    return node
+
+
+def _whole(node: fx.Node) -> fx.Node:
+    """The value of which a node is a view that shows all of it, or the node itself."""
+    while (source := viewed(node)) is not None and not is_write(node):
+        if node.target is operator.getitem or _numel(source) != _numel(node):
+            break
+        node = source
+    return node
+
+
+def _readers(node: fx.Node) -> int:
+    return sum(_readers(user) if viewed(user) is node else 1 for user in node.users)
+
+
+def _numel(node: fx.Node) -> int:
+    return sum(tensor.numel() for tensor in tensors_of(node.meta.get("val")))
+
+
+def _is_constant(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in _CONSTANTS
+
+
+def _fuses(node: fx.Node) -> bool:
+    if is_collective(node) or node.target is torch_internals.WAIT:
+        return False
+    if node.target in _LOOPS or node.target in _ROWS:
+        return True
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in tags or _is_reduction(node)
+
+
+def _is_reduction(node: fx.Node) -> bool:
+    return torch.Tag.reduction in getattr(node.target, "tags", ())
+
+
+def _over_rows(node: fx.Node) -> bool:
+    """Whether a reduction runs over the innermost dimension alone."""
+    source = next(iter(node.all_input_nodes), None)
+    if source is None or len(node.args) < 2:
+        return False
+    dims: Any = node.args[1]
+    dims = [dims] if isinstance(dims, int) else dims
+    if not isinstance(dims, (list, tuple)) or len(dims) != 1:
+        return False
+    rank = source.meta["val"].dim()
+    return rank > 0 and dims[0] % rank == rank - 1
+
+
+def _loop_size(node: fx.Node) -> int:
+    """Elements that a kernel of this operation visits."""
+    sizes = [tensor.numel() for tensor in tensors_of(node.meta.get("val"))]
+    if _is_reduction(node):
+        sizes += [_numel(argument) for argument in node.all_input_nodes]
+    return max(sizes, default=0)

@@ -1,0 +1,146 @@
+"""What one operation has to do: FLOPs from shapes by formula, bytes from its traffic, and its time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from stepgraph import torch_internals
+from stepgraph.cost.devices import Device
+from stepgraph.cost.traffic import is_view, tensor_arguments
+from stepgraph.program.collectives import is_collective
+from stepgraph.program.names import operation_name
+from stepgraph.program.program import tensors_of
+
+aten = torch.ops.aten
+
+# Operators that read as much of their first argument, a table, as they return.
+_LOOKUPS = {
+    aten.embedding.default,
+    aten.index.Tensor,
+    aten.gather.default,
+    aten.index_select.default,
+}
+
+
+def flops_of(target: Any, arguments: Sequence[Any], result: Any) -> float:
+    """FLOPs of one call: two for each multiply-add of products, convolutions and attention, else 0.
+
+    Args:
+        target: the operator.
+        arguments: its positional arguments, values or fake tensors in the place of nodes.
+        result: its value (fake tensors).
+
+    Attention that is causal does half of the products, as the kernels do; a backward that
+    recomputes the scores has five products for the forward's two.
+    """
+    if not hasattr(target, "overloadpacket"):
+        return 0.0
+    if (formula := _FORMULAS.get(target)) is not None:
+        return float(formula(arguments, result))
+    if (products := _attention_products(target)) is not None:
+        return _attention(arguments, products)
+    registered = flop_registry.get(target.overloadpacket)
+    return float(registered(*arguments, out_val=result)) if registered is not None else 0.0
+
+
+def _mm(arguments: Sequence[Any], result: Any) -> float:
+    return 2.0 * result.numel() * arguments[0].shape[-1]
+
+
+def _addmm(arguments: Sequence[Any], result: Any) -> float:
+    return 2.0 * result.numel() * arguments[1].shape[-1]
+
+
+_FORMULAS: dict[Any, Callable[[Sequence[Any], Any], float]] = {
+    aten.mm.default: _mm,
+    aten.bmm.default: _mm,
+    aten.addmm.default: _addmm,
+    aten.baddbmm.default: _addmm,
+}
+
+
+def _attention_products(target: Any) -> int | None:
+    """Products of queries x keys x head size in an attention kernel; None for another operator."""
+    name = target._schema.name.split("::")[-1]
+    if "attention" not in name:
+        return None
+    return 5 if name.endswith("backward") else 2
+
+
+def _attention(arguments: Sequence[Any], products: int) -> float:
+    """Queries, keys and values are the first (in a backward the second to fourth) 4-d arguments."""
+    four = [a for a in arguments if isinstance(a, torch.Tensor) and a.dim() == 4]
+    query, key = (four[0], four[1]) if products == 2 else (four[1], four[2])
+    batch, heads, queries, width = query.shape
+    flops = products * 2.0 * batch * heads * queries * key.shape[2] * width
+    return flops / 2 if any(a is True for a in arguments) else flops
+
+
+def matmul_dtype(node: fx.Node) -> torch.dtype:
+    """The type that an operation computes in: that of its first floating-point argument, or result."""
+    values = [a.meta.get("val") for a in tensor_arguments(node)]
+    for value in [*values, node.meta.get("val")]:
+        for tensor in tensors_of(value):
+            if tensor.dtype.is_floating_point:
+                return tensor.dtype
+    return torch.float32
+
+
+def node_flops(node: fx.Node) -> float:
+    """:func:`flops_of` a node, by its local shapes."""
+    arguments = fx.node.map_arg(node.args, lambda a: a.meta.get("val"))
+    return flops_of(node.target, arguments, node.meta.get("val"))
+
+
+def stored_bytes(value: object) -> int:
+    """Bytes that lie behind a value; what an ``expand`` repeats counts once."""
+    total = 0
+    for tensor in tensors_of(value):
+        size = tensor.element_size()
+        for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            size *= length if stride else min(length, 1)
+        total += size
+    return total
+
+
+def bytes_moved(node: fx.Node) -> int:
+    """Bytes that an operation reads and writes, by its ``traffic``; without one, all of them."""
+    arguments = tensor_arguments(node)
+    reads, writes = node.meta.get("traffic", ((), True))
+    if len(reads) != len(arguments):  # a node that placement put in, or gave other arguments
+        reads = (True,) * len(arguments)
+    result = stored_bytes(node.meta.get("val"))
+    moved = result if writes else 0
+    for position, (argument, read) in enumerate(zip(arguments, reads, strict=True)):
+        if read:
+            size = stored_bytes(argument.meta.get("val"))
+            looked_up = position == 0 and node.target in _LOOKUPS
+            moved += min(size, result) if looked_up else size
+    return moved
+
+
+def runs_no_kernel(node: fx.Node) -> bool:
+    """Whether an operation costs the compute stream nothing: a view, a wait, a collective."""
+    return is_collective(node) or node.target is torch_internals.WAIT or is_view(node)
+
+
+def operation_seconds(node: fx.Node, device: Device) -> float:
+    """Time of a placed operation on one rank; views, waits and collectives take none here."""
+    if runs_no_kernel(node):
+        return 0.0
+    starts = node.meta.get("starts", True)
+    return device.seconds(node_flops(node), bytes_moved(node), matmul_dtype(node), starts)
+
+
+def cost_group(node: fx.Node) -> str:
+    """What costs are added up under: the operation's stable kind, layers of one block together."""
+    parts = node.meta.get("module", "").split(".")
+    path = ".".join("*" if part.isdigit() else part for part in parts)
+    kind = operation_name(node)
+    phase = node.meta.get("phase", "")
+    return f"{path}/{kind}.{phase}".lstrip("/")

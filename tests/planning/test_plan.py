@@ -10,8 +10,9 @@ from stepgraph import pipeline
 from stepgraph.capture.module import default_loss
 from stepgraph.errors import PlanError
 from stepgraph.pipeline import PassDriver, StepRequest, compile_step
-from stepgraph.planning import plan as planning
-from stepgraph.planning.plan import Plan, parse_placements
+from stepgraph.planning import file as planning
+from stepgraph.planning.placements import parse_placements
+from stepgraph.planning.plan import Plan
 from stepgraph.program.layout import MeshShape, show
 from stepgraph.runtime.ranks import parse_mesh
 from tests.support import mlp, regression_batch, spec_of
@@ -79,7 +80,7 @@ MALFORMED = {
     "a list": "[]",
     "a number": "7",
     "no fields": "{}",
-    "a field of another type": '{"version": 1, "mesh": 3, "placement": "zero3", "memory": "none",'
+    "a field of another type": '{"version": 2, "mesh": 3, "placement": "zero3", "memory": "none",'
     ' "schedule": "none", "lowering": "eager", "placements": {}, "recomputation": {}}',
     "deep": "[" * 100_000,
 }
@@ -114,7 +115,7 @@ def test_what_is_no_file_is_named(tmp_path, name):
 
 
 def test_a_file_too_large_to_be_a_plan_is_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(planning, "_LARGEST_FILE", 10)
+    monkeypatch.setattr(planning, "LARGEST_FILE", 10)
     (tmp_path / "plan.json").write_text(json.dumps(Plan("ddp", MeshShape((("dp", 1),))).to_json()))
     with pytest.raises(PlanError, match="larger than"):
         Plan.load(tmp_path / "plan.json")

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
+from stepgraph.cost.collectives import collective_of
+from stepgraph.cost.traffic import tensor_arguments
 from stepgraph.planning.decisions import PlacementDecision
 from stepgraph.planning.fingerprint import type_of
 from stepgraph.program import roles
-from stepgraph.program.collectives import KINDS, is_collective, mesh_dim_of
+from stepgraph.program.collectives import is_collective
 from stepgraph.program.layout import show
 from stepgraph.program.program import Program, tensors_of
 
@@ -87,7 +88,7 @@ def _reads(program: Program, decision: PlacementDecision) -> dict[str, tuple[Rea
     for node in program.operations():
         choice = decision.operations[node.meta["name"]]
         wanted = iter(choice.inputs)
-        for argument in _arguments(node):
+        for argument in tensor_arguments(node):
             placements = next(wanted, None)
             if placements is None:
                 break
@@ -109,37 +110,22 @@ def _reads(program: Program, decision: PlacementDecision) -> dict[str, tuple[Rea
     }
 
 
-def _arguments(node: fx.Node) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), found.append)
-    return found
-
-
 def _moves(placed: Program, decision: PlacementDecision) -> dict[str, tuple[Moves, ...]]:
     labels = {
         node: roles.label(role)
         for node, role in zip(placed.placeholders, placed.inputs, strict=True)
     }
-    counts: dict[str, dict[tuple, int]] = {}
+    counts: dict[str, dict[tuple[str, str, str, int], int]] = {}
     for node in placed.operations():
         if is_collective(node):
-            key = (node.meta["phase"], KINDS[node.target], mesh_dim_of(node), larger_side(node))
+            kind, size, mesh_dim = collective_of(node)
+            key = (node.meta["phase"], kind, mesh_dim, size)
             by_kind = counts.setdefault(_cause(node, labels, decision), {})
             by_kind[key] = by_kind.get(key, 0) + 1
     return {
         name: tuple(Moves(*key, count) for key, count in by_kind.items())
         for name, by_kind in counts.items()
     }
-
-
-def larger_side(node: fx.Node) -> int:
-    """Bytes of a collective's argument or result, whichever is larger, on one rank."""
-    sizes = [
-        sum(t.numel() * t.element_size() for t in tensors_of(value))
-        for value in (node.meta["val"], *(s.meta["val"] for s in node.all_input_nodes))
-        if isinstance(value, (torch.Tensor, tuple, list))
-    ]
-    return max(sizes)
 
 
 def _cause(node: fx.Node, labels: dict[fx.Node, str], decision: PlacementDecision) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stepgraph.cost.predict import Prediction
-from stepgraph.errors import PlanError
+from stepgraph.errors import PlanError, UsageError
 from stepgraph.planning.decisions import MemoryDecision, OperationPlacement, PlacementDecision
 from stepgraph.planning.facts import Moves, Reads, ValueFacts
 from stepgraph.planning.fingerprint import Fingerprint
@@ -111,9 +111,7 @@ def _write_placement(decision: PlacementDecision) -> dict[str, Any]:
         "preset": decision.preset,
         "inputs": fold_by(_shown(decision.inputs)),
         "outputs": fold_by(_shown(decision.outputs)),
-        "operations": fold_by(
-            {name: show_operation(o) for name, o in decision.operations.items()}
-        ),
+        "operations": fold_by({name: show_operation(o) for name, o in decision.operations.items()}),
         "unruled": decision.unruled,
         "notes": decision.notes,
         "reasons": [[*reason, names] for reason, names in fold_by(reasons).items()],
@@ -282,8 +280,8 @@ def _block(text: str, item: Item) -> int:
 
 def _read_fingerprint(item: Item) -> Fingerprint:
     return Fingerprint(
-        {name: shown.text() for name, shown in item.field("parameters").fields()},
-        {name: shown.text() for name, shown in item.field("buffers").fields()},
+        {name: shown.type() for name, shown in item.field("parameters").fields()},
+        {name: shown.type() for name, shown in item.field("buffers").fields()},
         tuple(item.field("frozen").texts()),
     )
 
@@ -293,7 +291,7 @@ def _read_settings(item: Item) -> Settings:
     budget = item.optional("memory_budget")
     return Settings(
         item.field("device").text(),
-        {name: shown.text() for name, shown in item.field("batch").fields()},
+        {name: shown.type() for name, shown in item.field("batch").fields()},
         None if dtype is None else dtype.text(),
         None if optimizer is None else optimizer.text(),
         None if budget is None else budget.integer(1),
@@ -305,17 +303,33 @@ def _read_settings(item: Item) -> Settings:
 
 def _read_prediction(item: Item) -> Prediction:
     check_plain(item)
+    for name in ("peak_bytes", "forward_peak_bytes", "backward_peak_bytes"):
+        item.field(name).integer(0)
+    for name in ("step_ms", "compute_ms", "communication_ms", "exposed_ms", "mfu"):
+        item.field(name).number()
+    for name in ("device", "error"):
+        item.field(name).text()
+    for _, size in item.field("bytes_by_category").fields():
+        size.integer(0)
+    for name, parts in (("collectives", 2), ("collectives_by_dim", 3)):
+        for key, row in item.field(name).fields():
+            if key.count("/") != parts - 1:
+                raise row.refuse(f"{key[:60]!r} has not {parts} parts")
+            row.field("count").integer(0)
+            row.field("bytes").integer(0)
+    if (gap := item.optional("optimality_gap")) is not None:
+        gap.number()
     try:
         return Prediction.from_json(item.value)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise item.refuse(f"not a prediction: {type(error).__name__}: {error}") from error
+    except UsageError as error:
+        raise item.refuse(error.what) from error
 
 
 def _read_facts(item: Item) -> dict[str, ValueFacts]:
     found: dict[str, ValueFacts] = {}
     for row in item.items():
         kind, reads, moves, names = row.items(4)
-        shown = kind.text()
+        shown = kind.type()
         read = []
         for entry in reads.items():
             placement, count, *first = entry.items()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from torch import fx
 from torch.distributed.tensor import Shard
 
+from stepgraph.cost.traffic import tensor_arguments
 from stepgraph.planning.decisions import PlacementDecision
 from stepgraph.program import roles
 from stepgraph.program.layout import InnerShard, MeshShape, Placements, show
@@ -27,8 +27,7 @@ def misfit(decision: PlacementDecision, program: Program, mesh: MeshShape) -> st
     for node in program.operations():
         name = node.meta["name"]
         choice = decision.operations[name]
-        arguments: list[fx.Node] = []
-        fx.node.map_arg((node.args, node.kwargs), arguments.append)
+        arguments = tensor_arguments(node)
         value = node.meta["val"]
         results = list(value) if isinstance(value, (tuple, list)) else [value]
         if len(choice.inputs) != len(arguments) or len(choice.outputs) != len(results):

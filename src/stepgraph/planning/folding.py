@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import TypeVar
 
 Folded = dict[str, list[str]]
 """Layers (``0-31``, or "" for names without) -> patterns of names."""
+
+_Value = TypeVar("_Value", bound=Hashable)
 
 LARGEST_LAYER = 1_000_000
 _LAYER = re.compile(r"(?:^|\.)(0|[1-9][0-9]{0,5})(?=[./])")
@@ -49,9 +52,9 @@ def fold(names: Iterable[str]) -> Folded:
     return folded
 
 
-def fold_by(values: Mapping[str, Hashable]) -> dict[Hashable, Folded]:
+def fold_by(values: Mapping[str, _Value]) -> dict[_Value, Folded]:
     """Names grouped by their value, then folded."""
-    groups: dict[Hashable, list[str]] = {}
+    groups: dict[_Value, list[str]] = {}
     for name, value in values.items():
         groups.setdefault(value, []).append(name)
     return {value: fold(names) for value, names in groups.items()}

@@ -16,7 +16,7 @@ MOST_DIMS = 64
 _ONE = re.compile(r"R|S\(([0-9]{1,2})(?:/([0-9]{1,9}))?\)|P(?:\(([a-z]+)\))?")
 
 
-@functools.cache
+@functools.lru_cache(4096)
 def parse_placements(text: str) -> Placements:
     """The inverse of :func:`stepgraph.program.layout.show`.
 
@@ -57,7 +57,7 @@ def show_operation(operation: OperationPlacement) -> str:
     return " ".join([*map(show, operation.inputs), "->", *results])
 
 
-@functools.cache
+@functools.lru_cache(4096)
 def parse_operation(text: str) -> OperationPlacement:
     """The inverse of :func:`show_operation`.
 

@@ -22,6 +22,8 @@ from stepgraph.program import roles
 from stepgraph.program.layout import MeshShape, Placements
 from stepgraph.program.program import Program
 
+AUTO = "auto"  # a placement or memory policy that is found, not named
+
 
 @dataclass
 class Plan:
@@ -92,9 +94,7 @@ class Plan:
                     return key
                 break
             missing, unknown = sorted(wanted - held), sorted(held - wanted)
-            problem = (
-                f"the plan lacks {missing[:3]}, and has {unknown[:3]}, which the step has not"
-            )
+            problem = f"the plan lacks {missing[:3]}, and has {unknown[:3]}, which the step has not"
         if problem and self.final:
             made = f"; it was made for {self.settings.show()}" if self.settings else ""
             raise PlanError(

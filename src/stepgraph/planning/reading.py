@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ LARGEST_FILE = 64 * 2**20
 LARGEST_INTEGER = 2**63 - 1
 MOST_NAMES = 2_000_000
 LONGEST_TEXT = 4096
+_TYPE = r"\w{1,40}\[(\d{1,18}(, \d{1,18}){0,63})?\]"
+_TYPES = re.compile(rf"{_TYPE}(, {_TYPE})*")
 
 
 class MalformedError(Exception):
@@ -79,6 +82,13 @@ class Item:
         found = self.of(str, "a text")
         if len(found) > LONGEST_TEXT:
             raise self.refuse(f"a text of {len(found)} characters is too long")
+        return found
+
+    def type(self) -> str:
+        """Types with shapes, as in ``float32[4096, 4096]``, divided by commas; or ``= name``."""
+        found = self.text()
+        if not found.startswith("= ") and found and not _TYPES.fullmatch(found):
+            raise self.refuse(f"{found[:60]!r} is no type with a shape")
         return found
 
     def texts(self) -> list[str]:

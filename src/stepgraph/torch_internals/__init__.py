@@ -60,6 +60,11 @@ def new_fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def host_device() -> torch.device:
+    """The device that torch computes on without any accelerator, whatever the default device is now."""
+    return torch.Generator().device
+
+
 def fake_mode_of(values: Sequence[object]) -> FakeTensorMode | None:
     """The fake mode that the first fake tensor of ``values`` belongs to."""
     return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)

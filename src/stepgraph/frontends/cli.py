@@ -16,6 +16,8 @@ import torch
 
 from stepgraph.errors import StepgraphError, UsageError
 from stepgraph.frontends import models
+from stepgraph.frontends.help_text import example
+from stepgraph.frontends.plan_commands import explain_command, plan_command
 from stepgraph.frontends.training import Summary, TrainOptions, train
 from stepgraph.memory.policies import parse_policy
 from stepgraph.placement.policies import check_preset
@@ -38,11 +40,6 @@ class _Commands(click.Group):
             cause = error.__cause__ if isinstance(error.__cause__, UsageError) else error
             click.echo(f"stepgraph: {cause}", err=True)
             ctx.exit(BAD_USAGE if isinstance(cause, UsageError) else FAILED)
-
-
-def _example(first: str, *rest: str) -> str:
-    """A help page's example; click keeps the line breaks after its mark."""
-    return "\n".join(["\b", "Example:", f"  stepgraph {first}", *(f"  {line}" for line in rest)])
 
 
 def _shared_options(seq: int, batch_per_rank: int) -> Callable[[_AnyFunction], _AnyFunction]:
@@ -86,7 +83,7 @@ def _shared_options(seq: int, batch_per_rank: int) -> Callable[[_AnyFunction], _
 @click.group(
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog=_example("train --model llama-tiny --text notes.txt --ranks 2"),
+    epilog=example("train --model llama-tiny --text notes.txt --ranks 2"),
 )
 @click.version_option(package_name="stepgraph")
 def main() -> None:
@@ -95,7 +92,7 @@ def main() -> None:
 
 @main.command(
     "train",
-    epilog=_example(
+    epilog=example(
         "train --model llama-tiny --text notes.txt --ranks 2 --plan zero3 \\",
         "    --steps 200 --metrics run.jsonl --sample 200",
     ),
@@ -143,7 +140,7 @@ def train_command(as_json: bool, **options: Any) -> None:
 
 
 @main.command(
-    "check", epilog=_example("check --model llama-tiny --mesh dp=4 --plan zero3 --memory full")
+    "check", epilog=example("check --model llama-tiny --mesh dp=4 --plan zero3 --memory full")
 )
 @_shared_options(seq=64, batch_per_rank=2)
 @click.option("--mesh", required=True, help="Names and sizes, as in dp=4; all in this process.")
@@ -190,6 +187,10 @@ def check_command(
     if not report.ok:
         click.echo(f"stepgraph: the first pass that differs: {report.first_difference}", err=True)
         sys.exit(FAILED)
+
+
+main.add_command(plan_command)
+main.add_command(explain_command)
 
 
 # -- results
@@ -245,7 +246,7 @@ def loss_curve(
 # -- doctor
 
 
-@main.command("doctor", epilog=_example("doctor --json"))
+@main.command("doctor", epilog=example("doctor --json"))
 @click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON.")
 def doctor_command(as_json: bool) -> None:
     """Says what this machine has, and tries what works on it and what does not.

@@ -242,11 +242,9 @@ class Planner:
                 break
         assert best is not None
         if memory == AUTO:
+            found = f"{best.plan.memory} is the first that fits" if best.fits else "nothing fits"
             best.plan.notes.append(
-                f"memory auto: {best.plan.memory}, the first of {', '.join(MEMORY_CANDIDATES)} "
-                f"that fits {show_bytes(budget)} ({'; '.join(tried)})"
-                if best.fits
-                else f"memory auto: nothing fits {show_bytes(budget)} ({'; '.join(tried)})"
+                f"memory auto: {found} {show_bytes(budget)} ({'; '.join(tried)})"
             )
         elif not best.fits:
             best.plan.notes.append(

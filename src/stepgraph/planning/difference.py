@@ -7,12 +7,18 @@ from typing import TYPE_CHECKING
 
 from stepgraph.planning.folding import fold
 from stepgraph.planning.placements import show_operation
-from stepgraph.program.layout import show
+from stepgraph.program.layout import Placements, show
 
 if TYPE_CHECKING:
     from stepgraph.planning.plan import Plan
 
-_LINES = 8
+_LINES = 6
+_INPUTS = {
+    "parameters": ("Param(",),
+    "optimizer state": ("OptimizerState(",),
+    "other inputs": ("Buffer(", "UserInput(", "Scalar(", "Accumulator(", "Seed", "Tangent"),
+}
+_RESULTS = ("Loss", "Grad(", "UserOutput(", "ModuleResult(", "Saved(")
 
 
 def difference(mine: Plan, theirs: Plan) -> str:
@@ -28,12 +34,14 @@ def difference(mine: Plan, theirs: Plan) -> str:
     lines += _programs("program", mine.placements, theirs.placements)
     for key in mine.placements.keys() & theirs.placements.keys():
         here, there = mine.placements[key], theirs.placements[key]
-        for kind in ("inputs", "outputs"):
+        for kind, starts in _INPUTS.items():
             lines += _values(
-                f"{key} {kind}",
-                {name: show(p) for name, p in getattr(here, kind).items()},
-                {name: show(p) for name, p in getattr(there, kind).items()},
+                f"{key} {kind}", _starting(here.inputs, starts), _starting(there.inputs, starts)
             )
+        # What is written over an input lives where the input does.
+        lines += _values(
+            f"{key} results", _starting(here.outputs, _RESULTS), _starting(there.outputs, _RESULTS)
+        )
         lines += _values(
             f"{key} operations",
             {name: show_operation(o) for name, o in here.operations.items()},
@@ -58,6 +66,10 @@ def _changed(name: str, mine: object, theirs: object) -> list[str]:
 def _programs(name: str, mine: Mapping, theirs: Mapping) -> list[str]:
     only = [f"{name} {key}: only in the first" for key in mine if key not in theirs]
     return only + [f"{name} {key}: only in the second" for key in theirs if key not in mine]
+
+
+def _starting(placed: Mapping[str, Placements], starts: tuple[str, ...]) -> dict[str, str]:
+    return {name: show(p) for name, p in placed.items() if name.startswith(starts)}
 
 
 def _values(what: str, mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:

@@ -31,7 +31,7 @@ _REASON = ("chosen", "cost_ms", "runner_up", "runner_up_cost_ms")
 
 def save_plan(plan: Plan, path: Path) -> None:
     """Writes a plan file."""
-    path.write_text(json.dumps(plan_to_json(plan), indent=1, sort_keys=True) + "\n")
+    path.write_text(json.dumps(plan_to_json(plan), indent=1) + "\n")
 
 
 def load_plan(path: Path) -> Plan:
@@ -149,7 +149,7 @@ def _write_facts(facts: Mapping[str, ValueFacts]) -> list[Any]:
         )
         moves = tuple((m.phase, m.kind, m.mesh_dim, m.bytes, m.count) for m in fact.moves)
         rows[name] = (fact.type, reads, moves)
-    return [[*row, names] for row, names in sorted(fold_by(rows).items(), key=str)]
+    return [[*row, names] for row, names in fold_by(rows).items()]
 
 
 # -- reading

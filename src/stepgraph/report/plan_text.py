@@ -95,8 +95,12 @@ def _collectives(predicted: Prediction) -> list[str]:
 
 def _placements(plan: Plan) -> list[str]:
     groups: dict[tuple[str, str], int] = {}
-    for name, placements in plan.parameters().items():
-        key = (layer_of(name)[0], show(placements))
+    stored = plan.parameters()
+    names = plan.fingerprint.parameters if plan.fingerprint is not None else stored
+    for name in names:
+        if name not in stored:  # tied to another
+            continue
+        key = (layer_of(name)[0], show(stored[name]))
         groups[key] = groups.get(key, 0) + 1
     if not groups:
         return []
@@ -149,9 +153,8 @@ def comparison(rows: Sequence[tuple[Plan, bool]]) -> str:
     """
     ordered = ranked(rows)
     what = _counted(ordered[0][0])
-    header: tuple[str, ...]
     header = ("mesh", "plan", "memory", "step ms", "MFU", f"{what}/s", "exposed", "peak GiB", "gap")
-    table = [header]
+    table: list[tuple[str, ...]] = [header]
     for plan, fits in ordered:
         predicted = plan.predicted
         assert predicted is not None

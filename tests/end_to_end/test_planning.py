@@ -1,15 +1,11 @@
 """One plan, three readers: made without any ranks, it is what Engine and parallelize run on them."""
 
-import json
 import os
-import sys
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import stepgraph
-from stepgraph.errors import PlanError
 from stepgraph.frontends.launcher import launch
 from stepgraph.program import roles
 from tests.end_to_end.training import adamw, llama_batch, tiny_llama

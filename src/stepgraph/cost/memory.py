@@ -7,9 +7,11 @@ throughout; a ``New*`` result written over an input costs nothing beyond it. Byt
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -175,14 +177,24 @@ def viewed(node: fx.Node) -> fx.Node | None:
         return None
     if node.target is torch_internals.WAIT or node.target is torch_internals.UNSAFE_VIEW:
         return node.args[0]  # type: ignore[return-value]
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
+    aliased = _aliased_arguments(node.target)
+    if aliased is None:
         return node.args[0]  # type: ignore[return-value]  # getitem
-    for argument, value in zip(schema.arguments, node.args, strict=False):
-        if argument.alias_info is not None and isinstance(value, fx.Node):
+    for position in aliased:
+        value = node.args[position] if position < len(node.args) else None
+        if isinstance(value, fx.Node):
             return value if _is_view_in_fact(node, value) else None
     out = node.kwargs.get("out")
     return out if isinstance(out, fx.Node) else None
+
+
+@functools.cache
+def _aliased_arguments(target: Any) -> tuple[int, ...] | None:
+    """Positions of the arguments that an operator's results may share storage with (slow to ask)."""
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return None
+    return tuple(i for i, a in enumerate(schema.arguments) if a.alias_info is not None)
 
 
 def _is_view_in_fact(node: fx.Node, source: fx.Node) -> bool:

@@ -101,7 +101,7 @@ def _predicted(mine: Plan, theirs: Plan) -> list[str]:
     here, there = mine.predicted, theirs.predicted
     if here is None or there is None or here == there:
         return []
-    peaks = [f"{p.peak_bytes / 2**30:.2f} GiB" for p in (here, there)]
+    peaks = [f"{p.peak_bytes / 2**20:,.1f} MiB" for p in (here, there)]
     return [
         f"predicted: step {here.step_ms:.2f} -> {there.step_ms:.2f} ms, "
         f"communication {here.communication_ms:.2f} -> {there.communication_ms:.2f} ms, "

@@ -63,10 +63,7 @@ def gather_facts(
     reads = _reads(program, decision)
     moves = _moves(placed, decision)
     found = {}
-    labels = {
-        node: roles.label(role)
-        for node, role in zip(program.placeholders, program.inputs, strict=True)
-    }
+    labels = _labels(program)
     for node in program.graph.nodes:
         name = labels.get(node) or node.meta.get("name")
         if name is not None and node.op in ("placeholder", "call_function"):
@@ -78,11 +75,13 @@ def gather_facts(
     return found
 
 
+def _labels(program: Program) -> dict[fx.Node, str]:
+    pairs = zip(program.placeholders, program.inputs, strict=True)
+    return {node: roles.label(role) for node, role in pairs}
+
+
 def _reads(program: Program, decision: PlacementDecision) -> dict[str, tuple[Reads, ...]]:
-    labels = {
-        node: roles.label(role)
-        for node, role in zip(program.placeholders, program.inputs, strict=True)
-    }
+    labels = _labels(program)
     found: dict[str, dict[str, list[str]]] = {}
     shown: dict[tuple, str] = {}
     for node in program.operations():
@@ -111,10 +110,7 @@ def _reads(program: Program, decision: PlacementDecision) -> dict[str, tuple[Rea
 
 
 def _moves(placed: Program, decision: PlacementDecision) -> dict[str, tuple[Moves, ...]]:
-    labels = {
-        node: roles.label(role)
-        for node, role in zip(placed.placeholders, placed.inputs, strict=True)
-    }
+    labels = _labels(placed)
     counts: dict[str, dict[tuple[str, str, str, int], int]] = {}
     for node in placed.operations():
         if is_collective(node):

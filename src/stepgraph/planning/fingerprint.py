@@ -5,6 +5,7 @@ It is a table, not a hash: a plan for another model says what is different.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -97,4 +98,9 @@ def fingerprint_of(model: nn.Module) -> Fingerprint:
 
 def type_of(tensor) -> str:
     """``bfloat16[16, 4096]``: the type and the (global) shape of a tensor, real or fake."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return _show_type(tensor.dtype, tuple(tensor.shape))
+
+
+@functools.lru_cache(4096)
+def _show_type(dtype: object, shape: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"

@@ -16,7 +16,7 @@ from stepgraph.lowering.lower import check_lowering
 from stepgraph.memory.policies import parse_policy
 from stepgraph.placement.policies import check_preset
 from stepgraph.planning.fingerprint import fingerprint_of
-from stepgraph.planning.plan import AUTO, Plan
+from stepgraph.planning.plan import Plan
 from stepgraph.program.layout import MeshShape
 
 _COMPUTE_DTYPES = {
@@ -94,8 +94,7 @@ def make_plan(
         made = Plan.load(plan)
     else:
         made = Plan(str(plan), mesh)
-    if made.placement != AUTO:
-        check_preset(made.placement, mesh)
+    check_preset(made.placement, mesh)
     if made.mesh != mesh:
         raise UsageError(
             f"the plan is for mesh {made.mesh}, the ranks form {mesh}",

@@ -14,8 +14,10 @@ from typing import Any, TypeVar
 import click
 import torch
 
+from stepgraph.capture.precision import Precision
 from stepgraph.errors import StepgraphError, UsageError
 from stepgraph.frontends import models
+from stepgraph.frontends.arguments import compute_dtype_in
 from stepgraph.frontends.help_text import example
 from stepgraph.frontends.plan_commands import explain_command, plan_command
 from stepgraph.frontends.training import Summary, TrainOptions, train
@@ -163,11 +165,15 @@ def check_command(
     from stepgraph.equivalence.check import check_model
 
     shape = parse_mesh(mesh)
-    if not plan.endswith(".json"):
-        check_preset(plan, shape)
+    loaded = Plan.load(plan) if plan.endswith(".json") else None
+    check_preset(plan if loaded is None else loaded.placement, shape)
     if memory is not None:
         parse_policy(memory)
     made = models.build_model(model, seed).train()
+    compute = None
+    if loaded is not None:
+        loaded.check_model(made)
+        compute = compute_dtype_in(loaded, None)
     generator = torch.Generator().manual_seed(seed)
     rows = batch_per_rank * shape.data_size
     vocabulary = models.vocabulary_size(made, otherwise=256)
@@ -178,8 +184,9 @@ def check_command(
         optimizer=torch.optim.AdamW(made.parameters(), lr=lr),
         batch={"input_ids": ids, "labels": ids.clone()},
         mesh=mesh,
-        plan=Plan.load(plan) if plan.endswith(".json") else plan,
+        plan=plan if loaded is None else loaded,
         memory=memory,
+        precision=Precision(compute, None),
         micro_batches=micro_batches,
         max_grad_norm=max_grad_norm,
     )

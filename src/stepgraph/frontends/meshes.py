@@ -78,8 +78,6 @@ def placement_on(mesh: MeshShape, placement: str) -> str | None:
 
     ``zero3`` on replicas of shards is ``hsdp``.
     """
-    if placement == AUTO:
-        return placement
     for name in (placement, placement.replace("zero3", "hsdp")):
         try:
             check_preset(name, mesh)

@@ -134,8 +134,7 @@ class Planner:
             constraints: for ``auto``.
             last: the captured step is not needed again, and may be rewritten.
         """
-        if placement != AUTO:
-            check_preset(placement, mesh)
+        check_preset(placement, mesh)
         self._check_rows(mesh)
         settings = self._settings(memory_budget, constraints)
         captured = self._capture(placement, mesh)
@@ -151,7 +150,9 @@ class Planner:
         best, placed = self._fit(first, programs, memory, budget)
         plan = best.plan
         self.stage("simulation")
-        plan.predicted = predict(placed, self.device, self.micro_batches)
+        gaps = [decision.optimality_gap for decision in plan.placements.values()]
+        gap = max((gap for gap in gaps if gap is not None), default=None)
+        plan.predicted = predict(placed, self.device, self.micro_batches).with_gap(gap)
         for key, program in programs.items():
             plan.values[key] = gather_facts(program, placed[key], plan.placements[key])
         notes = [*captured.notes, *plan.notes]

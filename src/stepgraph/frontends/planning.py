@@ -102,13 +102,12 @@ def check_request(
     mesh: MeshShape, placement: str, memory: str, constraints: Mapping[str, str] | None = None
 ) -> None:
     """Raises UsageError or MeshError for what can be seen to be wrong before anything is built."""
-    if placement != AUTO:
-        check_preset(placement, mesh)
-        if constraints:
-            raise UsageError(
-                f"constraints are for placement='auto', not {placement!r}",
-                why="a preset says where everything lives already",
-            )
+    check_preset(placement, mesh)
+    if constraints and placement != AUTO:
+        raise UsageError(
+            f"constraints are for placement='auto', not {placement!r}",
+            why="a preset says where everything lives already",
+        )
     if memory != AUTO:
         parse_policy(memory)
 

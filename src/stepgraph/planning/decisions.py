@@ -23,7 +23,8 @@ class PlacementDecision:
     Keys are role labels (``Param(lm_head.weight)``) for inputs and outputs, and stable names for
     operations. ``unruled`` lists operators that no rule could place: they are replicated. ``notes`` go
     into the report. ``reasons`` say, by the same names, why a solver chose what it chose: ``chosen`` and
-    ``runner_up`` (placements as text, or None), ``cost_ms`` and ``runner_up_cost_ms``.
+    ``runner_up`` (placements as text, or None), ``cost_ms`` and ``runner_up_cost_ms``. ``optimality_gap``:
+    what the solver certified, 0.0 where the decision is optimal; None for a preset.
     """
 
     preset: str
@@ -33,6 +34,7 @@ class PlacementDecision:
     unruled: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     reasons: dict[str, dict[str, Any]] = field(default_factory=dict)
+    optimality_gap: float | None = None
 
 
 @dataclass

@@ -115,6 +115,7 @@ def _write_placement(decision: PlacementDecision) -> dict[str, Any]:
         "unruled": decision.unruled,
         "notes": decision.notes,
         "reasons": [[*reason, names] for reason, names in fold_by(reasons).items()],
+        "optimality_gap": decision.optimality_gap,
     }
 
 
@@ -223,6 +224,7 @@ def _read_placement(item: Item, mesh: MeshShape) -> PlacementDecision:
             "runner_up_cost_ms": _number(cells[3]),
         }
         reasons |= dict.fromkeys(names.names(), reason)
+    gap = item.optional("optimality_gap")
     return PlacementDecision(
         item.field("preset").text(),
         _read_groups(item.field("inputs"), placements),
@@ -231,6 +233,7 @@ def _read_placement(item: Item, mesh: MeshShape) -> PlacementDecision:
         {name: target.text() for name, target in item.field("unruled").fields()},
         item.field("notes").texts(),
         reasons,
+        None if gap is None else gap.number(),
     )
 
 

@@ -17,7 +17,7 @@ from stepgraph.program.layout import show
 from stepgraph.report.text import show_bytes
 
 _WIDTH = 80
-_GROUPS, _COSTS, _COLLECTIVES, _NOTES = 12, 4, 8, 2
+_LINES, _GROUPS, _COSTS, _COLLECTIVES = 40, 12, 4, 6
 _SHAPE = re.compile(r"(\w+)\[([0-9, ]*)\]")
 
 
@@ -36,8 +36,11 @@ def plan_summary(plan: Plan, model: str = "") -> str:
     lines += _placements(plan)
     if plan.predicted is not None:
         lines += _costs(plan.predicted)
-    lines += [f"note    {text}" for text in plan.notes[:_NOTES]]
-    return "\n".join(map(_wrap, lines))
+    lines += [f"note    {text}" for text in plan.notes]
+    wrapped = "\n".join(map(_wrap, lines)).splitlines()
+    if len(wrapped) > _LINES:
+        wrapped = [*wrapped[: _LINES - 1], "        ..."]
+    return "\n".join(wrapped)
 
 
 def _wrap(line: str) -> str:

@@ -6,6 +6,7 @@ from stepgraph.frontends.checking import check
 from stepgraph.frontends.engine import Engine
 from stepgraph.frontends.padding import PaddedBatches, pad_batches
 from stepgraph.frontends.parallel import parallelize
+from stepgraph.frontends.planning import plan
 from stepgraph.planning.plan import Plan
 from stepgraph.runtime.recompiles import no_recompiles
 
@@ -19,4 +20,5 @@ __all__ = [
     "no_recompiles",
     "pad_batches",
     "parallelize",
+    "plan",
 ]

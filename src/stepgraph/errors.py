@@ -121,6 +121,10 @@ class PlanError(StepgraphError):
     """A plan file that is malformed, too large, or made for another model."""
 
 
+class BudgetError(PlanError):
+    """No plan fits the memory budget; the message has the smallest peak, and what takes the most."""
+
+
 class MemoryPolicyError(UsageError):
     """A memory policy that the captured program cannot follow."""
 

@@ -34,7 +34,7 @@ from stepgraph.capture.update import (
     given_gradients,
     update_parameters,
 )
-from stepgraph.errors import CaptureError, name_a_few
+from stepgraph.errors import CaptureError, PlanError, StepgraphError, name_a_few
 from stepgraph.memory import policies as memory_policies
 from stepgraph.memory.apply import recompute_in_backward
 from stepgraph.placement import policies as placement_policies
@@ -47,7 +47,7 @@ from stepgraph.planning.decisions import Normalisation
 from stepgraph.planning.plan import Plan
 from stepgraph.program import roles
 from stepgraph.program.invariants import check_invariants
-from stepgraph.program.layout import TENSOR_PARALLEL
+from stepgraph.program.layout import TENSOR_PARALLEL, MeshShape
 from stepgraph.program.program import Program
 from stepgraph.program.text import program_text
 
@@ -133,6 +133,16 @@ class StepPrograms:
 
 def compile_step(request: StepRequest, driver: PassDriver) -> StepPrograms:
     """From a module to one rank's programs: ``step``, and ``accumulate`` with micro-batches."""
+    step = capture_step(request, driver)
+    for name, program in step.programs.items():
+        step.programs[name] = apply_plan(program, request.plan, driver, request.micro_batches)
+    for program in step.programs.values():
+        step.notes += [note for note in program.notes if note not in step.notes]
+    return step
+
+
+def capture_step(request: StepRequest, driver: PassDriver) -> StepPrograms:
+    """From a module to the global programs of a step, for :func:`apply_plan`."""
     joint, _ = capture(
         request.model, request.loss, request.batch, compute_dtype=request.precision.compute
     )
@@ -166,10 +176,6 @@ def compile_step(request: StepRequest, driver: PassDriver) -> StepPrograms:
     if optimizer is not None:
         step = driver.run(update_parameters, step, optimizer, request.counters)
     programs["step"] = step
-    for name, program in programs.items():
-        programs[name] = apply_plan(program, request.plan, driver, request.micro_batches)
-    for program in programs.values():
-        notes += [note for note in program.notes if note not in notes]
     return StepPrograms(programs, optimizer, normalisation, notes)
 
 
@@ -255,10 +261,24 @@ def apply_plan(program: Program, plan: Plan, driver: PassDriver, micro_batches: 
     Raises:
         PlanError: a plan file holds decisions for this program that do not fit it.
     """
-    if TENSOR_PARALLEL in plan.mesh.names:
+    program = spell_out(program, plan.mesh, driver)
+    program, key = apply_placement(program, plan, driver, micro_batches)
+    return apply_memory(program, plan, key, driver)
+
+
+def spell_out(program: Program, mesh: MeshShape, driver: PassDriver) -> Program:
+    """Writes operations whose rules keep them whole as such that can be cut on this mesh."""
+    if TENSOR_PARALLEL in mesh.names:
         program = driver.run(spell_out_log_softmax, program)
-    if plan.mesh.data_size > 1:
+    if mesh.data_size > 1:
         program = driver.run(spell_out_norms, program)
+    return program
+
+
+def apply_placement(
+    program: Program, plan: Plan, driver: PassDriver, micro_batches: int = 1
+) -> tuple[Program, str]:
+    """One rank's Program, and the key of its decisions on the plan; the global one is left as it was."""
     key = plan.find_placement(program)
     if key is None:
         key = plan.new_key(program.name)
@@ -266,7 +286,20 @@ def apply_plan(program: Program, plan: Plan, driver: PassDriver, micro_batches: 
             program, plan.mesh, plan.placement, plan.parameters()
         )
     draw_by_global_row(program, plan.placements[key], plan.mesh, micro_batches)
-    program = driver.run(place_values, program, plan.placements[key], plan.mesh)
+    try:
+        return driver.run(place_values, program, plan.placements[key], plan.mesh), key
+    except (NotImplementedError, RuntimeError, ValueError, IndexError, AssertionError) as error:
+        if not plan.final or isinstance(error, StepgraphError):
+            raise
+        raise PlanError(
+            f"the plan's placements for program {program.name!r} cannot be carried out",
+            why=f"{type(error).__name__}: {str(error)[:300]}",
+            do="make the plan again; placements that are changed by hand must fit together",
+        ) from error
+
+
+def apply_memory(program: Program, plan: Plan, key: str, driver: PassDriver) -> Program:
+    """Tags and copies what is not kept for the backward, in place."""
     if key not in plan.recomputation:
         again = placement_policies.gathers_again(plan.placement, plan.mesh)
         plan.recomputation[key] = memory_policies.decide(program, plan.memory, again)

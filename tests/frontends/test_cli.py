@@ -45,6 +45,22 @@ COMMANDS = {
         "--seq": (64, False),
         "--mesh": (None, True),
     },
+    "plan": {
+        "model": (None, True),
+        "--mesh": (None, True),
+        "--ranks": (None, False),
+        "--device": ("h100", False),
+        "--batch-per-rank": (2, False),
+        "--seq": (8192, False),
+        "--plan": ("auto", False),
+        "--memory": ("auto", False),
+        "--memory-budget": (None, False),
+        "--compare": (None, False),
+        "-o": (None, False),
+        "--html": (None, False),
+        "--json": (False, False),
+    },
+    "explain": {"plan": (None, True), "value": (None, False)},
     "doctor": {"--json": (False, False)},
 }
 
@@ -120,7 +136,7 @@ def test_options_and_the_record_of_them_agree():
         assert getattr(record, name) == COMMANDS["train"]["--" + name.replace("_", "-")][0]
 
 
-@pytest.mark.parametrize("command", [[], ["train"], ["check"], ["doctor"]])
+@pytest.mark.parametrize("command", [[], ["train"], ["check"], ["plan"], ["explain"], ["doctor"]])
 def test_help_has_an_example(command):
     result = run(*command, "--help")
     assert result.exit_code == 0

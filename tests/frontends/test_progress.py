@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from stepgraph.frontends import progress
-from stepgraph.frontends.progress import StepMetrics, Watch
+from stepgraph.frontends.progress import Stages, StepMetrics, Watch
 
 DONE = StepMetrics(1, 2.0, 3.0, 2**30, 5.0)
 
@@ -59,3 +59,20 @@ def test_a_resumed_run_cuts_what_came_after_its_save(tmp_path):
     with Watch(4, str(tmp_path / "new.jsonl"), show=True, resumed_at=0):
         pass
     assert [entry.name for entry in tmp_path.iterdir() if entry.name[0] == "."] == []
+
+
+def test_stages_are_lines_in_a_log_and_a_bar_on_a_terminal(monkeypatch, capsys):
+    with Stages(2) as stages:
+        stages.begin("capture")
+        stages.begin("solve")
+    assert capsys.readouterr().err.splitlines() == ["capture", "solve"]
+
+    def terminal(**settings):
+        return Console(**settings, force_terminal=True, width=100)
+
+    monkeypatch.setattr(progress, "Console", terminal)
+    with Stages(1) as stages:
+        for name in ("capture", "solve", "simulation"):  # more than were foreseen
+            stages.begin(name)
+        stages.progress.refresh()
+    assert "simulation" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from stepgraph.equivalence.lockstep import run_lockstep
 from stepgraph.placement.apply import place_values
 from stepgraph.planning.decisions import OperationPlacement, PlacementDecision
-from stepgraph.planning.plan import parse_placements
+from stepgraph.planning.placements import parse_placements
 from stepgraph.program import roles
 from stepgraph.program.invariants import check_invariants
 from stepgraph.program.layout import InnerShard, show

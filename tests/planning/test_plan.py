@@ -10,8 +10,9 @@ from stepgraph import pipeline
 from stepgraph.capture.module import default_loss
 from stepgraph.errors import PlanError
 from stepgraph.pipeline import PassDriver, StepRequest, compile_step
-from stepgraph.planning import plan as planning
-from stepgraph.planning.plan import Plan, parse_placements
+from stepgraph.planning import file as planning
+from stepgraph.planning.placements import parse_operation, parse_placements
+from stepgraph.planning.plan import Plan
 from stepgraph.program.layout import MeshShape, show
 from stepgraph.runtime.ranks import parse_mesh
 from tests.support import mlp, regression_batch, spec_of
@@ -54,6 +55,32 @@ def test_a_plan_that_is_replayed_decides_nothing_again(plan, monkeypatch):
     assert str(compile_with(replayed)) == expected
 
 
+def test_placements_that_cannot_be_carried_out_are_a_plan_error(plan):
+    changed = Plan.from_json(json.loads(json.dumps(plan.to_json())))
+    changed.final = True
+    operations = changed.placements["step"].operations
+    name = next(name for name in operations if name.endswith("tanh"))
+    operations[name] = parse_operation("P(avg) -> P(avg)")
+    with pytest.raises(PlanError, match="cannot be carried out"):
+        compile_with(changed)
+
+
+def test_placements_that_no_tensor_has_are_a_plan_error_that_names_the_value(plan):
+    for name, placements, message in (
+        ("tanh", "S(2) -> S(2)", "there is no dimension 2"),
+        ("tanh", "R R -> R", "1 tensor arguments and 1 results, the plan places 2 and 1"),
+        ("tanh", "S(0/5) -> S(0)", "5 blocks do not divide"),
+    ):
+        changed = Plan.from_json(json.loads(json.dumps(plan.to_json())))
+        changed.final = True
+        operations = changed.placements["step"].operations
+        name = next(key for key in operations if key.endswith(f"/{name}") or key == name)
+        operations[name] = parse_operation(placements)
+        with pytest.raises(PlanError, match="tanh") as caught:
+            compile_with(changed)
+        assert message in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "placements",
     [
@@ -79,7 +106,7 @@ MALFORMED = {
     "a list": "[]",
     "a number": "7",
     "no fields": "{}",
-    "a field of another type": '{"version": 1, "mesh": 3, "placement": "zero3", "memory": "none",'
+    "a field of another type": '{"version": 2, "mesh": 3, "placement": "zero3", "memory": "none",'
     ' "schedule": "none", "lowering": "eager", "placements": {}, "recomputation": {}}',
     "deep": "[" * 100_000,
 }
@@ -114,7 +141,7 @@ def test_what_is_no_file_is_named(tmp_path, name):
 
 
 def test_a_file_too_large_to_be_a_plan_is_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(planning, "_LARGEST_FILE", 10)
+    monkeypatch.setattr(planning, "LARGEST_FILE", 10)
     (tmp_path / "plan.json").write_text(json.dumps(Plan("ddp", MeshShape((("dp", 1),))).to_json()))
     with pytest.raises(PlanError, match="larger than"):
         Plan.load(tmp_path / "plan.json")

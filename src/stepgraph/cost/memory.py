@@ -1,14 +1,19 @@
 """Memory of a Program over time: which storage lives when, by category.
 
-A storage is born with the operation that allocates it and dies with the last reader of it or of any
-view of it. Inputs live throughout; a ``New*`` result written over an input costs nothing beyond it.
-Bytes are this rank's.
+A storage is born with the operation that allocates it and dies with the last reader of it or of any view
+of it, as in the Python that fx generates; what a collective reads is held until its wait. Inputs live
+throughout; a ``New*`` result written over an input costs nothing beyond it. Bytes are this rank's.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import fx
 
 from stepgraph import torch_internals
@@ -19,6 +24,9 @@ from stepgraph.program.program import BACKWARD, FORWARD, OPTIMIZER, Program, is_
 CATEGORIES = (
     "parameters", "gradients", "optimizer", "inputs", "activations", "temporaries", "communication",
 )  # fmt: skip
+
+# One of the storages that an operation allocated: (operation, which of its results).
+Storage = tuple[fx.Node, int]
 
 
 @dataclass
@@ -47,34 +55,23 @@ class MemoryTimeline:
 
 def memory_timeline(program: Program) -> MemoryTimeline:
     """Simulates the Program in graph order; linear in its size."""
-    operations = list(program.operations())
-    position = {node: i for i, node in enumerate(operations)}
-    root = storage_roots(program)
-    last_read: dict[fx.Node, int] = {}
-    for node in operations:
-        for source in node.all_input_nodes:
-            last_read[root[source]] = position[node]
-    end = len(operations)
-    written = {role: node for node, role in zip(program.placeholders, program.inputs, strict=True)}
-    for node, role in zip(program.results, program.outputs, strict=True):
-        target = roles.written_input(role)
-        # Written in place right behind its producer: no storage of its own past that point.
-        in_place = target in written
-        last_read[root[node]] = max(last_read.get(root[node], 0), position.get(node, 0))
-        if not in_place:
-            last_read[root[node]] = end
+    lives = _Lives(program)
+    end = len(lives.operations)
     born: list[list[tuple[str, int]]] = [[] for _ in range(end + 1)]
     dead: list[list[tuple[str, int]]] = [[] for _ in range(end + 1)]
+    for node in lives.operations:
+        start = lives.position[node]
+        for storage in lives.allocated(node):
+            last = lives.last_use.get(storage, start)
+            entry = (lives.category(storage, last), _bytes_of(storage))
+            born[start].append(entry)
+            dead[min(last + 1, end)].append(entry)
     alive = dict.fromkeys(CATEGORIES, 0)
     for node, role in zip(program.placeholders, program.inputs, strict=True):
         alive[_input_category(role)] += _bytes(node)
-    gradients = _gradient_roots(program, root)
-    for node in operations:
-        if root[node] is not node or is_write(node):
-            continue
-        category = _category(node, gradients, position, last_read, operations)
-        born[position[node]].append((category, _bytes(node)))
-        dead[min(last_read.get(node, position[node]) + 1, end)].append((category, _bytes(node)))
+    for node in program.graph.nodes:
+        if node.op == "get_attr":  # a constant of the graph
+            alive["inputs"] += _bytes(node)
     at = []
     for i in range(end):
         for category, size in dead[i]:
@@ -82,7 +79,87 @@ def memory_timeline(program: Program) -> MemoryTimeline:
         for category, size in born[i]:
             alive[category] += size
         at.append(dict(alive))
-    return MemoryTimeline(operations, at)
+    return MemoryTimeline(lives.operations, at)
+
+
+class _Lives:
+    """Until which operation each storage of a Program is needed."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.operations = list(program.operations())
+        self.position = {node: i for i, node in enumerate(self.operations)}
+        self.storages: dict[fx.Node, tuple[Storage, ...]] = {}
+        for node in program.graph.nodes:
+            self.storages[node] = self._storages_of(node)
+        self.last_use: dict[Storage, int] = {}
+        for node in self.operations:
+            for source in node.all_input_nodes:
+                self._needed(source, self.position[node])
+            if is_collective(node):
+                for wait in node.users:
+                    self._needed(node.all_input_nodes[0], self.position.get(wait, 0))
+        self._hold_results()
+        self.gradients = self._gradients()
+
+    def allocated(self, node: fx.Node) -> Iterator[Storage]:
+        """The storages that an operation makes."""
+        if not is_write(node):
+            for storage in self.storages[node]:
+                if storage[0] is node:
+                    yield storage
+
+    def category(self, storage: Storage, last: int) -> str:
+        """What a storage is for, given its last use."""
+        node, _ = storage
+        if storage in self.gradients:
+            return "gradients"
+        if is_collective(node):
+            return "communication"
+        last_reader = self.operations[min(last, len(self.operations) - 1)]
+        if node.meta["phase"] == FORWARD and last_reader.meta["phase"] != FORWARD:
+            return "activations"
+        return "temporaries"
+
+    def _storages_of(self, node: fx.Node) -> tuple[Storage, ...]:
+        source = viewed(node)
+        if source is None:
+            count = max(len(tensors_of(node.meta.get("val"))), 1)
+            return tuple((node, i) for i in range(count))
+        if node.target is operator.getitem and viewed(source) is None:
+            made = source.meta.get("val")
+            if isinstance(made, (tuple, list)):
+                before = sum(len(tensors_of(part)) for part in made[: node.args[1]])  # type: ignore[index,misc]
+                return tuple((source, before + i) for i in range(len(tensors_of(node.meta["val"]))))
+        return self.storages[source]
+
+    def _needed(self, node: fx.Node, until: int) -> None:
+        for storage in self.storages[node]:
+            self.last_use[storage] = max(self.last_use.get(storage, 0), until)
+
+    def _hold_results(self) -> None:
+        """Results live to the end, but for those that are written in place right behind their producer."""
+        program = self.program
+        inputs = dict(zip(program.inputs, program.placeholders, strict=True))
+        for node, role in zip(program.results, program.outputs, strict=True):
+            written = roles.written_input(role)
+            if written not in inputs:
+                self._needed(node, len(self.operations))
+                continue
+            old_value = self.last_use.get((inputs[written], 0), 0)  # type: ignore[index]
+            self._needed(node, max(old_value, self.position.get(node, 0)))
+
+    def _gradients(self) -> set[Storage]:
+        """Storages that cross from the backward into the update, or leave as gradients."""
+        program = self.program
+        found: set[Storage] = set()
+        for node, role in zip(program.results, program.outputs, strict=True):
+            if isinstance(role, roles.Grad):
+                found.update(self.storages[node])
+        for node in program.operations(BACKWARD):
+            if any(u.op == "call_function" and u.meta["phase"] == OPTIMIZER for u in node.users):
+                found.update(self.storages[node])
+        return found
 
 
 def storage_roots(program: Program) -> dict[fx.Node, fx.Node]:
@@ -100,13 +177,35 @@ def viewed(node: fx.Node) -> fx.Node | None:
         return None
     if node.target is torch_internals.WAIT or node.target is torch_internals.UNSAFE_VIEW:
         return node.args[0]  # type: ignore[return-value]
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
+    aliased = _aliased_arguments(node.target)
+    if aliased is None:
         return node.args[0]  # type: ignore[return-value]  # getitem
-    for argument, value in zip(schema.arguments, node.args, strict=False):
-        if argument.alias_info is not None and isinstance(value, fx.Node):
-            return value
-    return None
+    for position in aliased:
+        value = node.args[position] if position < len(node.args) else None
+        if isinstance(value, fx.Node):
+            return value if _is_view_in_fact(node, value) else None
+    out = node.kwargs.get("out")
+    return out if isinstance(out, fx.Node) else None
+
+
+@functools.cache
+def _aliased_arguments(target: Any) -> tuple[int, ...] | None:
+    """Positions of the arguments that an operator's results may share storage with (slow to ask)."""
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return None
+    return tuple(i for i, a in enumerate(schema.arguments) if a.alias_info is not None)
+
+
+def _is_view_in_fact(node: fx.Node, source: fx.Node) -> bool:
+    """Whether a reshape, which copies where the layout demands it, does not."""
+    if node.target is not torch.ops.aten.reshape.default:
+        return True
+    try:
+        source.meta["val"].view(node.meta["val"].shape)
+    except (RuntimeError, ValueError):  # the second from fake tensors
+        return False
+    return True
 
 
 def _input_category(role: roles.Input) -> str:
@@ -120,30 +219,11 @@ def _input_category(role: roles.Input) -> str:
     return "inputs"
 
 
-def _gradient_roots(program: Program, root: dict[fx.Node, fx.Node]) -> set[fx.Node]:
-    """Storages that cross from the backward into the update, or leave as gradients."""
-    found = {
-        root[node]
-        for node, role in zip(program.results, program.outputs, strict=True)
-        if isinstance(role, roles.Grad)
-    }
-    for node in program.operations(BACKWARD):
-        if any(u.op == "call_function" and u.meta["phase"] == OPTIMIZER for u in node.users):
-            found.add(root[node])
-    return found
-
-
-def _category(node, gradients, position, last_read, operations) -> str:
-    if node in gradients:
-        return "gradients"
-    if is_collective(node):
-        return "communication"
-    phase = node.meta["phase"]
-    last = last_read.get(node, position[node])
-    if phase == FORWARD and operations[min(last, len(operations) - 1)].meta["phase"] != FORWARD:
-        return "activations"
-    return "temporaries"
-
-
 def _bytes(node: fx.Node) -> int:
     return sum(t.numel() * t.element_size() for t in tensors_of(node.meta.get("val")))
+
+
+def _bytes_of(storage: Storage) -> int:
+    node, index = storage
+    made = tensors_of(node.meta.get("val"))
+    return made[index].numel() * made[index].element_size() if made else 0

@@ -11,11 +11,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from stepgraph import torch_internals
-from stepgraph.errors import BatchError, UsageError
+from stepgraph.errors import BatchError, PlanError, UsageError
 from stepgraph.lowering.lower import check_lowering
 from stepgraph.memory.policies import parse_policy
 from stepgraph.placement.policies import check_preset
+from stepgraph.planning.fingerprint import fingerprint_of
 from stepgraph.planning.plan import Plan
+from stepgraph.program.layout import MeshShape
+
+_COMPUTE_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
 
 
 def check_arguments(model, optimizer, micro_batches, schedule, compute_dtype, reduce_dtype) -> None:
@@ -70,8 +79,15 @@ def check_kinds(loss, mesh, plan, memory, lowering, max_grad_norm) -> None:
         check_lowering(lowering)
 
 
-def make_plan(plan, mesh, memory: str | None, lowering: str | None) -> Plan:
-    """The plan in force: explicit arguments win over its own values."""
+def make_plan(
+    plan, mesh: MeshShape, memory: str | None, lowering: str | None, model: nn.Module
+) -> Plan:
+    """The plan in force: explicit arguments win over its own values.
+
+    Raises:
+        UsageError, MeshError: it is for another mesh.
+        PlanError: no plan file, a malformed one, or one that was made for another model.
+    """
     if isinstance(plan, Plan):
         made = copy.deepcopy(plan)  # the caller may give it to another engine, too
     elif isinstance(plan, Path) or str(plan).endswith(".json"):
@@ -84,10 +100,29 @@ def make_plan(plan, mesh, memory: str | None, lowering: str | None) -> Plan:
             f"the plan is for mesh {made.mesh}, the ranks form {mesh}",
             do="launch that mesh, or make a plan for this one",
         )
+    made.check_model(model)
+    made.fingerprint = made.fingerprint or fingerprint_of(model)
     if memory is not None and memory != made.memory:
-        made.memory, made.recomputation = memory, {}
+        made.memory, made.recomputation, made.predicted = memory, {}, None
     made.lowering = lowering or made.lowering
     return made
+
+
+def compute_dtype_in(plan: Plan, given: torch.dtype | None) -> torch.dtype | None:
+    """What a step computes in: the argument, else what the plan was made for.
+
+    Raises:
+        PlanError: the plan names no type that a step could compute in.
+    """
+    name = None if plan.settings is None else plan.settings.compute_dtype
+    if given is not None or name is None:
+        return given
+    if name not in _COMPUTE_DTYPES:
+        raise PlanError(
+            f"the plan was made for computing in {name!r}, which is no floating-point type",
+            do=f"known: {', '.join(_COMPUTE_DTYPES)}",
+        )
+    return _COMPUTE_DTYPES[name]
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -14,8 +14,12 @@ from typing import Any, TypeVar
 import click
 import torch
 
+from stepgraph.capture.precision import Precision
 from stepgraph.errors import StepgraphError, UsageError
 from stepgraph.frontends import models
+from stepgraph.frontends.arguments import compute_dtype_in
+from stepgraph.frontends.help_text import example
+from stepgraph.frontends.plan_commands import explain_command, plan_command
 from stepgraph.frontends.training import Summary, TrainOptions, train
 from stepgraph.memory.policies import parse_policy
 from stepgraph.placement.policies import check_preset
@@ -38,11 +42,6 @@ class _Commands(click.Group):
             cause = error.__cause__ if isinstance(error.__cause__, UsageError) else error
             click.echo(f"stepgraph: {cause}", err=True)
             ctx.exit(BAD_USAGE if isinstance(cause, UsageError) else FAILED)
-
-
-def _example(first: str, *rest: str) -> str:
-    """A help page's example; click keeps the line breaks after its mark."""
-    return "\n".join(["\b", "Example:", f"  stepgraph {first}", *(f"  {line}" for line in rest)])
 
 
 def _shared_options(seq: int, batch_per_rank: int) -> Callable[[_AnyFunction], _AnyFunction]:
@@ -86,7 +85,7 @@ def _shared_options(seq: int, batch_per_rank: int) -> Callable[[_AnyFunction], _
 @click.group(
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog=_example("train --model llama-tiny --text notes.txt --ranks 2"),
+    epilog=example("train --model llama-tiny --text notes.txt --ranks 2"),
 )
 @click.version_option(package_name="stepgraph")
 def main() -> None:
@@ -95,7 +94,7 @@ def main() -> None:
 
 @main.command(
     "train",
-    epilog=_example(
+    epilog=example(
         "train --model llama-tiny --text notes.txt --ranks 2 --plan zero3 \\",
         "    --steps 200 --metrics run.jsonl --sample 200",
     ),
@@ -143,7 +142,7 @@ def train_command(as_json: bool, **options: Any) -> None:
 
 
 @main.command(
-    "check", epilog=_example("check --model llama-tiny --mesh dp=4 --plan zero3 --memory full")
+    "check", epilog=example("check --model llama-tiny --mesh dp=4 --plan zero3 --memory full")
 )
 @_shared_options(seq=64, batch_per_rank=2)
 @click.option("--mesh", required=True, help="Names and sizes, as in dp=4; all in this process.")
@@ -166,11 +165,15 @@ def check_command(
     from stepgraph.equivalence.check import check_model
 
     shape = parse_mesh(mesh)
-    if not plan.endswith(".json"):
-        check_preset(plan, shape)
+    loaded = Plan.load(plan) if plan.endswith(".json") else None
+    check_preset(plan if loaded is None else loaded.placement, shape)
     if memory is not None:
         parse_policy(memory)
     made = models.build_model(model, seed).train()
+    compute = None
+    if loaded is not None:
+        loaded.check_model(made)
+        compute = compute_dtype_in(loaded, None)
     generator = torch.Generator().manual_seed(seed)
     rows = batch_per_rank * shape.data_size
     vocabulary = models.vocabulary_size(made, otherwise=256)
@@ -181,8 +184,9 @@ def check_command(
         optimizer=torch.optim.AdamW(made.parameters(), lr=lr),
         batch={"input_ids": ids, "labels": ids.clone()},
         mesh=mesh,
-        plan=Plan.load(plan) if plan.endswith(".json") else plan,
+        plan=plan if loaded is None else loaded,
         memory=memory,
+        precision=Precision(compute, None),
         micro_batches=micro_batches,
         max_grad_norm=max_grad_norm,
     )
@@ -190,6 +194,10 @@ def check_command(
     if not report.ok:
         click.echo(f"stepgraph: the first pass that differs: {report.first_difference}", err=True)
         sys.exit(FAILED)
+
+
+main.add_command(plan_command)
+main.add_command(explain_command)
 
 
 # -- results
@@ -245,7 +253,7 @@ def loss_curve(
 # -- doctor
 
 
-@main.command("doctor", epilog=_example("doctor --json"))
+@main.command("doctor", epilog=example("doctor --json"))
 @click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON.")
 def doctor_command(as_json: bool) -> None:
     """Says what this machine has, and tries what works on it and what does not.

@@ -21,6 +21,7 @@ from stepgraph.errors import GraphBreakError, ParameterHookError, UsageError
 from stepgraph.frontends.arguments import (
     check_arguments,
     check_kinds,
+    compute_dtype_in,
     device_of,
     make_plan,
 )
@@ -62,7 +63,7 @@ class Engine(SavesAndLoads):
         memory: ``none``, ``full`` or ``layers:N``; None: the plan's own.
         schedule: ``"none"``; None: the plan's own.
         compute_dtype: floating-point parameters and batch leaves are cast to it in the program, before
-            any gather; parameters stay as they are.
+            any gather; parameters stay as they are. None: what the plan was made for.
         reduce_dtype: of gradient reductions; None: the type they are computed in.
         max_grad_norm: clips gradients to this global 2-norm, inside the program.
         micro_batches: gradient accumulation, inside the program: each rank's batch is cut in so many.
@@ -101,7 +102,8 @@ class Engine(SavesAndLoads):
         device = device_of(model)
         ranks = join_ranks(mesh, device)
         try:
-            self.plan = make_plan(plan, ranks.shape, memory, lowering)
+            self.plan = make_plan(plan, ranks.shape, memory, lowering, model)
+            compute_dtype = compute_dtype_in(self.plan, compute_dtype)
         except Exception:
             if ranks.owns_group:
                 dist.destroy_process_group()

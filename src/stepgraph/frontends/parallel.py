@@ -15,7 +15,13 @@ from stepgraph.capture.module import LossFunction
 from stepgraph.capture.precision import Precision
 from stepgraph.capture.refusals import check_hooks
 from stepgraph.errors import BatchError, GraphBreakError, ParameterHookError, UsageError
-from stepgraph.frontends.arguments import check_arguments, check_kinds, device_of, make_plan
+from stepgraph.frontends.arguments import (
+    check_arguments,
+    check_kinds,
+    compute_dtype_in,
+    device_of,
+    make_plan,
+)
 from stepgraph.frontends.compiler import MAX_SHAPES, Compiler
 from stepgraph.frontends.entries import Compiled
 from stepgraph.frontends.graphs import GraphRunner
@@ -79,7 +85,8 @@ def parallelize(
     check_hooks(model)
     device = device_of(model)
     ranks = join_ranks(mesh, device)
-    made = make_plan(plan, ranks.shape, memory, lowering)
+    made = make_plan(plan, ranks.shape, memory, lowering, model)
+    compute_dtype = compute_dtype_in(made, compute_dtype)
     made.placement = for_own_update(made.placement)
     state = State(
         model,

@@ -116,3 +116,44 @@ def _is_up_to(line: bytes, step: int) -> bool:
         return line.endswith(b"\n") and json.loads(line)["step"] <= step
     except (ValueError, KeyError, TypeError):
         return False
+
+
+class Stages:
+    """The stages of planning on standard error: a bar on a terminal, else a line for each.
+
+    Args:
+        total: how many stages there will be, as far as is known.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done = total, 0
+        self.console = Console(stderr=True)
+        self.stack = contextlib.ExitStack()
+        self.progress: Progress | None = None
+
+    def __enter__(self) -> Stages:
+        if self.console.is_terminal:
+            columns = (
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TimeElapsedColumn(),
+            )
+            made = Progress(*columns, console=self.console, transient=True)
+            self.progress = self.stack.enter_context(made)
+            self.task = self.progress.add_task("building the model", total=self.total)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.stack.close()
+
+    def begin(self, name: str) -> None:
+        """A stage begins, and the one before is done."""
+        self.done += 1
+        if self.progress is None:
+            self.console.print(name, highlight=False)
+        else:
+            self.total = max(self.total, self.done)
+            self.progress.update(
+                self.task, description=name, completed=self.done - 1, total=self.total
+            )

@@ -9,6 +9,7 @@ ranks of tensor parallelism hold in parts (sequence-parallel norms).
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 
 import torch
@@ -94,15 +95,20 @@ def _not_crossing(region: list[fx.Node], program: Program) -> list[fx.Node]:
     """
     inside = set(region)
     results = set(program.results)
-    return [
-        node
-        for node in region
-        if node not in results
-        and not is_collective(node)
-        and node.target is not torch_internals.WAIT
-        and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
-        and all(user in inside or user.meta.get("phase") != FORWARD for user in node.users)
-    ]
+    dropped: dict[fx.Node, None] = {}
+    for node in region:
+        # A part of a tuple goes with it: what is kept for the backward are tensors.
+        of_kept = node.target is operator.getitem and node.args[0] not in dropped
+        if (
+            not of_kept
+            and node not in results
+            and not is_collective(node)
+            and node.target is not torch_internals.WAIT
+            and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
+            and all(user in inside or user.meta.get("phase") != FORWARD for user in node.users)
+        ):
+            dropped[node] = None
+    return list(dropped)
 
 
 def _regather(program: Program, decision: MemoryDecision, parameters_too: bool) -> None:

@@ -20,6 +20,7 @@ from stepgraph.placement.data_parallel import DataParallel, Storage
 from stepgraph.placement.tensor_parallel import TensorParallel, find_layout
 from stepgraph.placement.walk import REPLICATE, Walk
 from stepgraph.planning.decisions import OperationPlacement, PlacementDecision
+from stepgraph.planning.plan import AUTO
 from stepgraph.program import roles
 from stepgraph.program.layout import TENSOR_PARALLEL, MeshShape, Placements
 from stepgraph.program.program import OPTIMIZER, Program
@@ -42,14 +43,16 @@ def check_preset(name: str, mesh: MeshShape) -> dict[str, Storage]:
     """What a preset stores where, by data-parallel mesh dimension, if the mesh has what it needs.
 
     ``tp`` is implied where the mesh has that dimension; ``"tp"`` alone is ``tp+ddp`` on a mesh with ``dp``;
-    ``sp`` needs ``tp``.
+    ``sp`` needs ``tp``. ``auto`` fits every mesh, and says nothing beforehand.
 
     Raises:
         UsageError: unknown name; the message lists the known ones.
         MeshError: the mesh lacks a dimension, or has one that the preset does not know.
     """
+    if name == AUTO:
+        return {}
     parts = name.split("+")
-    known = [*PRESETS, TENSOR_PARALLEL, SEQUENCE_PARALLEL]
+    known = [*PRESETS, TENSOR_PARALLEL, SEQUENCE_PARALLEL, AUTO]
     for part in parts:
         if part not in known:
             raise UsageError(f"unknown plan {name!r}", do=near_misses(part, known))
@@ -88,10 +91,10 @@ def for_own_update(name: str) -> str:
 def stored_parameter(preset_name: str, shape: tuple[int, ...], mesh: MeshShape) -> Placements:
     """Where a parameter of a global shape is stored before the first program says how it is cut."""
     preset = check_preset(preset_name, mesh)
-    return tuple(
-        Shard(0) if name in preset and preset[name].shard_parameters and shape else REPLICATE
-        for name in mesh.names
-    )
+    cut = {name for name, storage in preset.items() if storage.shard_parameters}
+    if preset_name == AUTO:
+        cut = set(mesh.names) - {TENSOR_PARALLEL}
+    return tuple(Shard(0) if name in cut and shape else REPLICATE for name in mesh.names)
 
 
 def decide(

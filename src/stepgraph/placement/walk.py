@@ -46,6 +46,11 @@ class Walk(abc.ABC):
         self.rules = Rules(ranks, unit, others)
         self.inputs: dict[roles.Input, Placement] = {}
         self.role_of = dict(zip(program.placeholders, program.inputs, strict=True))
+        self.tangents = [
+            (node, role)
+            for node, role in self.role_of.items()
+            if isinstance(role, roles.ResultTangent)
+        ]
         self.outputs: dict[roles.Output, Placement] = {}
         self.unruled: dict[str, str] = {}
         self.chosen: dict[fx.Node, Strategy] = {}
@@ -121,8 +126,8 @@ class Walk(abc.ABC):
 
     def place_tangents(self) -> None:
         """What comes back for a result is placed like the result."""
-        for node, role in self.role_of.items():
-            if isinstance(role, roles.ResultTangent) and role not in self.inputs:
+        for node, role in self.tangents:
+            if role not in self.inputs:
                 result = self.program.result(roles.ModuleResult(role.index))
                 self.inputs[role] = self.returned(result)
                 self.now[node] = (self.inputs[role],)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from stepgraph.program.layout import Placements
 
@@ -21,7 +22,9 @@ class PlacementDecision:
 
     Keys are role labels (``Param(lm_head.weight)``) for inputs and outputs, and stable names for
     operations. ``unruled`` lists operators that no rule could place: they are replicated. ``notes`` go
-    into the report.
+    into the report. ``reasons`` say, by the same names, why a solver chose what it chose: ``chosen`` and
+    ``runner_up`` (placements as text, or None), ``cost_ms`` and ``runner_up_cost_ms``. ``optimality_gap``:
+    what the solver certified, 0.0 where the decision is optimal; None for a preset.
     """
 
     preset: str
@@ -30,6 +33,8 @@ class PlacementDecision:
     operations: dict[str, OperationPlacement] = field(default_factory=dict)
     unruled: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    reasons: dict[str, dict[str, Any]] = field(default_factory=dict)
+    optimality_gap: float | None = None
 
 
 @dataclass

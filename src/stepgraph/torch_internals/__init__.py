@@ -30,6 +30,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, TupleStrategy
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: F401  (the one door to it)
 
 collective_ops = torch.ops._c10d_functional
 mutable_copy = torch.ops.aten.copy_.default
@@ -58,6 +59,11 @@ DynamoError = TorchDynamoException
 def new_fake_mode() -> FakeTensorMode:
     """A mode in which tensors have shapes but no data; real tensors may be mixed in."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def host_device() -> torch.device:
+    """The device that torch computes on without any accelerator, whatever the default device is now."""
+    return torch.Generator().device
 
 
 def fake_mode_of(values: Sequence[object]) -> FakeTensorMode | None:

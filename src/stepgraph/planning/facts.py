@@ -1,0 +1,136 @@
+"""What a plan remembers of each value, so that it can be explained without the model.
+
+Gathered once, from the global Program (types, readers) and the placed one (collectives).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from stepgraph.cost.collectives import collective_of
+from stepgraph.cost.traffic import tensor_arguments
+from stepgraph.planning.decisions import PlacementDecision
+from stepgraph.planning.fingerprint import type_of
+from stepgraph.program import roles
+from stepgraph.program.collectives import is_collective
+from stepgraph.program.layout import show
+from stepgraph.program.program import Program, tensors_of
+
+_READERS_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Reads:
+    """A value is read in one placement: by how many operations, and the first of them by name."""
+
+    placement: str
+    count: int
+    first: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Collectives that a value causes: ``bytes`` is the larger side of one of them, on one rank."""
+
+    phase: str
+    kind: str
+    mesh_dim: str
+    bytes: int
+    count: int
+
+
+@dataclass(frozen=True)
+class ValueFacts:
+    """One value: its type with global shape (``bfloat16[32, 4096]``), readers, collectives."""
+
+    type: str
+    reads: tuple[Reads, ...] = ()
+    moves: tuple[Moves, ...] = ()
+
+
+def gather_facts(
+    program: Program, placed: Program, decision: PlacementDecision
+) -> dict[str, ValueFacts]:
+    """What is to be remembered of every value, by label (inputs, outputs) or stable name.
+
+    Args:
+        program: with global shapes, as the decision was made for it.
+        placed: one rank's own, recomputation included.
+        decision: names what is in both.
+    """
+    reads = _reads(program, decision)
+    moves = _moves(placed, decision)
+    found = {}
+    labels = _labels(program)
+    for node in program.graph.nodes:
+        name = labels.get(node) or node.meta.get("name")
+        if name is not None and node.op in ("placeholder", "call_function"):
+            shown = ", ".join(type_of(tensor) for tensor in tensors_of(node.meta.get("val")))
+            found[name] = ValueFacts(shown, reads.get(name, ()), moves.get(name, ()))
+    for node, role in zip(program.results, program.outputs, strict=True):
+        shown = ", ".join(type_of(tensor) for tensor in tensors_of(node.meta.get("val")))
+        found[roles.label(role)] = ValueFacts(shown)
+    return found
+
+
+def _labels(program: Program) -> dict[fx.Node, str]:
+    pairs = zip(program.placeholders, program.inputs, strict=True)
+    return {node: roles.label(role) for node, role in pairs}
+
+
+def _reads(program: Program, decision: PlacementDecision) -> dict[str, tuple[Reads, ...]]:
+    labels = _labels(program)
+    found: dict[str, dict[str, list[str]]] = {}
+    shown: dict[tuple, str] = {}
+    for node in program.operations():
+        choice = decision.operations[node.meta["name"]]
+        wanted = iter(choice.inputs)
+        for argument in tensor_arguments(node):
+            placements = next(wanted, None)
+            if placements is None:
+                break
+            if placements not in shown:
+                shown[placements] = show(placements)
+            name = labels.get(argument) or argument.meta.get("name", "")
+            readers = found.setdefault(name, {}).setdefault(shown[placements], [])
+            readers.append(node.meta["name"])
+    for role, node in zip(program.outputs, program.results, strict=True):
+        placement = show(decision.outputs[roles.label(role)])
+        name = labels.get(node) or node.meta.get("name", "")
+        found.setdefault(name, {}).setdefault(placement, []).append(roles.label(role))
+    return {
+        name: tuple(
+            Reads(placement, len(readers), tuple(dict.fromkeys(readers))[:_READERS_SHOWN])
+            for placement, readers in by_placement.items()
+        )
+        for name, by_placement in found.items()
+    }
+
+
+def _moves(placed: Program, decision: PlacementDecision) -> dict[str, tuple[Moves, ...]]:
+    labels = _labels(placed)
+    counts: dict[str, dict[tuple[str, str, str, int], int]] = {}
+    for node in placed.operations():
+        if is_collective(node):
+            kind, size, mesh_dim = collective_of(node)
+            key = (node.meta["phase"], kind, mesh_dim, size)
+            by_kind = counts.setdefault(_cause(node, labels, decision), {})
+            by_kind[key] = by_kind.get(key, 0) + 1
+    return {
+        name: tuple(Moves(*key, count) for key, count in by_kind.items())
+        for name, by_kind in counts.items()
+    }
+
+
+def _cause(node: fx.Node, labels: dict[fx.Node, str], decision: PlacementDecision) -> str:
+    """The value that a collective redistributes: behind the helpers that placement inserted."""
+    source = node
+    while True:
+        source = source.all_input_nodes[0]
+        if source in labels:
+            return labels[source]
+        name = source.meta.get("recomputed_from", source.meta.get("name", ""))
+        if name in decision.operations or not source.all_input_nodes:
+            return name

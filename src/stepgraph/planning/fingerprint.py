@@ -1,0 +1,106 @@
+"""The fingerprint of a model: parameters and buffers by name, shape and type; and how two differ.
+
+It is a table, not a hash: a plan for another model says what is different.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from stepgraph.errors import PlanError, name_a_few
+
+_AT_MOST = 3
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What a plan was made for.
+
+    ``parameters`` and ``buffers`` map names to ``float32[4096, 4096]``, or to ``= name`` for a tied
+    tensor; global shapes. ``frozen``: parameters that take no gradient.
+    """
+
+    parameters: dict[str, str] = field(default_factory=dict)
+    buffers: dict[str, str] = field(default_factory=dict)
+    frozen: tuple[str, ...] = ()
+
+    def check(self, model: nn.Module) -> None:
+        """Compares a model with this.
+
+        Raises:
+            PlanError: says what differs, at most a few names of each kind.
+        """
+        differences = self.differences(fingerprint_of(model))
+        if differences:
+            raise PlanError(
+                "the plan was made for another model",
+                why="; ".join(differences),
+                do="make the plan again for this model, or start from a preset",
+            )
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """What ``other`` (a model at hand) has otherwise than this (the plan's), in words."""
+        found = []
+        kinds = (
+            ("parameter", self.parameters, other.parameters),
+            ("buffer", self.buffers, other.buffers),
+        )
+        for kind, mine, theirs in kinds:
+            found += _differences(kind, mine, theirs)
+        shared = self.parameters.keys() & other.parameters.keys()
+        frozen = sorted((set(other.frozen) - set(self.frozen)) & shared)
+        trained = sorted((set(self.frozen) - set(other.frozen)) & shared)
+        if frozen:
+            found.append(f"frozen only now: {name_a_few(frozen, _AT_MOST)}")
+        if trained:
+            found.append(f"frozen only in the plan: {name_a_few(trained, _AT_MOST)}")
+        return found
+
+
+def _differences(kind: str, mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+    found = []
+    missing = [name for name in mine if name not in theirs]
+    added = [name for name in theirs if name not in mine]
+    changed = [
+        f"{name} is {theirs[name]}, not {mine[name]}"
+        for name in mine
+        if name in theirs and mine[name] != theirs[name]
+    ]
+    if missing:
+        found.append(f"the model lacks {kind}s of the plan: {name_a_few(missing, _AT_MOST)}")
+    if added:
+        found.append(f"the plan does not know {kind}s: {name_a_few(added, _AT_MOST)}")
+    if changed:
+        found.append(f"{kind} {name_a_few(changed, _AT_MOST)}")
+    return found
+
+
+def fingerprint_of(model: nn.Module) -> Fingerprint:
+    """The fingerprint of a module; DTensors count by their global shapes, and no value is read."""
+    first: dict[int, str] = {}
+
+    def table(tensors) -> dict[str, str]:
+        shown = {}
+        for name, tensor in tensors:
+            known = first.setdefault(id(tensor), name)
+            shown[name] = type_of(tensor) if known == name else f"= {known}"
+        return shown
+
+    parameters = table(model.named_parameters(remove_duplicate=False))
+    buffers = table(model.named_buffers(remove_duplicate=False))
+    frozen = tuple(name for name, tensor in model.named_parameters() if not tensor.requires_grad)
+    return Fingerprint(parameters, buffers, frozen)
+
+
+def type_of(tensor) -> str:
+    """``bfloat16[16, 4096]``: the type and the (global) shape of a tensor, real or fake."""
+    return _show_type(tensor.dtype, tuple(tensor.shape))
+
+
+@functools.lru_cache(4096)
+def _show_type(dtype: object, shape: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"

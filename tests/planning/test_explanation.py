@@ -1,0 +1,69 @@
+import copy
+
+import pytest
+
+from stepgraph.errors import UsageError
+from stepgraph.planning.explanation import explain, overview
+from tests.planning.plan_support import llama_plan
+
+
+def test_a_parameter_is_explained_with_its_cast_and_its_gathers():
+    text = explain(llama_plan(), "model.layers.1.mlp.up_proj.weight")
+    assert text.startswith("model.layers.1.mlp.up_proj.weight: parameter, float32[24, 16]\n")
+    assert "S(1)S(0): dimension 1 cut over dp=2; dimension 0 cut over tp=2" in text
+    assert "by the preset tp+zero3" in text
+    assert "forward: all_gather over dp, " in text
+    assert "backward: all_gather over dp, " in text
+
+
+def test_every_value_has_an_explanation():
+    plan = llama_plan()
+    decision = plan.placements["step"]
+    for name in (*decision.inputs, *decision.operations, *decision.outputs):
+        assert "lives" in explain(plan, name)
+
+
+@pytest.mark.parametrize("value", ["labels", "input:labels", "UserInput(1.labels)"])
+def test_an_input_goes_by_several_names(value):
+    assert explain(llama_plan(), value).startswith("labels: input, int64[12, 8]\n")
+
+
+def test_memory_is_explained():
+    kept = explain(llama_plan(memory="none"), "model.layers.0.mlp/mul")
+    again = explain(llama_plan(), "model.layers.0.mlp/mul")
+    assert "kept, if the backward reads it" in kept
+    assert "recomputed in the backward, in block " in again
+    assert "memory" not in explain(llama_plan(), "model.layers.0.mlp/mul.backward")
+
+
+def test_the_runner_up_of_a_solver_is_told_with_its_cost():
+    plan = copy.deepcopy(llama_plan())
+    plan.placements["step"].reasons["lm_head/mm"] = {
+        "chosen": "S(0)R",
+        "cost_ms": 0.25,
+        "runner_up": "S(0)S(1)",
+        "runner_up_cost_ms": 0.5,
+    }
+    text = explain(plan, "lm_head/mm")
+    assert "chosen   S(0)R, 0.25 ms\n" in text
+    assert "instead  S(0)S(1), 0.5 ms\n" in text
+    plan.placements["step"].reasons["lm_head/mm"]["runner_up"] = None
+    assert "there was no other choice" in explain(plan, "lm_head/mm")
+
+
+def test_a_misspelt_value_has_near_misses():
+    with pytest.raises(UsageError, match="did you mean 'model.layers.1.mlp.up_proj.weight'"):
+        explain(llama_plan(), "model.layers.1.mlp.up_prj.weight")
+    with pytest.raises(UsageError, match="ask for a parameter"):
+        explain(llama_plan(), "?")
+
+
+def test_an_overview_shows_how_values_are_named():
+    text = overview(llama_plan())
+    assert "  model.layers.*.self_attn.q_proj.weight" in text and "  input_ids" in text
+
+
+def test_a_plan_of_an_engine_explains_what_it_knows():
+    plan = copy.deepcopy(llama_plan())
+    plan.values = {}
+    assert "lives    S(0)R" in explain(plan, "lm_head/mm")

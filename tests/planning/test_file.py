@@ -1,0 +1,191 @@
+"""Plan files are not trusted: whatever is in one, the answer is a plan or a PlanError."""
+
+import copy
+import json
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepgraph.errors import PlanError
+from stepgraph.planning import reading
+from stepgraph.planning.plan import Plan
+from tests.planning.plan_support import llama_plan
+from tests.support import tiny_llama
+
+
+@pytest.fixture(scope="module")
+def written():
+    return json.loads(json.dumps(llama_plan().to_json()))
+
+
+def test_a_plan_with_everything_is_read_back(tmp_path):
+    plan = copy.deepcopy(llama_plan())
+    plan.placements["step"].reasons["lm_head/mm"] = {
+        "chosen": "S(0)R", "cost_ms": 0.25, "runner_up": None, "runner_up_cost_ms": None
+    }  # fmt: skip
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    assert loaded.reasons == plan.reasons and loaded.final
+
+
+def test_layers_share_entries(tmp_path):
+    sizes = []
+    for layers in (2, 8):
+        plan = copy.deepcopy(llama_plan())
+        found = plan.placements["step"]
+        for kind in ("inputs", "operations", "outputs"):
+            more = {
+                name.replace("layers.1.", f"layers.{i}."): value
+                for name, value in getattr(found, kind).items()
+                for i in range(2, layers)
+                if "layers.1." in name
+            }
+            getattr(found, kind).update(more)
+        sizes.append(len(json.dumps(plan.to_json()["placements"])))
+    assert sizes[1] < 1.05 * sizes[0]
+
+
+def changed(data, path, value):
+    data = copy.deepcopy(data)
+    *steps, last = path
+    inner = data
+    for step in steps:
+        inner = inner[step]
+    if value is KeyError:
+        del inner[last]
+    else:
+        inner[last] = value
+    return data
+
+
+STEP = ("placements", "step")
+BAD = {
+    "no mesh": (("mesh",), KeyError, "mesh"),
+    "a mesh of no dimension": (("mesh",), [], "1 to 8 dimensions"),
+    "a negative mesh size": (("mesh", 0, 1), -2, "-2 is not between"),
+    "a mesh size of zero": (("mesh", 0, 1), 0, "0 is not between"),
+    "an absurd mesh size": (("mesh", 0, 1), 10**12, "is not between"),
+    "an absurd world size": (("mesh",), [["dp", 2**15], ["tp", 2**15]], "more than"),
+    "a mesh size of 200 digits": (("mesh", 0, 1), 10**200, "more than 63 bits"),
+    "a fractional mesh size": (("mesh", 0, 1), 2.5, "a whole number"),
+    "a mesh size that is true": (("mesh", 0, 1), True, "a whole number"),
+    "a mesh dimension without a name": (("mesh", 0, 0), "", "no name"),
+    "a mesh dimension twice": (("mesh",), [["dp", 2], ["dp", 2]], "twice"),
+    "many mesh dimensions": (("mesh",), [[f"d{i}", 1] for i in range(99)], "1 to 8"),
+    "a policy of another type": (("memory",), 7, "a text"),
+    "no placements": (("placements",), KeyError, "placements"),
+    "placements as a list": (("placements",), [], "an object"),
+    "an unknown placement": ((*STEP, "inputs"), {"X(0)R": {"": ["a"]}}, "unknown placement"),
+    "a negative dimension": ((*STEP, "inputs"), {"S(-1)R": {"": ["a"]}}, "unknown placement"),
+    "dimension 99": ((*STEP, "inputs"), {"S(99)R": {"": ["a"]}}, "no tensor has 99"),
+    "an unknown reduction": ((*STEP, "inputs"), {"P(xor)R": {"": ["a"]}}, "no such reduction"),
+    "one block": ((*STEP, "inputs"), {"S(0/1)R": {"": ["a"]}}, "two blocks"),
+    "too few placements": ((*STEP, "inputs"), {"R": {"": ["a"]}}, "1 placements"),
+    "too many placements": ((*STEP, "inputs"), {"R" * 99: {"": ["a"]}}, "99 placements"),
+    "a name twice": ((*STEP, "inputs"), {"RR": {"": ["a"]}, "RS(0)": {"": ["a"]}}, "twice"),
+    "no arrow": ((*STEP, "operations"), {"RR RR": {"": ["a"]}}, "look like"),
+    "layers in words": ((*STEP, "inputs"), {"RR": {"all": ["a.*"]}}, "not understood"),
+    "no place for the layer": ((*STEP, "inputs"), {"RR": {"0-1": ["a"]}}, "number stands"),
+    "a billion names": ((*STEP, "inputs"), {"RR": {"0-999999": ["a.*.b"] * 999}}, "names"),
+    "names of another type": ((*STEP, "inputs"), {"RR": {"": [7]}}, "a text"),
+    "a reason of words": ((*STEP, "reasons"), [["R", "cheap", None, None, {}]], "a number"),
+    "a negative block": (("recomputation", "step", "recompute"), {"-7": ["a"]}, "between"),
+    "a block in words": (("recomputation", "step", "recompute"), {"x": ["a"]}, "number of a"),
+    "a negative shape": (("fingerprint", "parameters", "w"), "float32[-4, 2]", "no type"),
+    "an absurd shape": (("fingerprint", "parameters", "w"), f"float32[{10**30}]", "no type"),
+    "a batch without shape": (("settings", "batch", "x"), "int64", "no type"),
+    "a negative budget": (("settings", "memory_budget"), -1, "between"),
+    "negative memory": (("predicted", "peak_bytes"), -1, "at least 0"),
+    "memory in words": (("predicted", "peak_bytes"), "much", "whole number"),
+    "no time": (("predicted", "step_ms"), None, "a number"),
+    "a prediction with more fields": (("predicted", "more"), 1, "prediction"),
+    "a deep prediction": (("predicted", "device"), [[[[[[[[1]]]]]]]], "too deeply"),
+    "collectives of nothing": (("predicted", "collectives"), {"x": {}}, "parts"),
+    "a long text": (("notes",), ["x" * 10**5], "too long"),
+    "facts without names": (("values", "step"), [["f[2]", [], []]], "4 elements"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_data_is_a_plan_error_that_says_where(written, tmp_path, what):
+    path, value, message = BAD[what]
+    (tmp_path / "plan.json").write_text(json.dumps(changed(written, path, value)))
+    with pytest.raises(PlanError, match="plan.json is not a plan file") as caught:
+        Plan.load(tmp_path / "plan.json")
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 800
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_numbers_that_are_none_are_refused(written, tmp_path, number):
+    data = changed(written, ("predicted", "step_ms"), 12345.5)
+    text = json.dumps(data).replace("12345.5", number)
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(PlanError, match="is not a plan file"):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_a_gigabyte_is_refused_at_once(tmp_path):
+    path = tmp_path / "plan.json"
+    with path.open("wb") as stream:
+        stream.truncate(2**30)  # takes no room on the disk
+    start = time.perf_counter()
+    with pytest.raises(PlanError, match="larger than 64 MiB"):
+        Plan.load(path)
+    assert time.perf_counter() - start < 0.1
+
+
+def test_a_file_that_grows_while_it_is_read_is_still_bounded(tmp_path, monkeypatch):
+    (tmp_path / "plan.json").write_text("[" + "1," * 100 + "1]")
+    monkeypatch.setattr(reading, "LARGEST_FILE", 50)
+    with pytest.raises(PlanError, match="is not a plan file"):
+        Plan.load(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize("version", [0, 1, 3, 99])
+def test_another_schema_version_is_said_to_be_one(written, tmp_path, version):
+    (tmp_path / "plan.json").write_text(json.dumps(written | {"version": version}))
+    with pytest.raises(PlanError, match=f"plan version {version} cannot be read, only 2"):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_every_truncation_is_an_error(written, tmp_path):
+    text = json.dumps(written)
+    for share in (0.01, 0.3, 0.7, 0.999):
+        (tmp_path / "plan.json").write_text(text[: int(len(text) * share)])
+        with pytest.raises(PlanError, match="is not a plan file"):
+            Plan.load(tmp_path / "plan.json")
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+ANYTHING = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner)
+)
+
+
+@settings(max_examples=100)
+@given(st.data(), ANYTHING)
+def test_anything_anywhere_is_a_plan_or_a_plan_error(written, data, value):
+    inner = written
+    path = []
+    while isinstance(inner, (dict, list)) and inner:
+        keys = list(inner) if isinstance(inner, dict) else list(range(len(inner)))
+        path.append(data.draw(st.sampled_from(keys)))
+        inner = inner[path[-1]]
+        if data.draw(st.booleans()):
+            break
+    try:
+        Plan.from_json(changed(written, path, value))
+    except PlanError as error:
+        assert len(str(error)) < 1000
+
+
+def test_a_plan_of_another_model_says_what_differs(tmp_path):
+    llama_plan().save(tmp_path / "plan.json")
+    plan = Plan.load(tmp_path / "plan.json")
+    plan.check_model(tiny_llama(2))
+    with pytest.raises(PlanError, match="the plan does not know parameters: model.layers.2"):
+        plan.check_model(tiny_llama(3))

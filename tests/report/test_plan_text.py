@@ -1,0 +1,63 @@
+import copy
+
+from stepgraph.report.plan_text import (
+    comparison,
+    plan_page,
+    plan_summary,
+    ranked,
+    tokens_per_second,
+)
+from tests.planning.plan_support import llama_plan
+
+
+def test_a_summary_fits_a_screen():
+    lines = plan_summary(llama_plan(), "tiny").splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= 80
+    text = "\n".join(lines)
+    assert lines[0] == "tiny on dp=2,tp=2 (4 ranks): tp+zero3, memory full"
+    assert "MFU" in text and "of 80.00 GiB a rank" in text and "error: not measured" in text
+    assert "all_gather      dp" in text
+    assert "  S(1)S(0)     model.layers.*.mlp.up_proj.weight x2" in lines
+
+
+def test_a_summary_of_many_groups_is_cut():
+    plan = copy.deepcopy(llama_plan())
+    plan.fingerprint = None
+    inputs = plan.placements["step"].inputs
+    inputs |= {
+        f"Param(part{chr(97 + i)}.weight)": inputs["Param(lm_head.weight)"] for i in range(20)
+    }
+    lines = plan_summary(plan).splitlines()
+    assert "  and 20 more groups of parameters" in lines and len(lines) <= 40
+
+
+def test_the_gap_is_told_where_there_is_one():
+    plan = copy.deepcopy(llama_plan())
+    plan.predicted = plan.predicted.with_gap(0.0042)
+    assert "gap 0.42% (certified)" in plan_summary(plan)
+    assert "certified" not in plan_summary(llama_plan())
+
+
+def test_a_plan_without_prediction_has_a_summary():
+    plan = copy.deepcopy(llama_plan())
+    plan.predicted = plan.settings = None
+    assert plan_summary(plan).splitlines()[1] == "parameters on (dp, tp)"
+
+
+def test_the_fastest_that_fits_comes_first():
+    fast, slow = llama_plan(placement="tp+ddp"), llama_plan()
+    assert tokens_per_second(fast) > tokens_per_second(slow) > 0
+    assert ranked([(slow, True), (fast, True)])[0][0] is fast
+    assert ranked([(slow, True), (fast, False)])[0][0] is slow
+    lines = comparison([(fast, False), (slow, True)]).splitlines()
+    assert lines[0].split()[:6] == ["mesh", "plan", "memory", "step", "ms", "MFU"]
+    assert lines[1].split()[:3] == ["dp=2,tp=2", "tp+zero3", "full"]
+    assert lines[2].endswith("!") and lines[3] == "! does not fit"
+    assert lines[4].startswith("error: not measured")
+
+
+def test_a_page_has_every_value_and_nothing_from_elsewhere():
+    page = plan_page(llama_plan(), "<tiny>")
+    assert "&lt;tiny&gt; on dp=2,tp=2" in page and "<tiny>" not in page
+    assert "<td>lm_head/mm</td>" in page
+    assert "http" not in page and "src=" not in page

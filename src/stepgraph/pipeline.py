@@ -34,6 +34,7 @@ from stepgraph.capture.update import (
     given_gradients,
     update_parameters,
 )
+from stepgraph.cost.devices import find_device
 from stepgraph.errors import CaptureError, PlanError, StepgraphError, name_a_few
 from stepgraph.memory import policies as memory_policies
 from stepgraph.memory.apply import recompute_in_backward
@@ -42,9 +43,11 @@ from stepgraph.placement.apply import place_values
 from stepgraph.placement.normalisation import by_rows, find_normalisation, inexact
 from stepgraph.placement.norms import spell_out_norms
 from stepgraph.placement.randomness import draw_by_global_row
+from stepgraph.placement.solver import decide_automatically
+from stepgraph.placement.views import copy_views
 from stepgraph.placement.vocabulary import spell_out_log_softmax
-from stepgraph.planning.decisions import Normalisation
-from stepgraph.planning.plan import Plan
+from stepgraph.planning.decisions import Normalisation, PlacementDecision
+from stepgraph.planning.plan import AUTO, Plan
 from stepgraph.program import roles
 from stepgraph.program.invariants import check_invariants
 from stepgraph.program.layout import TENSOR_PARALLEL, MeshShape
@@ -134,7 +137,10 @@ class StepPrograms:
 def compile_step(request: StepRequest, driver: PassDriver) -> StepPrograms:
     """From a module to one rank's programs: ``step``, and ``accumulate`` with micro-batches."""
     step = capture_step(request, driver)
-    for name, program in step.programs.items():
+    for name in sorted(
+        step.programs, key=lambda name: name != "step"
+    ):  # it has all there is to decide
+        program = step.programs[name]
         step.programs[name] = apply_plan(program, request.plan, driver, request.micro_batches)
     for program in step.programs.values():
         step.notes += [note for note in program.notes if note not in step.notes]
@@ -261,30 +267,38 @@ def apply_plan(program: Program, plan: Plan, driver: PassDriver, micro_batches: 
     Raises:
         PlanError: a plan file holds decisions for this program that do not fit it.
     """
-    program = spell_out(program, plan.mesh, driver)
+    program = spell_out(program, plan.mesh, driver, plan.placement)
     program, key = apply_placement(program, plan, driver, micro_batches)
     return apply_memory(program, plan, key, driver)
 
 
-def spell_out(program: Program, mesh: MeshShape, driver: PassDriver) -> Program:
+def spell_out(program: Program, mesh: MeshShape, driver: PassDriver, placement: str) -> Program:
     """Writes operations whose rules keep them whole as such that can be cut on this mesh."""
     if TENSOR_PARALLEL in mesh.names:
         program = driver.run(spell_out_log_softmax, program)
     if mesh.data_size > 1:
         program = driver.run(spell_out_norms, program)
+    if placement == AUTO:
+        program = driver.run(copy_views, program)
     return program
 
 
 def apply_placement(
-    program: Program, plan: Plan, driver: PassDriver, micro_batches: int = 1
+    program: Program,
+    plan: Plan,
+    driver: PassDriver,
+    micro_batches: int = 1,
+    memory_limit: int | None = None,
 ) -> tuple[Program, str]:
-    """One rank's Program, and the key of its decisions on the plan; the global one is left as it was."""
+    """One rank's Program, and the key of its decisions on the plan; the global one is left as it was.
+
+    Args:
+        memory_limit: for ``auto``: bytes for parameters, gradients and optimizer states.
+    """
     key = plan.find_placement(program)
     if key is None:
         key = plan.new_key(program.name)
-        plan.placements[key] = placement_policies.decide(
-            program, plan.mesh, plan.placement, plan.parameters()
-        )
+        plan.placements[key] = _decide_placement(program, plan, memory_limit)
     draw_by_global_row(program, plan.placements[key], plan.mesh, micro_batches)
     try:
         return driver.run(place_values, program, plan.placements[key], plan.mesh), key
@@ -296,6 +310,18 @@ def apply_placement(
             why=f"{type(error).__name__}: {str(error)[:300]}",
             do="make the plan again; placements that are changed by hand must fit together",
         ) from error
+
+
+def _decide_placement(program: Program, plan: Plan, memory_limit: int | None) -> PlacementDecision:
+    if plan.placement != AUTO:
+        return placement_policies.decide(program, plan.mesh, plan.placement, plan.parameters())
+    assert plan.settings is not None, "a plan that is to be found says for which device"
+    if memory_limit is None:
+        memory_limit = plan.settings.memory_budget
+    device = find_device(plan.settings.device)
+    return decide_automatically(
+        program, plan.mesh, device, plan.inputs(), plan.settings.constraints, memory_limit
+    )
 
 
 def apply_memory(program: Program, plan: Plan, key: str, driver: PassDriver) -> Program:

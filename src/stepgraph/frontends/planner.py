@@ -140,7 +140,7 @@ class Planner:
         captured = self._capture(placement, mesh)
         self.stage("enumeration")
         programs = {
-            name: spell_out(program if last else program.copy(), mesh, self.driver)
+            name: spell_out(program if last else program.copy(), mesh, self.driver, placement)
             for name, program in captured.programs.items()
         }
         for program in programs.values():

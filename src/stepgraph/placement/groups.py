@@ -26,6 +26,7 @@ from stepgraph.program.build import freeze
 from stepgraph.program.layout import InnerShard
 from stepgraph.program.program import OPTIMIZER, Program
 
+
 @dataclass(eq=False)
 class Group:
     """Operations decided together, in graph order.
@@ -39,12 +40,16 @@ class Group:
     options: list[dict[fx.Node, Strategy]] = field(default_factory=list)
 
 
+# Tags of what is done to a gradient on its way into the update.
+_OF_GRADIENTS = ("reduced_before", "accumulates", "accumulated_next")
+
+
 def decided_here(node: fx.Node) -> bool:
     """Whether an operation's placement is the solver's to choose: not the update's, nor a stored cast's."""
     return (
         node.op == "call_function"
         and node.meta["phase"] != OPTIMIZER
-        and "reduced_before" not in node.meta
+        and not any(tag in node.meta for tag in _OF_GRADIENTS)
         and not node.meta.get("casts_parameter")
     )
 
@@ -85,7 +90,9 @@ def find_groups(program: Program, strategies: dict[fx.Node, list[Strategy]]) -> 
     spans = _spans(strategies)
     for node in strategies:
         kernel = node.meta.get("kernel")
-        if spans.get(kernel, 0) > 2:  # what every layer reads is no reason to place all layers at once
+        if (
+            spans.get(kernel, 0) > 2
+        ):  # what every layer reads is no reason to place all layers at once
             kernel = (kernel, _numbers(node))
         own = Group([])
         group_of[node] = own if kernel is None else kernels.setdefault(kernel, own)

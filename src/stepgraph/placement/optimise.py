@@ -291,13 +291,38 @@ def _alone(q: int, phase: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return ((q,), ()) if phase == FORWARD else ((), (q,))
 
 
-def _descend(problem: Problem, chosen: list[int]) -> tuple[list[int], float]:
-    """Moves one block at a time to the option that is best among the others' choices."""
+def runners_up(problem: Problem, chosen: Sequence[int]) -> list[tuple[float, int | None, float]]:
+    """Per block what its option costs with all that touches it, the next best option, and what that costs.
+
+    The others' choices stay as they are.
+    """
     option = dict(zip(problem.blocks, chosen, strict=True))
+    touching = _touching(problem)
+    found: list[tuple[float, int | None, float]] = []
+    for block in problem.blocks:
+        cost = block.cost.astype(float)
+        for link in touching[block]:
+            cost = cost + _around(link, block, option)
+        own = float(cost[option[block]])
+        cost[option[block]] = np.inf
+        best = int(np.argmin(cost))
+        other = best if np.isfinite(cost[best]) else None
+        found.append((own, other, float(cost[best])))
+    return found
+
+
+def _touching(problem: Problem) -> dict[Block, list[Link]]:
     touching: dict[Block, list[Link]] = {block: [] for block in problem.blocks}
     for link in problem.links:
         for block in {link.producer, *(reader.block for reader in link.readers)}:
             touching[block].append(link)
+    return touching
+
+
+def _descend(problem: Problem, chosen: list[int]) -> tuple[list[int], float]:
+    """Moves one block at a time to the option that is best among the others' choices."""
+    option = dict(zip(problem.blocks, chosen, strict=True))
+    touching = _touching(problem)
     limit = problem.memory_limit
     memory = problem.memory(chosen)
     for _ in range(20):

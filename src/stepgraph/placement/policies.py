@@ -9,7 +9,7 @@ Dimensions are decided one by one: a strategy that is right on each is right on 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
@@ -135,8 +135,23 @@ def decide(
     for name, storage in preset.items():
         size = mesh.sizes[mesh.names.index(name)]
         walks[name] = DataParallel(program, size, mesh.data_size, storage, taken).decide()
-    _record(program, [walks[name] for name in mesh.names], decision)
+    record(program, [walks[name] for name in mesh.names], decision)
     return decision
+
+
+def walk_along(program: Program, mesh: MeshShape, axis: int, preset_name: str) -> Walk:
+    """What a preset does along one mesh dimension alone.
+
+    Args:
+        preset_name: of a data-parallel dimension, or ``tp`` with or without ``sp``.
+    """
+    size = mesh.sizes[axis]
+    if mesh.names[axis] != TENSOR_PARALLEL:
+        (storage,) = PRESETS[preset_name].values()
+        return DataParallel(program, size, mesh.data_size, storage).decide()
+    layout = find_layout(program, size, mesh.data_size, {})
+    sequence = _sequence_dims(program) if SEQUENCE_PARALLEL in preset_name.split("+") else None
+    return TensorParallel(program, size, mesh.data_size, layout, sequence).decide()
 
 
 def ranks_that_divide(program: Program) -> int:
@@ -199,7 +214,8 @@ def _kept_whole(walk: TensorParallel) -> list[str]:
     return [f"tp keeps these weights, and the work on them, whole on every rank: {shown}"]
 
 
-def _record(program: Program, walks: list[Walk], decision: PlacementDecision) -> None:
+def record(program: Program, walks: Sequence[Walk], decision: PlacementDecision) -> None:
+    """Writes what walks along all mesh dimensions, in mesh order, have placed into a decision."""
     for role in program.inputs:
         decision.inputs[roles.label(role)] = tuple(walk.inputs[role] for walk in walks)
     for role in program.outputs:

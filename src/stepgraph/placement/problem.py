@@ -35,7 +35,7 @@ from stepgraph.placement.redistribution import Coded, Moves
 from stepgraph.placement.rules import Strategy, results_of, tensor_arguments
 from stepgraph.placement.vocabulary import LOCAL_FORMS, rows_cut
 from stepgraph.program import roles
-from stepgraph.program.layout import MeshShape, Placements, local_shape, replicated
+from stepgraph.program.layout import TENSOR_PARALLEL, MeshShape, Placements, local_shape, replicated
 from stepgraph.program.program import BACKWARD as BACKWARD_PHASE
 from stepgraph.program.program import OPTIMIZER, Program, tensors_of
 
@@ -110,7 +110,9 @@ class Model:
             first = groups[0]
             options = self._options(first)
             cost = sum((self._node_seconds(n, first, options) for n in first.nodes), np.zeros(1))
-            cost = (np.broadcast_to(cost, len(options)) + self._inside(first, options)) * len(groups)
+            cost = (np.broadcast_to(cost, len(options)) + self._inside(first, options)) * len(
+                groups
+            )
             backward = first.nodes[-1].meta["phase"] == BACKWARD_PHASE
             block = Block(first.nodes[-1].meta["name"], cost, None, cost if backward else None)
             choice = Choice(block, groups, options)
@@ -125,6 +127,9 @@ class Model:
         single = [np.flatnonzero(self._fit(group, _column(group), (size,))) for size in sizes]
         grid = np.meshgrid(*single, indexing="ij")
         found = np.stack([axis.ravel() for axis in grid], axis=1)
+        # Mesh dimensions that hold rows of the batch are cut alike: what is stored may still differ.
+        data = [axis for axis, name in enumerate(self.mesh.names) if name != TENSOR_PARALLEL]
+        found = found[(found[:, data] == found[:, data[:1]]).all(axis=1)] if data else found
         if len(sizes) > 1:
             found = found[self._fit(group, found, sizes)]
         options = [tuple(map(int, option)) for option in found]
@@ -211,9 +216,7 @@ class Model:
                     changes.add((argument, made, wanted))
             for argument, made, wanted in changes:
                 value = argument.meta["val"]
-                seconds[number] += self.moves.seconds(
-                    tuple(value.shape), value.dtype, made, wanted
-                )
+                seconds[number] += self.moves.seconds(tuple(value.shape), value.dtype, made, wanted)
         return seconds
 
     def _bytes(self, value: torch.Tensor, column: list, options: np.ndarray) -> np.ndarray:
@@ -388,6 +391,8 @@ class Model:
     def _add_result(self, add: Callable, node: fx.Node, role: roles.Output) -> None:
         if isinstance(role, roles.Grad) and node in self.gradient_of:
             add(self._storage_of(role.name), "gradient", BACKWARD, "gradient")
+        elif isinstance(role, roles.NewAccumulator):
+            pass  # what is added up stays as it is made
         elif not isinstance(role, (roles.NewParam, roles.NewOptimizerState)):
             phase = BACKWARD if node.meta.get("phase") == BACKWARD_PHASE else FORWARD
             placements = self.pins.get(role, replicated(self.mesh))
@@ -452,11 +457,22 @@ def _reduces(have: Placements, want: Placements) -> bool:
     return any(isinstance(p, Partial) and p != q for p, q in zip(have, want, strict=True))
 
 
+def _parameter_of(role: roles.Output) -> str | None:
+    """The parameter whose gradient an output is, or is made of."""
+    match role:
+        case roles.Grad(name) | roles.NewParam(name):
+            return name
+        case roles.NewAccumulator(name) if name.startswith("grad:"):
+            return name.removeprefix("grad:")
+    return None
+
+
 def find_gradients(program: Program) -> dict[fx.Node, str]:
     """Values of the backward that are a parameter's gradient, still to be reduced -> the parameter."""
     found: dict[fx.Node, str] = {}
     for role, result in zip(program.outputs, program.results, strict=True):
-        if not isinstance(role, (roles.Grad, roles.NewParam)):
+        name = _parameter_of(role)
+        if name is None:
             continue
         shape = result.meta["val"].shape
         seen: set[fx.Node] = set()
@@ -469,7 +485,7 @@ def find_gradients(program: Program) -> dict[fx.Node, str]:
                 continue
             seen.add(node)
             if decided_here(node):
-                found[node] = role.name
+                found[node] = name
             else:
                 stack += node.all_input_nodes
     return found

@@ -113,6 +113,13 @@ class Plan:
                     found[label[len("Param(") : -1]] = placements
         return found
 
+    def inputs(self) -> dict[str, Placements]:
+        """Where the programs decided so far store their inputs, by label."""
+        found: dict[str, Placements] = {}
+        for decision in self.placements.values():
+            found |= decision.inputs
+        return found
+
     def operations(self) -> dict[str, OperationPlacement]:
         """How the programs decided so far place operations, by stable name."""
         found: dict[str, OperationPlacement] = {}

@@ -18,7 +18,7 @@ from torch import fx
 
 from stepgraph import torch_internals
 from stepgraph.program import roles
-from stepgraph.program.collectives import is_collective
+from stepgraph.program.collectives import SHARD_OF, is_collective
 from stepgraph.program.program import BACKWARD, FORWARD, OPTIMIZER, Program, is_write, tensors_of
 
 CATEGORIES = (
@@ -177,6 +177,9 @@ def viewed(node: fx.Node) -> fx.Node | None:
         return None
     if node.target is torch_internals.WAIT or node.target is torch_internals.UNSAFE_VIEW:
         return node.args[0]  # type: ignore[return-value]
+    if node.target is SHARD_OF:  # a slice, once it is bound to a rank, if nothing has to be padded
+        source, dim, ranks = node.args[:3]
+        return source if source.meta["val"].shape[dim] % ranks == 0 else None  # type: ignore
     aliased = _aliased_arguments(node.target)
     if aliased is None:
         return node.args[0]  # type: ignore[return-value]  # getitem

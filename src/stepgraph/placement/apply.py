@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import Partial, Shard
 
 from stepgraph import torch_internals
 from stepgraph.placement.randomness import local_part_of
@@ -28,11 +27,8 @@ from stepgraph.planning.decisions import PlacementDecision
 from stepgraph.program import roles
 from stepgraph.program.build import ShapeRunner
 from stepgraph.program.layout import (
-    InnerShard,
     MeshShape,
     Placements,
-    blocks_held,
-    blocks_of,
     local_shape,
     replicated,
     to_torch,

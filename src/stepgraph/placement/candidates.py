@@ -9,18 +9,16 @@ what is right on each is right on all).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from stepgraph import torch_internals
-from stepgraph.placement.rules import TABLE, Rules, Strategy, results_of, tensor_arguments
+from stepgraph.placement.rules import TABLE, Rules, Strategy, tensor_arguments
 from stepgraph.placement.views import VIEWS
 from stepgraph.placement.vocabulary import STRATEGIES
-from stepgraph.program.layout import InnerShard, MeshShape, Placements, blocks_of
+from stepgraph.program.layout import InnerShard
 
 aten = torch.ops.aten
 REPLICATE, SUM = Replicate(), Partial("sum")

@@ -14,9 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph.placement.candidates import Candidates
@@ -187,7 +186,7 @@ def _follows(strategies: dict[fx.Node, list[Strategy]], source: fx.Node, view: f
 def _options(group: Group, strategies: dict[fx.Node, list[Strategy]]) -> Iterable[list[Strategy]]:
     """All choices of one strategy per operation that agree inside the group.
 
-    Sums of a row may be added up over ranks inside it: a norm, or a loss, whose rows are cut.
+    Sums may be added up over ranks inside it: a norm, or a loss, whose rows are cut.
     """
     inside = {node: i for i, node in enumerate(group.nodes)}
 
@@ -205,7 +204,7 @@ def _options(group: Group, strategies: dict[fx.Node, list[Strategy]]) -> Iterabl
                     index = node.args[1] if node.target is operator.getitem else 0
                     agrees = agrees and (
                         outputs[index] == placement  # type: ignore[index]
-                        or _added_up(argument, chosen[inside[argument]], placement)
+                        or _added_up(chosen[inside[argument]], placement)
                     )
             if agrees:
                 yield from extend([*chosen, strategy])
@@ -213,12 +212,10 @@ def _options(group: Group, strategies: dict[fx.Node, list[Strategy]]) -> Iterabl
     return extend([])
 
 
-def _added_up(node: fx.Node, strategy: Strategy, wanted: Placement) -> bool:
-    """Whether a sum of what was cut is wanted whole."""
-    reduces = torch.Tag.reduction in getattr(node.target, "tags", ())
-    begun = not any(isinstance(p, Partial) for p in strategy.inputs)
-    pending = isinstance(strategy.outputs[0], Partial)
-    return reduces and begun and pending and isinstance(wanted, Replicate)
+def _added_up(strategy: Strategy, wanted: Placement) -> bool:
+    """Whether what an operation begins to sum over ranks is wanted summed."""
+    begins = not any(isinstance(p, Partial) for p in strategy.inputs)
+    return begins and isinstance(strategy.outputs[0], Partial) and not isinstance(wanted, Partial)
 
 
 def _signature(group: Group) -> tuple:

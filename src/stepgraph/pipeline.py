@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,6 +145,11 @@ def compile_step(request: StepRequest, driver: PassDriver) -> StepPrograms:
     for program in step.programs.values():
         step.notes += [note for note in program.notes if note not in step.notes]
     return step
+
+
+def in_order(programs: Mapping[str, Program]) -> list[tuple[str, Program]]:
+    """The programs of a step in the order in which they are decided: ``step`` has all there is to decide."""
+    return sorted(programs.items(), key=lambda item: item[0] != "step")
 
 
 def capture_step(request: StepRequest, driver: PassDriver) -> StepPrograms:
@@ -319,8 +324,16 @@ def _decide_placement(program: Program, plan: Plan, memory_limit: int | None) ->
     if memory_limit is None:
         memory_limit = plan.settings.memory_budget
     device = find_device(plan.settings.device)
+    # Blocks repeat alike before and after placement: what will not be kept is known beforehand.
+    recomputed = memory_policies.decide(program, plan.memory).recompute
     return decide_automatically(
-        program, plan.mesh, device, plan.inputs(), plan.settings.constraints, memory_limit
+        program,
+        plan.mesh,
+        device,
+        plan.inputs(),
+        plan.settings.constraints,
+        memory_limit,
+        recomputed,
     )
 
 

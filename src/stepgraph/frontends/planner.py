@@ -24,6 +24,7 @@ from stepgraph.pipeline import (
     apply_memory,
     apply_placement,
     capture_step,
+    in_order,
     spell_out,
 )
 from stepgraph.placement.policies import check_preset
@@ -37,6 +38,7 @@ from stepgraph.report.text import show_bytes
 from stepgraph.runtime.batches import flatten_batch
 from stepgraph.torch_internals import pytree
 
+MOST_SOLUTIONS = 5  # until the peak, which a solver knows in part, fits
 MEMORY_CANDIDATES = ("none", "layers:2", "full")
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -215,27 +217,15 @@ class Planner:
         result: dict[str, Program] = {}
         for policy in policies:
             plan = replace(first, memory=policy, recomputation={}, notes=[])
-            # A solver may place otherwise where memory is kept otherwise; a preset does not.
-            if not placed or plan.placement == AUTO:
-                plan.placements = {}
-                self.stage("solve")
-                placed = {
-                    name: apply_placement(program, plan, self.driver, self.micro_batches)
-                    for name, program in programs.items()
-                }
-                first.placements = plan.placements
-            only = policy == policies[-1]
+            only = policy == policies[-1] and plan.placement != AUTO
             try:
-                done = {
-                    name: apply_memory(program if only else program.copy(), plan, key, self.driver)
-                    for name, (program, key) in placed.items()
-                }
+                attempt, done = self._try(plan, programs, budget, placed, only)
             except MemoryPolicyError as error:
                 if memory != AUTO:
                     raise
                 tried.append(f"{policy} is not possible here ({error.what})")
                 continue
-            attempt = _attempt(plan, done, budget)
+            first.placements = attempt.plan.placements
             tried.append(f"{policy} peaks at {show_bytes(attempt.peak)}")
             if best is None or attempt.peak < best.peak:
                 best, result = attempt, done
@@ -252,6 +242,41 @@ class Planner:
                 f"it does not fit: the peak is {show_bytes(best.peak)}, of {show_bytes(budget)}"
             )
         return best, result
+
+
+    def _try(
+        self,
+        plan: Plan,
+        programs: dict[str, Program],
+        budget: int,
+        placed: dict[str, tuple[Program, str]],
+        only: bool,
+    ) -> tuple[Attempt, dict[str, Program]]:
+        """One memory policy; a solver is given less room until what it does not count fits as well.
+
+        Args:
+            placed: programs as they were placed for another policy, which a preset does not change.
+            only: the placed programs are not needed again.
+        """
+        limit: int | None = None
+        for _ in range(MOST_SOLUTIONS):
+            if not placed or plan.placement == AUTO:
+                plan = replace(plan, placements={}, recomputation={})
+                self.stage("solve")
+                placed |= {
+                    name: apply_placement(program, plan, self.driver, self.micro_batches, limit)
+                    for name, program in in_order(programs)
+                }
+            done = {
+                name: apply_memory(program if only else program.copy(), plan, key, self.driver)
+                for name, (program, key) in placed.items()
+            }
+            attempt = _attempt(plan, done, budget)
+            held = max(decision.held_bytes for decision in plan.placements.values())
+            if plan.placement != AUTO or attempt.fits or held <= attempt.peak - budget:
+                break
+            limit = int(held - 1.02 * (attempt.peak - budget))
+        return attempt, done
 
 
 def _attempt(plan: Plan, programs: Mapping[str, Program], budget: int) -> Attempt:

@@ -49,7 +49,8 @@ class Link:
     """One value: ``makes[o]`` is the placement in which the producer's option ``o`` makes it.
 
     ``once[p, q]`` is what changing ``p`` into ``q`` costs; ``again[p, q]`` is paid in each phase that wants it.
-    ``hidden``: the change may run beside later work.
+    ``hidden``: the change may run beside later work. ``kept[q]``: bytes that a sum, once it is added up into
+    ``q``, takes until the backward.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Link:
     once: np.ndarray
     again: np.ndarray
     hidden: bool = False
+    kept: np.ndarray | None = None
 
     def cost_of(self, made: int, forward: Collection[int], backward: Collection[int]) -> float:
         """Of changing into these placements."""
@@ -90,8 +92,14 @@ class Problem:
 
     def memory(self, chosen: Sequence[int]) -> float:
         """Bytes of one option per block."""
-        pairs = zip(self.blocks, chosen, strict=True)
-        return sum(float(b.memory[o]) for b, o in pairs if b.memory is not None)
+        option = dict(zip(self.blocks, chosen, strict=True))
+        total = sum(float(b.memory[o]) for b, o in option.items() if b.memory is not None)
+        for link in self.links:
+            if link.kept is not None:
+                made, forward, backward = _used(link, option)
+                added_up = [q for q in {*forward, *backward} - {made} if link.once[made, q]]
+                total += sum(float(link.kept[q]) for q in added_up)
+        return total
 
 
 @dataclass
@@ -191,6 +199,7 @@ class _Solver:
         self.deadline = time.monotonic() + seconds
         self.scale = 1.0 / max(1e-12, sum(float(b.cost.min()) for b in problem.blocks) or 1.0)
         self.program = _Program()
+        self.limit: int | None = None
         self.first: dict[Block, int] = {}
         self._build()
 
@@ -204,8 +213,8 @@ class _Solver:
         self.options = len(program.costs)
         infinity = highspy.kHighsInf
         if problem.memory_limit is not None:
-            limit = program.row(-infinity, 1.0)
-            self._weigh(limit, "memory", 1.0 / max(1.0, problem.memory_limit))
+            self.limit = program.row(-infinity, 1.0)
+            self._weigh(self.limit, "memory", 1.0 / max(1.0, problem.memory_limit))
         self.hidden = program.row(0.0, infinity)  # the step is longer by what nothing hides
         program.put(self.hidden, program.column(self.scale * 1.0 / self.scale), 1.0)
         self._weigh(self.hidden, "hides", self.scale)
@@ -251,15 +260,18 @@ class _Solver:
                     key = (p, q, reader.phase if link.again[p, q] else None)
                     if key not in paid:
                         paid[key] = program.column(0.0)
-                        self._charge(link, paid[key], cost)
+                        self._charge(link, paid[key], cost, p, q)
                     payer = paid[key]
                     covered = program.row(0.0, highspy.kHighsInf)
                     program.put(covered, payer, 1.0)
                     program.put(covered, column, -1.0)
                 else:
-                    self._charge(link, payer, cost)
+                    self._charge(link, payer, cost, p, q)
 
-    def _charge(self, link: Link, column: int, cost: float) -> None:
+    def _charge(self, link: Link, column: int, cost: float, p: int, q: int) -> None:
+        if self.limit is not None and link.kept is not None and link.once[p, q]:
+            share = float(link.kept[q]) / max(1.0, float(self.problem.memory_limit or 0))
+            self.program.put(self.limit, column, share)
         if link.hidden and cost:
             self.program.put(self.hidden, column, -cost * self.scale)
         else:
@@ -275,6 +287,8 @@ class _Solver:
         self.program.pass_to(highs, self.options)
         highs.run()
         values = np.asarray(highs.getSolution().col_value)
+        if highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible or not len(values):
+            raise InfeasibleError(self._least_memory())
         bound = highs.getInfo().mip_dual_bound / self.scale
         chosen = [
             int(np.argmax(values[self.first[b] : self.first[b] + len(b.cost)]))
@@ -285,6 +299,15 @@ class _Solver:
         if its_cost < cost:
             chosen, cost = better, its_cost
         return Solution(chosen, cost, min(bound, cost), len(self.program.costs))
+
+
+    def _least_memory(self) -> float:
+        """The smallest number of bytes that any choice takes, as far as a relaxation tells."""
+        unlimited = Problem(
+            [Block(b.name, b.cost * 0.0 if b.memory is None else b.memory) for b in self.problem.blocks],
+            [],
+        )
+        return sum(float(block.cost.min()) for block in unlimited.blocks)
 
 
 def _alone(q: int, phase: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -324,7 +347,6 @@ def _descend(problem: Problem, chosen: list[int]) -> tuple[list[int], float]:
     option = dict(zip(problem.blocks, chosen, strict=True))
     touching = _touching(problem)
     limit = problem.memory_limit
-    memory = problem.memory(chosen)
     for _ in range(20):
         moved = False
         for block in problem.blocks:
@@ -333,13 +355,8 @@ def _descend(problem: Problem, chosen: list[int]) -> tuple[list[int], float]:
             cost = block.cost.astype(float).copy()
             for link in touching[block]:
                 cost = cost + _around(link, block, option)
-            if limit is not None and block.memory is not None:
-                over = memory - block.memory[option[block]] + block.memory > limit
-                cost = np.where(over, np.inf, cost)
             best = int(np.argmin(cost))
             if cost[best] < cost[option[block]] - 1e-15 or not np.isfinite(cost[option[block]]):
-                if block.memory is not None:
-                    memory += block.memory[best] - block.memory[option[block]]
                 option[block], moved = best, True
         if not moved:
             break

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph.cost.devices import Device
+from stepgraph.cost.memory import viewed
 from stepgraph.cost.work import looks_up, matmul_dtype, node_flops, runs_no_kernel
 from stepgraph.placement.groups import (
     Group,
@@ -74,7 +75,9 @@ class Model:
         pins: placements that values must have: inputs and results by role, in mesh order.
         storage_allowed: whether a parameter (its name) may be stored so.
         option_allowed: whether a group may take an option: (group, strategies per operation).
-        memory_limit: bytes of one rank for parameters, gradients and optimizer states.
+        memory_limit: bytes of one rank for parameters, gradients, optimizer states, and what is kept for the
+            backward.
+        recomputed: stable names of forward operations that are not kept for the backward.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class Model:
         storage_allowed: Callable[[str, Storage], bool] = lambda name, storage: True,
         option_allowed: Callable[[fx.Node, tuple[Strategy, ...]], bool] = lambda node, ways: True,
         memory_limit: float | None = None,
+        recomputed: Collection[str] = (),
     ) -> None:
         self.program, self.mesh, self.device, self.pins = program, mesh, device, pins
         self.storage_allowed, self.option_allowed = storage_allowed, option_allowed
@@ -95,6 +99,8 @@ class Model:
         self._group_of: dict[fx.Node, Group] = {}
         self.gradient_of = find_gradients(program)
         self._varying = _varying(program)
+        self.needed = _needed_by_backward(program, recomputed)
+        self._recomputed = frozenset(recomputed)
         self._storages()
         self._fixed()
         self._groups()
@@ -113,7 +119,8 @@ class Model:
                 groups
             )
             backward = first.nodes[-1].meta["phase"] == BACKWARD_PHASE
-            block = Block(first.nodes[-1].meta["name"], cost, None, cost if backward else None)
+            memory = self._kept_bytes(groups, options)
+            block = Block(first.nodes[-1].meta["name"], cost, memory, cost if backward else None)
             choice = Choice(block, groups, options)
             self.choices.append(choice)
             for group in groups:
@@ -194,6 +201,22 @@ class Model:
                 moved += np.minimum(size, result) if i == 0 and looks_up(node) else size
         starts = node.meta.get("starts", True)
         return self.device.seconds(work, moved, matmul_dtype(node), starts)
+
+    def _kept_bytes(
+        self, groups: Sequence[Group], options: Sequence[tuple[int, ...]]
+    ) -> np.ndarray | None:
+        """What all groups of a class keep for the backward; pending sums are kept once they are summed."""
+        total = np.zeros(len(options))
+        picked = np.array(options).reshape(len(options), -1)
+        for group in groups:
+            for node in group.nodes:
+                if node not in self.needed or node.meta["name"] in self._recomputed:
+                    continue
+                column = [option[node].outputs[0] for option in group.options]
+                pending = np.array([isinstance(p, Partial) for p in column])[picked].any(axis=1)
+                size = self._bytes(node.meta["val"], column, picked)
+                total += np.where(pending, 0.0, size)
+        return total if total.any() else None
 
     def _inside(self, group: Group, options: Sequence[tuple[int, ...]]) -> np.ndarray:
         """Time of what is added up over ranks inside a group."""
@@ -429,6 +452,10 @@ class Model:
             reduces = [_reduces(every[p], q) for q in every]
             once[p] = np.where(reduces | np.isinf(seconds[row]), seconds[row], 0.0) * count
             again[p] = np.where(np.isinf(once[p]) | reduces, 0.0, seconds[row]) * count
+        kept = None
+        if node in self.needed:
+            parts = [_parts(placements, self.mesh) for placements in every]
+            kept = np.array([count * value.nbytes / part for part in parts])
         return Link(
             node.meta.get("name", node.name),
             choice.block,
@@ -437,6 +464,7 @@ class Model:
             once,
             again,
             hidden=self.device.overlaps and any(w == "gradient" for *_, w in readers),
+            kept=kept,
         )
 
     def _made(self, node: fx.Node, choice: Choice) -> list[Placements]:
@@ -449,6 +477,33 @@ class Model:
             tuple(group.options[o][node].outputs[0] for o in option)  # type: ignore[misc]
             for option in choice.options
         ]
+
+
+def _parts(placements: Placements, mesh: MeshShape) -> int:
+    cuts = zip(placements, mesh.sizes, strict=True)
+    return _size(ranks for placement, ranks in cuts if isinstance(placement, Shard))
+
+
+def _needed_by_backward(program: Program, recomputed: Collection[str]) -> set[fx.Node]:
+    """Forward values that the backward reads, or what it recomputes from; a view stands for its source."""
+    needed: set[fx.Node] = set()
+    dropped = frozenset(recomputed)
+    stack = [
+        source
+        for node in program.operations(BACKWARD_PHASE)
+        for source in node.all_input_nodes
+        if source.op == "call_function" and source.meta["phase"] != BACKWARD_PHASE
+    ]
+    while stack:
+        node = stack.pop()
+        viewed_node = viewed(node)
+        if viewed_node is not None:
+            stack += [viewed_node] if viewed_node.op == "call_function" else []
+        elif node not in needed and isinstance(node.meta["val"], torch.Tensor):
+            needed.add(node)
+            if node.meta["name"] in dropped:
+                stack += [n for n in node.all_input_nodes if n.op == "call_function"]
+    return needed
 
 
 def _reduces(have: Placements, want: Placements) -> bool:

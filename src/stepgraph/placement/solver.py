@@ -7,7 +7,7 @@ stored, by the same walk that places it for a preset.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -42,6 +42,7 @@ def decide_automatically(
     known: Mapping[str, Placements] | None = None,
     constraints: Mapping[str, str] | None = None,
     memory_limit: int | None = None,
+    recomputed: Collection[str] = (),
 ) -> PlacementDecision:
     """Places every value of a Program so that a step takes least time.
 
@@ -50,7 +51,9 @@ def decide_automatically(
         device: whose costs count.
         known: where other programs of the step store inputs, by label.
         constraints: as ``stepgraph.plan`` takes them.
-        memory_limit: bytes of one rank for parameters, gradients and optimizer states together.
+        memory_limit: bytes of one rank for parameters, gradients, optimizer states and what is kept for the
+            backward together.
+        recomputed: stable names of forward operations that are not kept for the backward.
 
     Returns:
         the decision, with the reason of each choice and the gap that is certified.
@@ -71,18 +74,21 @@ def decide_automatically(
         lambda name, storage: _is_known(known or {}, name, storage) and asked.allows(name, storage),
         asked.allows_option,
         None if memory_limit is None else float(memory_limit),
+        recomputed,
     )
     asked.check(model)
     try:
         solution = solve(model.problem, SECONDS, GAP)
     except InfeasibleError as error:
         raise BudgetError(
-            f"parameters, gradients and optimizer states take {error.least / 2**30:.2f} GiB a rank at least",
+            f"parameters, gradients, optimizer states and activations take {error.least / 2**30:.2f} GiB a "
+            "rank at least",
             where=f"mesh {mesh}",
             why=f"{(memory_limit or 0) / 2**30:.2f} GiB are left for them",
             do="give a larger budget, or more ranks",
         ) from error
     decision = PlacementDecision(AUTO, optimality_gap=solution.gap)
+    decision.held_bytes = int(model.problem.memory(solution.chosen))
     walks = [
         Chosen(program, mesh, axis, model, solution, pins, known or {}).decide()
         for axis in range(len(mesh.dims))

@@ -24,7 +24,8 @@ class PlacementDecision:
     operations. ``unruled`` lists operators that no rule could place: they are replicated. ``notes`` go
     into the report. ``reasons`` say, by the same names, why a solver chose what it chose: ``chosen`` and
     ``runner_up`` (placements as text, or None), ``cost_ms`` and ``runner_up_cost_ms``. ``optimality_gap``:
-    what the solver certified, 0.0 where the decision is optimal; None for a preset.
+    what the solver certified, 0.0 where the decision is optimal; None for a preset. ``held_bytes``: what it
+    counted against its memory limit, for whoever sets the next one; it goes into no file.
     """
 
     preset: str
@@ -35,6 +36,7 @@ class PlacementDecision:
     notes: list[str] = field(default_factory=list)
     reasons: dict[str, dict[str, Any]] = field(default_factory=dict)
     optimality_gap: float | None = None
+    held_bytes: int = 0
 
 
 @dataclass

@@ -35,7 +35,7 @@ _LOOPS = {
     aten.embedding.default, aten.gather.default, aten.index_select.default, aten.index.Tensor,
     aten.cat.default, aten.stack.default, aten.constant_pad_nd.default, aten.slice_backward.default,
     aten.select_backward.default, aten.slice_scatter.default, aten.select_scatter.default, RANDOM,
-    SHARD_OF, ON_FIRST,
+    SHARD_OF, ON_FIRST, torch_internals.mutable_copy,
 }  # fmt: skip
 
 # Reductions over the innermost dimension and what follows them over the same rows: one kernel.
@@ -59,27 +59,32 @@ def is_view(node: fx.Node) -> bool:
 
 
 def assign_traffic(program: Program, fused: bool) -> None:
-    """Sets ``meta["traffic"]`` and ``meta["starts"]`` on every operation.
+    """Sets ``meta["traffic"]``, ``meta["starts"]`` and ``meta["dispatched"]`` on every operation.
 
     ``traffic`` is (reads, writes): a bool per tensor argument (in the order of
     :func:`tensor_arguments`), and whether the result goes to memory. ``starts``: whether the operation is
-    the first of a kernel; the others of its group share that kernel.
+    the first of a kernel; the others of its group share that kernel. ``dispatched``: whether it is called
+    by itself, as a view is too.
 
     Args:
-        program: usually the global one, before placement, which copies what is set here.
+        program: the final one; or the global one, before placement, which copies what is set here.
         fused: what a fusing compiler would merge is counted once; else each operation is a kernel.
     """
     if fused:
         _Groups(program).assign()
         return
     for node in program.operations():
-        free = is_view(node)
-        _set(node, (not free,) * len(tensor_arguments(node)), not free, not free)
+        reads = [not is_view(node)] * len(tensor_arguments(node))
+        if node.target is torch_internals.mutable_copy:
+            reads[0] = False  # what is written over
+        _set(node, tuple(reads), not is_view(node), not is_view(node))
+        node.meta["dispatched"] = node.target is not operator.getitem
 
 
 def _set(node: fx.Node, reads: tuple[bool, ...], writes: bool, starts: bool) -> None:
     node.meta["traffic"] = (reads, writes)
     node.meta["starts"] = starts
+    node.meta["dispatched"] = False
 
 
 class _Groups:
@@ -113,9 +118,9 @@ class _Groups:
                 continue
             group = self._find(self.group[node])
             reads = []
-            for argument in arguments:
+            for position, argument in enumerate(arguments):
                 value = _whole(argument)
-                outside = not self._made_in(value, group)
+                outside = not self._made_in(value, group) and not _is_target(node, position)
                 reads.append(outside and (group, value) not in read and not _is_constant(value))
                 read.add((group, value))
             _set(node, tuple(reads), node in written, group not in started)
@@ -177,9 +182,9 @@ class _Groups:
         for node in operations:
             if is_view(node):
                 continue
-            for argument in tensor_arguments(node):
+            for position, argument in enumerate(tensor_arguments(node)):
                 source = _producer(argument)
-                if source not in self.group:
+                if source not in self.group or _is_target(node, position):
                     continue
                 inside = node in self.group and self._made_in(source, self._find(self.group[node]))
                 if not inside:
@@ -201,6 +206,11 @@ def _whole(node: fx.Node) -> fx.Node:
             break
         node = source
     return node
+
+
+def _is_target(node: fx.Node, position: int) -> bool:
+    """Whether an argument is only written over."""
+    return node.target is torch_internals.mutable_copy and position == 0
 
 
 def _readers(node: fx.Node) -> int:

@@ -4,9 +4,14 @@
 
 The machine is calibrated first (`stepgraph doctor --calibrate`); nothing is fitted to these models. All
 cells of one number of ranks live in the same processes and take turns, a few steps each, round by round. A
-step's time is the slower rank's; the measured figure is the lower quartile of all of a cell's steps, which
-other work on the machine disturbs least; the median stands beside it. Peak memory is the largest number of
+step's time is the slower rank's. Other processes may use the machine: turns wait for a quiet moment, and the
+measured figure is the median step of the third of a cell's turns in which others used least; how many cores
+that still was, and the median of all turns, stand beside it. Peak memory is the largest number of
 bytes in tensors alive at once, counted operation by operation in a run of its own.
+
+The C library's allocator is told to keep what it has (`KEEP_MEMORY`): left alone it returns memory to the
+system at the end of some processes' steps and not of others', and page faults then make up to a third of a
+step's time, which no model of the step can know.
 """
 
 import argparse
@@ -14,11 +19,16 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
+# Environment before imports.
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**34), "MALLOC_MMAP_THRESHOLD_": str(2**34)}
+if any(name not in os.environ for name in KEEP_MEMORY):  # it is read when a process starts
+    os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | KEEP_MEMORY)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -39,6 +49,7 @@ from stepgraph.runtime.live_memory import LiveMemory
 
 PLANS = ("ddp", "zero1", "zero3")
 STEPS, WARMUP = 4, 3  # of a turn; before the first
+QUIET, PATIENCE = 0.15, 6.0  # cores that others may use; seconds to wait for that
 
 
 class Residual(nn.Module):
@@ -55,6 +66,7 @@ class Residual(nn.Module):
         )
 
     def forward(self, x):
+        """The skip and the body."""
         return F.relu(x + self.body(x))
 
 
@@ -101,6 +113,47 @@ def mlp():
 MODELS = {"llama-tiny": llama, "gpt2": gpt2, "resnet": convolutional, "mlp": mlp}
 
 
+class Quiet:
+    """How much of the machine other processes used, from Linux's own counters."""
+
+    def __init__(self):
+        self.unit = 1 / os.sysconf("SC_CLK_TCK")
+        self.start()
+
+    def busy(self):
+        """CPU seconds of the whole machine so far."""
+        fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
+        numbers = [int(field) for field in fields]
+        return (sum(numbers) - numbers[3] - numbers[4]) * self.unit  # without idle and waiting
+
+    def start(self):
+        self.before = (self.busy(), time.process_time(), time.perf_counter())
+
+    def others(self, own=None):
+        """Cores that others kept busy since ``start``; ``own``: CPU seconds of all of our ranks."""
+        busy, cpu, now = self.busy(), time.process_time(), time.perf_counter()
+        own = cpu - self.before[1] if own is None else own
+        return max(0.0, busy - self.before[0] - own) / (now - self.before[2])
+
+    def wait(self, seconds):
+        """Waits until others are quiet, but no longer than so many seconds."""
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            self.start()
+            time.sleep(0.2)
+            if self.others() < QUIET:
+                return
+
+
+def everyone(value):
+    """Every rank's value."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 class Cell:
     """One model under one preset on this rank."""
 
@@ -117,16 +170,28 @@ class Cell:
         )
         for _ in range(WARMUP):
             self.engine.step(self.batch)
-        self.times = []
+        self.turns = []
 
-    def turn(self, steps=STEPS):
+    def turn(self, quiet):
         """A few steps; the first finds another cell's data in the caches, and is not counted."""
         times = []
-        for _ in range(steps + 1):
+        quiet.wait(PATIENCE)
+        everyone(None)
+        quiet.start()
+        cpu = time.process_time()
+        for _ in range(STEPS + 1):
             start = time.perf_counter()
             self.engine.step(self.batch)
             times.append(time.perf_counter() - start)
-        self.times += times[1:]
+        found = everyone((times[1:], time.process_time() - cpu))
+        others = everyone(quiet.others(sum(own for _, own in found)))[0]
+        slowest = [max(step) for step in zip(*(step for step, _ in found), strict=True)]
+        self.turns.append((others, slowest))
+
+    def quietest(self):
+        """(median seconds of a step in the quietest third of the turns, cores that others used then)."""
+        turns = sorted(self.turns)[: max(1, len(self.turns) // 3)]
+        return statistics.median(t for _, times in turns for t in times), turns[-1][0]
 
     def live_bytes(self):
         """Largest number of bytes alive during a step."""
@@ -142,32 +207,27 @@ def run_rank(names, plans, lowering, rounds):
     """On every rank: the rows of all cells; those of the first rank are used."""
     torch.set_num_threads(1)
     cells = [Cell(name, plan, lowering) for name in names for plan in plans]
+    quiet = Quiet()
     for index in range(rounds):
         for cell in cells[index % len(cells) :] + cells[: index % len(cells)]:
-            if dist.is_initialized():
-                dist.barrier()
-            cell.turn()
+            cell.turn(quiet)
     rows = []
     for cell in cells:
         found = forecast(cell.engine.programs, machine(HOST), lowering)
-        own = {"times": cell.times, "bytes": cell.live_bytes() if lowering == "eager" else None}
-        everyone = [own]
-        if dist.is_initialized():
-            everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, own)
-        times = [max(step) for step in zip(*(other["times"] for other in everyone), strict=True)]
-        first, median, _ = statistics.quantiles(times, n=4)
+        held = everyone(cell.live_bytes() if lowering == "eager" else 0)
+        seconds, others = cell.quietest()
         row = dict(zip(("model", "plan"), cell.name, strict=True))
-        row |= {"ranks": len(everyone), "lowering": lowering, "steps": len(times)}
-        row |= {"measured_ms": round(first * 1e3, 2), "median_ms": round(median * 1e3, 2)}
-        row |= {"predicted_ms": round(found.step_ms, 2)}
+        row |= {"ranks": len(held), "lowering": lowering}
+        row |= {"measured_ms": round(seconds * 1e3, 2), "predicted_ms": round(found.step_ms, 2)}
+        row["time_error"] = round(found.step_ms / (seconds * 1e3) - 1, 4)
+        row["others_used_cores"] = round(others, 3)
+        whole = statistics.median(t for _, times in cell.turns for t in times)
+        row["median_of_all_turns_ms"] = round(whole * 1e3, 2)
         row["compute_ms"] = round(found.compute_ms, 2)
         row["communication_ms"] = round(found.communication_ms, 2)
-        row["time_error"] = round(found.step_ms / (first * 1e3) - 1, 4)
-        if own["bytes"]:
-            peak = max(other["bytes"] for other in everyone)
-            row |= {"measured_bytes": peak, "predicted_bytes": found.peak_bytes}
-            row["memory_error"] = round(found.peak_bytes / peak - 1, 4)
+        if lowering == "eager":
+            row |= {"measured_bytes": max(held), "predicted_bytes": found.peak_bytes}
+            row["memory_error"] = round(found.peak_bytes / max(held) - 1, 4)
         rows.append(row)
     return rows
 
@@ -195,15 +255,17 @@ def summary(rows):
 
 
 def show(rows):
-    table = Table("model", "plan", "ranks", "lowering", "measured", "predicted", "error", "memory")
+    table = Table(
+        "model", "plan", "ranks", "lowering", "measured", "predicted", "error", "others", "memory"
+    )
     for row in rows:
         memory = f"{row['memory_error']:+.1%}" if "memory_error" in row else "-"
         table.add_row(
             row["model"], row["plan"], str(row["ranks"]), row["lowering"],
             f"{row['measured_ms']:.1f} ms", f"{row['predicted_ms']:.1f} ms",
-            f"{row['time_error']:+.1%}", memory,
+            f"{row['time_error']:+.1%}", f"{row['others_used_cores']:.2f}", memory,
         )  # fmt: skip
-    Console(width=110).print(table)
+    Console(width=120).print(table)
 
 
 def main():
@@ -217,6 +279,8 @@ def main():
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if not options.keep_calibration:
+        quiet = Quiet()
+        quiet.wait(10 * PATIENCE)
         calibrate(lambda name: print(f"measuring {name}", flush=True))
     names, plans = options.models.split(","), options.plans.split(",")
     rows = []

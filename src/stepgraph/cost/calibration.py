@@ -158,13 +158,15 @@ class _Reader:
             raise _unusable(self.path, f"{self.name}: {key!r} is not of kind {kind.__name__}")
         return value
 
-    def _number(self, key: str, least: float | None = None, within: dict | None = None) -> float:
+    def _number(
+        self, key: str, least: float | None = None, within: dict | None = None, at: str = ""
+    ) -> float:
         value = (self.data if within is None else within).get(key)
         good = isinstance(value, (int, float)) and not isinstance(value, bool)
         enough = good and math.isfinite(value) and abs(value) < 1e30
         if not enough or (value <= 0 if least is None else value < least):
             bound = "above 0" if least is None else f"of at least {least:g}"
-            raise _unusable(self.path, f"{self.name}: {key!r} is not a number {bound}")
+            raise _unusable(self.path, f"{self.name}: {at + key!r} is not a number {bound}")
         return float(value)
 
     def _rates(self, key: str) -> dict[torch.dtype, float]:
@@ -173,11 +175,11 @@ class _Reader:
         if unknown or "float32" not in given:
             problem = f"does not know {sorted(unknown)[0][:40]!r}" if unknown else "lacks 'float32'"
             raise _unusable(self.path, f"{self.name}: {key!r} {problem}")
-        return {_DTYPES[name]: self._number(name, within=given) for name in given}
+        return {_DTYPES[name]: self._number(name, within=given, at=f"{key}.") for name in given}
 
     def _numbers(self, key: str) -> dict[str, float]:
         given = self._kind(key, dict)
-        return {name: self._number(name, within=given) for name in given}
+        return {name: self._number(name, within=given, at=f"{key}.") for name in given}
 
     def _caches(self) -> tuple[tuple[float, float], ...]:
         """(bytes, bytes/s) rows, sizes ascending."""
@@ -186,7 +188,8 @@ class _Reader:
             if not isinstance(row, list) or len(row) != 2:
                 raise _unusable(self.path, f"{self.name}: 'caches' is no list of (bytes, bytes/s)")
             pair = {"bytes": row[0], "rate": row[1]}
-            rows.append((self._number("bytes", within=pair), self._number("rate", within=pair)))
+            size, rate = (self._number(name, within=pair, at="caches.") for name in pair)
+            rows.append((size, rate))
         if rows != sorted(rows, key=lambda row: row[0]):
             raise _unusable(self.path, f"{self.name}: the sizes of 'caches' do not ascend")
         return tuple(rows)
@@ -197,6 +200,5 @@ class _Reader:
 
     def _link(self, key: str, within: dict | None = None) -> Link:
         given = self._kind(key, dict, within)
-        return Link(
-            self._number("latency", least=0, within=given), self._number("bandwidth", within=given)
-        )
+        latency = self._number("latency", least=0, within=given, at=f"{key}.")
+        return Link(latency, self._number("bandwidth", within=given, at=f"{key}."))

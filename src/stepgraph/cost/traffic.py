@@ -96,12 +96,14 @@ class _Groups:
 
     def __init__(self, program: Program) -> None:
         self.program = program
+        # What each view shows; asked often.
+        self.shown = {node: viewed(node) for node in program.graph.nodes if not is_write(node)}
         self.group: dict[fx.Node, int] = {}
         self.parent: list[int] = []
         self.level: dict[fx.Node, int] = {}
         self.loop: dict[fx.Node, int] = {}
         self.of_rows: set[fx.Node] = set()  # one number a row of the loop
-        self.results = {_whole(node) for node in program.results}
+        self.results = [self._whole(node) for node in program.results]
 
     def assign(self) -> None:
         """Sets the metadata of every operation."""
@@ -113,22 +115,25 @@ class _Groups:
         started: set[int] = set()
         for node in operations:
             arguments = tensor_arguments(node)
-            if is_view(node) or _is_constant(node):
+            if self._is_free(node):
                 _set(node, (False,) * len(arguments), False, False)
                 continue
             group = self._find(self.group[node])
             reads = []
             for position, argument in enumerate(arguments):
-                value = _whole(argument)
+                value = self._whole(argument)
                 outside = not self._made_in(value, group) and not _is_target(node, position)
                 reads.append(outside and (group, value) not in read and not _is_constant(value))
                 read.add((group, value))
             _set(node, tuple(reads), node in written, group not in started)
             started.add(group)
 
+    def _is_free(self, node: fx.Node) -> bool:
+        return self.shown.get(node) is not None or _is_constant(node)
+
     def _join(self, node: fx.Node) -> None:
-        sources = [_producer(argument) for argument in tensor_arguments(node)]
-        if is_view(node) or _is_constant(node):
+        sources = [self._producer(argument) for argument in tensor_arguments(node)]
+        if self._is_free(node):
             self.level[node] = max((self.level.get(s, 0) for s in sources), default=0)
             return
         self._find_loop(node, sources)
@@ -164,7 +169,25 @@ class _Groups:
             return True
         # A smaller loop is repeated inside a larger one where nobody else wants its values.
         smaller = self.loop[source] < self.loop[node] and source not in self.of_rows
-        return smaller and _readers(source) == 1
+        return smaller and self._readers(source) == 1
+
+    def _producer(self, node: fx.Node) -> fx.Node:
+        """The operation that made the memory a value lies in."""
+        while (source := self.shown.get(node)) is not None:
+            node = source
+        return node
+
+    def _whole(self, node: fx.Node) -> fx.Node:
+        """The value of which a node is a view that shows all of it, or the node itself."""
+        while (source := self.shown.get(node)) is not None:
+            if node.target is operator.getitem or _numel(source) != _numel(node):
+                break
+            node = source
+        return node
+
+    def _readers(self, node: fx.Node) -> int:
+        users = node.users
+        return sum(self._readers(user) if self.shown.get(user) is node else 1 for user in users)
 
     def _find(self, group: int) -> int:
         while self.parent[group] != group:
@@ -173,17 +196,17 @@ class _Groups:
         return group
 
     def _made_in(self, value: fx.Node, group: int) -> bool:
-        source = _producer(value)
+        source = self._producer(value)
         return source in self.group and self._find(self.group[source]) == group
 
     def _written(self, operations: list[fx.Node]) -> set[fx.Node]:
         """Operations whose value something outside their group, or the caller, reads."""
-        written = {_producer(node) for node in self.results}
+        written = {self._producer(node) for node in self.results}
         for node in operations:
-            if is_view(node):
+            if self.shown.get(node) is not None:
                 continue
             for position, argument in enumerate(tensor_arguments(node)):
-                source = _producer(argument)
+                source = self._producer(argument)
                 if source not in self.group or _is_target(node, position):
                     continue
                 inside = node in self.group and self._made_in(source, self._find(self.group[node]))
@@ -192,29 +215,9 @@ class _Groups:
         return written
 
 
-def _producer(node: fx.Node) -> fx.Node:
-    """The operation that made the memory a value lies in."""
-    while (source := viewed(node)) is not None and not is_write(node):
-        node = source
-    return node
-
-
-def _whole(node: fx.Node) -> fx.Node:
-    """The value of which a node is a view that shows all of it, or the node itself."""
-    while (source := viewed(node)) is not None and not is_write(node):
-        if node.target is operator.getitem or _numel(source) != _numel(node):
-            break
-        node = source
-    return node
-
-
 def _is_target(node: fx.Node, position: int) -> bool:
     """Whether an argument is only written over."""
     return node.target is torch_internals.mutable_copy and position == 0
-
-
-def _readers(node: fx.Node) -> int:
-    return sum(_readers(user) if viewed(user) is node else 1 for user in node.users)
 
 
 def _numel(node: fx.Node) -> int:

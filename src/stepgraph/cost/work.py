@@ -37,9 +37,10 @@ _ELEMENT_CLASSES: dict[Any, str] = {
             aten.silu_backward,
         ),
         "tanh": (aten.tanh, aten.erf),
-        "gelu": (aten.gelu, aten.gelu_backward),
-        "trigonometric": (aten.sin, aten.cos, aten.pow),
-        "root": (aten.sqrt, aten.rsqrt, aten.div, aten.reciprocal),
+        "gelu": (aten.gelu,),
+        "gelu_backward": (aten.gelu_backward,),
+        "trigonometric": (aten.sin, aten.cos),
+        "root": (aten.sqrt, aten.rsqrt),
         "softmax": (aten._softmax, aten._safe_softmax),
         "log_softmax": (aten._log_softmax,),
         "softmax_backward": (
@@ -65,6 +66,7 @@ _ELEMENT_CLASSES: dict[Any, str] = {
     for operator in (getattr(packet, overload) for overload in packet.overloads())
 }  # fmt: skip
 _ELEMENT_CLASSES[RANDOM] = "random"
+_POWERS = {aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor, aten.pow.Scalar}
 
 
 def flops_of(target: Any, arguments: Sequence[Any], result: Any) -> float:
@@ -203,7 +205,10 @@ def family_of(target: Any) -> str:
 
 def vector_seconds(node: fx.Node, device: Device) -> float:
     """Time of an operation's arithmetic, where the device has a figure for its class."""
-    each = device.elements.get(_ELEMENT_CLASSES.get(node.target, ""), 0.0)
+    name = _ELEMENT_CLASSES.get(node.target, "")
+    if node.target in _POWERS and node.args[1] not in (0.5, 1, 2):  # those are products and roots
+        name = "power"
+    each = device.elements.get(name, 0.0)
     if not each:
         return 0.0
     values = [node.meta.get("val"), *(a.meta.get("val") for a in tensor_arguments(node))]

@@ -1,7 +1,8 @@
 """Measures this machine into the file that the cost model reads: ``stepgraph doctor --calibrate``.
 
-Every figure is the fastest of many short repetitions, what is left when nothing else disturbs. Operands
-take turns, so that they are about as far away as another operation's results would be.
+Every figure is the lower quartile of many short repetitions: what usually comes out where nothing else
+disturbs. Operands take turns and results are kept for a while, so that what a call touches is about as far
+away as it is in a step, where other operations have run in between.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +28,14 @@ from stepgraph.cost.devices import Device, Link
 from stepgraph.frontends import launcher
 from stepgraph.program.randomness import BITS, RANDOM, seed_words
 from stepgraph.runtime.files import whole_file
+from stepgraph.runtime.forecast import forecast
 
 NOT_COMPARED = "measured rates, but predictions were not compared with runs on this machine"
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 _PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 _SECONDS = 0.06  # for one figure
+_FOOTPRINT = 8 * 2**20  # bytes of operands that take turns
 _SIZES = [2**n for n in range(16, 27)]  # bytes of one operand
 _MESSAGES = [2**n for n in range(10, 25, 2)]  # bytes of a collective's larger side
 _RANKS, _REPEATS = 2, 25
@@ -62,7 +67,7 @@ def measure(where: torch.device, progress: Callable[[str], None]) -> Device:
     timer = Timer(where)
     with torch.no_grad():
         progress("calls")
-        call = timer.fastest(lambda x: x + 1, timer.operands(1))
+        call = timer.usual(lambda x: x + 1, timer.operands(1))
         progress("matrix products")
         matmul, half_flops = _products(timer, call)
         progress("attention and convolution")
@@ -71,13 +76,11 @@ def measure(where: torch.device, progress: Callable[[str], None]) -> Device:
         caches = _bandwidths(timer, call)
         progress("other operations")
         elements = _elements(timer, call)
-    progress("a small step")
-    dispatch = _dispatch_seconds() if is_host else 0.0
     progress(f"{_RANKS} ranks")
     links, crowding = _ranks(where)
     slowest = max(links.values(), key=lambda link: link.latency)
     where_it_ran = f"{torch.get_num_threads()} threads a rank" if is_host else _name(where)
-    return Device(
+    device = Device(
         name=where.type,
         matmul=matmul,
         peak=matmul,
@@ -95,10 +98,13 @@ def measure(where: torch.device, progress: Callable[[str], None]) -> Device:
         families=families,
         elements=elements,
         caches=tuple(caches),
-        dispatch_seconds=dispatch,
         collectives=links,
         crowding=crowding,
     )
+    if is_host:
+        progress("a small step")
+        device = replace(device, dispatch_seconds=_dispatch_seconds(device))
+    return device
 
 
 def _name(where: torch.device) -> str:
@@ -111,33 +117,38 @@ class Timer:
     def __init__(self, where: torch.device) -> None:
         self.where = where
         self.waits = where.type != torch.Generator().device.type
+        self._kept: deque[Any] = deque(maxlen=1)
 
-    def operands(self, *shape: int, dtype: torch.dtype = torch.float32, sets: int = 4) -> list:
-        """Tensors that a measured call may be given in turn."""
+    def operands(self, *shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+        """Tensors that a measured call may be given in turn: some megabytes of them."""
+        size = torch.Size(shape).numel() * dtype.itemsize
+        sets = min(max(_FOOTPRINT // size, 3), 64)
         return [torch.randn(shape, device=self.where).to(dtype) for _ in range(sets)]
 
-    def fastest(
+    def usual(
         self, call: Callable[..., Any], *operands: Sequence[Any], seconds: float = _SECONDS
     ) -> float:
-        """Seconds of one call: the fastest batch of calls that take about two milliseconds."""
-        turns = itertools.cycle(list(zip(*operands, strict=True)))
-        once = self._batch(call, turns, 1)
-        once = min(once, self._batch(call, turns, 1))
-        calls = max(1, int(2e-3 / max(once, 1e-7)))
-        found, end = once, time.perf_counter() + seconds
-        while time.perf_counter() < end:
-            found = min(found, self._batch(call, turns, calls))
-        return found
+        """Seconds of one call: the lower quartile over batches of calls that take a millisecond."""
+        turns = zip(*map(itertools.cycle, operands), strict=False)
+        self._kept = deque(maxlen=len(operands[0]))
+        self._batch(call, turns, 2)
+        calls = max(1, int(1e-3 / max(self._batch(call, turns, 1), 1e-7)))
+        times, end = [], time.perf_counter() + seconds
+        while time.perf_counter() < end or len(times) < 4:
+            times.append(self._batch(call, turns, calls))
+        self._kept.clear()
+        return statistics.quantiles(times, n=4)[0]
 
     def once(self, call: Callable[[], Any]) -> float:
         """Seconds of one call."""
+        self._kept.clear()
         return self._batch(call, itertools.repeat(()), 1)
 
     def _batch(self, call: Callable[..., Any], turns: Any, calls: int) -> float:
         self._wait()
         start = time.perf_counter()
         for _ in range(calls):
-            call(*next(turns))
+            self._kept.append(call(*next(turns)))
         self._wait()
         return (time.perf_counter() - start) / calls
 
@@ -158,16 +169,14 @@ def _products(timer: Timer, call: float) -> tuple[dict[torch.dtype, float], floa
         (192, 512, 192), (512, 512, 512), (256, 1024, 1024), (1024, 256, 1024),
     ):  # fmt: skip
         m, k, n = m * scale, k * scale, n * scale
-        seconds = timer.fastest(torch.mm, timer.operands(m, k), timer.operands(k, n))
+        seconds = timer.usual(torch.mm, timer.operands(m, k), timer.operands(k, n))
         rows.append((2.0 * m * k * n, max(seconds - call, seconds / 10)))
     constant, slope = fit_line(rows)
     rates = {torch.float32: 1 / slope}
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
         size = 256 * scale
         operands = timer.operands(size, size, dtype=dtype)
-        rates[dtype] = (
-            2.0 * size**3 / timer.fastest(torch.mm, operands, operands[1:] + operands[:1])
-        )
+        rates[dtype] = 2.0 * size**3 / timer.usual(torch.mm, operands, operands[1:] + operands[:1])
     return rates, constant / slope
 
 
@@ -188,7 +197,7 @@ def _families(timer: Timer, rate: float, call: float) -> dict[str, float]:
     found = {}
     left, right = timer.operands(24, 128, 32), timer.operands(24, 32, 128)
     flops = 2.0 * 24 * 128 * 128 * 32
-    found["batched"] = flops / timer.fastest(torch.bmm, left, right)
+    found["batched"] = flops / timer.usual(torch.bmm, left, right)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v)
@@ -213,7 +222,7 @@ def _forward_and_backward(
     forwards, backwards = [], []
     for operands in shapes:
         flops = _flops(call, [given[0] for given in operands])
-        forward = timer.fastest(call, *operands)
+        forward = timer.usual(call, *operands)
         forwards.append(flops / forward)
         backwards.append(flops * backward / _backward_seconds(timer, call, operands, forward))
     return {name: statistics.mean(forwards), f"{name}_backward": statistics.mean(backwards)}
@@ -228,7 +237,7 @@ def _backward_seconds(timer: Timer, call: Callable, operands: tuple, forward: fl
             leaves = [tensor.detach().requires_grad_() for tensor in given]
             torch.autograd.backward(call(*leaves), tangent)
 
-    return max(timer.fastest(both, *operands) - forward, forward / 10)
+    return max(timer.usual(both, *operands) - forward, forward / 10)
 
 
 def _flops(call: Callable, operands: list[torch.Tensor]) -> float:
@@ -243,8 +252,8 @@ def _bandwidths(timer: Timer, call: float) -> list[tuple[float, float]]:
     """(bytes touched, bytes/s) of an addition, sizes ascending."""
     rows = []
     for size in _SIZES:
-        operands = timer.operands(size // 4, sets=3 if size >= 2**24 else 4)
-        seconds = timer.fastest(torch.add, operands, operands[1:] + operands[:1])
+        operands = timer.operands(size // 4)
+        seconds = timer.usual(torch.add, operands, operands[1:] + operands[:1])
         rows.append((3.0 * size, 3.0 * size / max(seconds - call, seconds / 5)))
     return rows
 
@@ -263,25 +272,28 @@ def _elements(timer: Timer, call: float) -> dict[str, float]:
         "tanh": (torch.tanh, wide),
         "gelu": (F.gelu, wide),
         "trigonometric": (torch.cos, wide),
+        "power": (lambda x: x**3, wide),
         "root": (torch.sqrt, wide),
         "softmax": (lambda x: torch.softmax(x, -1), wide),
         "log_softmax": (lambda x: torch.log_softmax(x, -1), wide),
-        "reduction": (lambda x: x.sum(0), wide),
+        "reduction": (lambda x: (x.sum(0), x.mean(-1)), wide),
         "layer_norm": (lambda x: F.layer_norm(x, (512,)), wide),
         "batch_norm": (batch_norm, image),
-        "conversion": (lambda x: x.to(torch.bfloat16), wide),
+        "conversion": (lambda x: (x < 1).to(x.dtype), wide),
         "concatenation": (lambda x: torch.cat([x, x], 1), (512, 256)),
         "pooling": (lambda x: F.max_pool2d(x, 2), image),
     }
     found = {}
     for name, (function, shape) in calls.items():
         operands = [tensor.abs() for tensor in timer.operands(*shape)]  # a NaN may take longer
-        seconds = timer.fastest(function, operands, seconds=_SECONDS / 2)
-        found[name] = max(seconds - call, seconds / 10) / torch.Size(wide).numel()
+        seconds = timer.usual(function, operands, seconds=_SECONDS / 2)
+        calls_made = 2 if name in ("reduction", "conversion") else 1
+        each = seconds / calls_made - call
+        found[name] = max(each, seconds / 10) / torch.Size(wide).numel()
     seed = seed_words(1, 2, 0).to(timer.where)
     bits = lambda s: RANDOM(s, BITS, 0, list(wide), list(wide), [0, 0], [], "")  # noqa: E731
-    found["random"] = timer.fastest(bits, [seed]) / torch.Size(wide).numel()
-    for name in ("softmax", "batch_norm"):
+    found["random"] = timer.usual(bits, [seed]) / torch.Size(wide).numel()
+    for name in ("softmax", "batch_norm", "gelu"):
         function, shape = calls[name]
         forward = found[name] * torch.Size(wide).numel() + call
         backward = _backward_seconds(timer, function, (timer.operands(*shape),), forward)
@@ -289,13 +301,17 @@ def _elements(timer: Timer, call: float) -> dict[str, float]:
     return found
 
 
-def _dispatch_seconds() -> float:
-    """Host time of one operation: of a step that is all operations and hardly any work."""
+def _dispatch_seconds(device: Device) -> float:
+    """Host time of one operation, Python and allocation included: what kernels leave over of a real step.
+
+    Args:
+        device: everything else about it, measured.
+    """
     from stepgraph.frontends.engine import Engine
 
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)) for _ in range(6)]
-    model, batch = nn.Sequential(*layers), torch.ones(4, 8)
+    layers = [nn.Sequential(nn.Linear(192, 192), nn.GELU(), nn.LayerNorm(192)) for _ in range(6)]
+    model, batch = nn.Sequential(*layers), torch.randn(256, 192)
     engine = Engine(
         model,
         loss=lambda model, batch: model(batch).square().mean(),
@@ -305,8 +321,10 @@ def _dispatch_seconds() -> float:
         lowering="eager",
     )
     engine.step(batch)
-    seconds = Timer(batch.device).fastest(engine.step, [batch], seconds=0.5)
-    return seconds / len(list(engine.programs["step"].operations()))
+    seconds = Timer(batch.device).usual(engine.step, [batch], seconds=1.0)
+    kernels = forecast(engine.programs, device, "eager").step_ms / 1e3
+    operations = len(list(engine.programs["step"].operations()))
+    return max(seconds - kernels, 0.0) / operations
 
 
 # -- several ranks
@@ -346,15 +364,15 @@ def _crowding(timer: Timer) -> float:
 
     alone = torch.zeros(1, device=timer.where)
     if dist.get_rank() == 0:
-        alone += timer.fastest(work, left, x, seconds=0.5)
+        alone += timer.usual(work, left, x, seconds=0.5)
     dist.broadcast(alone, 0)
-    together = torch.full((1,), timer.fastest(work, left, x, seconds=0.5), device=timer.where)
+    together = torch.full((1,), timer.usual(work, left, x, seconds=0.5), device=timer.where)
     dist.all_reduce(together)
     return max(1.0, (together / dist.get_world_size() / alone).item())
 
 
 def _collective(timer: Timer, kind: str, size: int, group: str) -> float:
-    """Seconds of one collective whose larger side has ``size`` bytes: the lower quartile, rank by rank."""
+    """Seconds of one collective whose larger side has ``size`` bytes: the lower quartile on this rank."""
     ranks = dist.get_world_size()
     part = size // ranks if kind == "all_gather" else size
     given = torch.ones(part // 4, device=timer.where)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from stepgraph.cost.devices import Device
+from stepgraph.cost.devices import Device, Link
 from stepgraph.program.collectives import KINDS, is_collective, mesh_dim_of
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.program import tensors_of
@@ -30,6 +31,7 @@ class Group:
 
     ``ranks``: in the group; ``per_node``: of them in one node. ``latency``, ``bandwidth``: of one message
     inside a node, ``far_*``: between nodes, where a rank's own share of the node's network is meant.
+    ``by_kind``: links inside a node that one kind of collective sees.
     """
 
     ranks: int
@@ -38,6 +40,13 @@ class Group:
     bandwidth: float
     far_latency: float
     far_bandwidth: float
+    by_kind: Mapping[str, Link] = field(default_factory=dict)
+
+    def of_kind(self, kind: str) -> Group:
+        """The group as collectives of one kind see it."""
+        if (link := self.by_kind.get(kind)) is None:
+            return self
+        return replace(self, latency=link.latency, bandwidth=link.bandwidth, by_kind={})
 
     @property
     def crosses(self) -> bool:
@@ -68,6 +77,7 @@ def links(mesh: MeshShape, device: Device) -> dict[str, Group]:
             device.intra.bandwidth,
             device.inter.latency,
             device.inter.bandwidth,
+            device.collectives,
         )
     return found
 
@@ -100,6 +110,7 @@ def collective_seconds(kind: str, bytes: float, group: Group) -> float:
     """
     if group.ranks == 1:
         return 0.0
+    group = group.of_kind(kind)
     if kind == "all_to_all":
         return _all_to_all(bytes, group)
     return min(ring_seconds(kind, bytes, group), tree_seconds(kind, bytes, group))

@@ -1,5 +1,7 @@
 """memory_timeline: what it predicts is what interpreting the program allocates."""
 
+import operator
+
 import pytest
 import torch
 
@@ -7,7 +9,10 @@ from stepgraph import torch_internals
 from stepgraph.cost.memory import CATEGORIES, memory_timeline
 from stepgraph.lowering.state import write_state_in_place
 from stepgraph.program.program import BACKWARD
+from tests.cost.hand_made import Written
 from tests.support import adamw, compiled, mlp, regression_batch, tiny_llama, token_batch, values
+
+aten = torch.ops.aten
 
 
 def measured_peak(program, model, batch, optimizer):
@@ -93,3 +98,45 @@ def test_a_peak_can_be_asked_of_a_phase_and_without_categories(timelines):
     assert timeline.peak(BACKWARD) <= timeline.peak()
     assert timeline.peak(without=("parameters",)) < timeline.peak()
     assert timeline.peak(without=CATEGORIES) == 0
+
+
+def test_a_result_that_nobody_reads_any_more_dies_though_its_neighbour_lives():
+    write = Written({"x": (64, 64)})
+    norm = write(aten.native_layer_norm.default, write["x"], [64], None, None, 1e-5)
+    parts = [write(operator.getitem, norm, i) for i in range(3)]
+    total = write(aten.sum.default, parts[0])
+    later = write(aten.add.Tensor, parts[1], 1.0)
+    program = write.returning(total, later)
+    held, big, small = 4 * 64 * 64, 4 * 64 * 64, 4 * 64
+    totals = [sum(alive.values()) for alive in memory_timeline(program).at]
+    assert totals[0] == held + big + 2 * small
+    assert totals[-1] == held + small + 4 + small  # the norm is gone, and so is its other statistic
+
+
+def test_a_collective_holds_what_it_reads_until_its_wait():
+    write = Written({"x": (64, 64)}, mesh="dp=2")
+    given = write(aten.neg.default, write["x"])
+    gathered = write(torch_internals.ALL_GATHER, given, 2, "dp")
+    between = write(aten.exp.default, write["x"])
+    program = write.returning(between, write(torch_internals.WAIT, gathered))
+    totals = [sum(alive.values()) // (4 * 64 * 64) for alive in memory_timeline(program).at]
+    assert totals == [2, 4, 5, 5]
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_reshape_is_a_view_unless_the_layout_makes_it_copy(copies):
+    write = Written({"x": (64, 32)})
+    made = write(aten.neg.default, write["x"])
+    source = write(aten.t.default, made) if copies else made
+    program = write.returning(write(aten.reshape.default, source, [64 * 32]))
+    assert memory_timeline(program).peak() == (3 if copies else 2) * 4 * 64 * 32
+
+
+def test_constants_of_the_graph_are_counted():
+    write = Written({"x": (4,)})
+    write.program.module.register_buffer("constant", torch.zeros(16))
+    with write.program.graph.inserting_after(write["x"]):
+        constant = write.program.graph.get_attr("constant")
+    constant.meta = {"val": torch.empty(16, device="meta"), "phase": "forward", "name": "constant"}
+    program = write.returning(write(aten.neg.default, write["x"]))
+    assert memory_timeline(program).peak() == 4 * (4 + 16 + 4)

@@ -4,12 +4,12 @@ import json
 
 import pytest
 from click.testing import CliRunner
+from tests.planning.plan_support import llama_plan
 
 from stepgraph.errors import BudgetError
 from stepgraph.frontends import cli, comparing, plan_commands
 from stepgraph.frontends.planner import Attempt
 from stepgraph.planning.plan import Plan
-from tests.planning.plan_support import llama_plan
 
 
 def run(*args):

@@ -1,5 +1,7 @@
 """The named memory policies."""
 
+import operator
+
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -57,3 +59,11 @@ def test_the_users_own_checkpoint_regions_are_recomputed_under_every_policy():
     recomputed = decide(program, "none").recompute
     assert any("mm" in name for name in recomputed)
     assert not any("sin" in name for name in recomputed)
+
+
+@pytest.mark.parametrize("memory", ["full", "layers:2"])
+def test_what_is_kept_are_tensors(program, memory):
+    recomputed = decide(program, memory).recompute
+    parts = [node for node in program.operations() if node.target is operator.getitem]
+    parts = [node for node in parts if node.meta["name"] in recomputed]
+    assert all(node.args[0].meta["name"] in recomputed for node in parts)

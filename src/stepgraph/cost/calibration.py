@@ -90,6 +90,7 @@ def _dump(device: Device) -> dict[str, Any]:
         found[key] = {str(k).removeprefix("torch."): v for k, v in found[key].items()}
     for key in ("intra", "inter"):
         found[key] = vars(found[key])
+    found["collectives"] = {kind: vars(link) for kind, link in device.collectives.items()}
     return found
 
 
@@ -143,6 +144,12 @@ class _Reader:
             overlaps=self._kind("overlaps", bool),
             source=self._kind("source", str)[:1000],
             error=self._kind("error", str)[:1000],
+            families=self._numbers("families"),
+            elements=self._numbers("elements"),
+            caches=self._caches(),
+            dispatch_seconds=self._number("dispatch_seconds", least=0),
+            collectives=self._links("collectives"),
+            crowding=self._number("crowding"),
         )
 
     def _kind(self, key: str, kind: type, within: dict | None = None) -> Any:
@@ -151,13 +158,15 @@ class _Reader:
             raise _unusable(self.path, f"{self.name}: {key!r} is not of kind {kind.__name__}")
         return value
 
-    def _number(self, key: str, least: float | None = None, within: dict | None = None) -> float:
+    def _number(
+        self, key: str, least: float | None = None, within: dict | None = None, at: str = ""
+    ) -> float:
         value = (self.data if within is None else within).get(key)
         good = isinstance(value, (int, float)) and not isinstance(value, bool)
         enough = good and math.isfinite(value) and abs(value) < 1e30
         if not enough or (value <= 0 if least is None else value < least):
             bound = "above 0" if least is None else f"of at least {least:g}"
-            raise _unusable(self.path, f"{self.name}: {key!r} is not a number {bound}")
+            raise _unusable(self.path, f"{self.name}: {at + key!r} is not a number {bound}")
         return float(value)
 
     def _rates(self, key: str) -> dict[torch.dtype, float]:
@@ -166,10 +175,30 @@ class _Reader:
         if unknown or "float32" not in given:
             problem = f"does not know {sorted(unknown)[0][:40]!r}" if unknown else "lacks 'float32'"
             raise _unusable(self.path, f"{self.name}: {key!r} {problem}")
-        return {_DTYPES[name]: self._number(name, within=given) for name in given}
+        return {_DTYPES[name]: self._number(name, within=given, at=f"{key}.") for name in given}
 
-    def _link(self, key: str) -> Link:
+    def _numbers(self, key: str) -> dict[str, float]:
         given = self._kind(key, dict)
-        return Link(
-            self._number("latency", least=0, within=given), self._number("bandwidth", within=given)
-        )
+        return {name: self._number(name, within=given, at=f"{key}.") for name in given}
+
+    def _caches(self) -> tuple[tuple[float, float], ...]:
+        """(bytes, bytes/s) rows, sizes ascending."""
+        rows = []
+        for row in self._kind("caches", list):
+            if not isinstance(row, list) or len(row) != 2:
+                raise _unusable(self.path, f"{self.name}: 'caches' is no list of (bytes, bytes/s)")
+            pair = {"bytes": row[0], "rate": row[1]}
+            size, rate = (self._number(name, within=pair, at="caches.") for name in pair)
+            rows.append((size, rate))
+        if rows != sorted(rows, key=lambda row: row[0]):
+            raise _unusable(self.path, f"{self.name}: the sizes of 'caches' do not ascend")
+        return tuple(rows)
+
+    def _links(self, key: str) -> dict[str, Link]:
+        given = self._kind(key, dict)
+        return {kind: self._link(kind, given) for kind in given}
+
+    def _link(self, key: str, within: dict | None = None) -> Link:
+        given = self._kind(key, dict, within)
+        latency = self._number("latency", least=0, within=given, at=f"{key}.")
+        return Link(latency, self._number("bandwidth", within=given, at=f"{key}."))

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from torch import fx
 
-from stepgraph.cost.devices import Device
+from stepgraph.cost.devices import Device, Link
 from stepgraph.program.collectives import KINDS, is_collective, mesh_dim_of
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.program import tensors_of
@@ -31,6 +32,7 @@ class Group:
 
     ``ranks``: in the group; ``per_node``: of them in one node. ``latency``, ``bandwidth``: of one message
     inside a node, ``far_*``: between nodes, where a rank's own share of the node's network is meant.
+    ``by_kind``: links inside a node that one kind of collective sees.
     """
 
     ranks: int
@@ -39,6 +41,13 @@ class Group:
     bandwidth: float
     far_latency: float
     far_bandwidth: float
+    by_kind: Mapping[str, Link] = field(default_factory=dict)
+
+    def of_kind(self, kind: str) -> Group:
+        """The group as collectives of one kind see it."""
+        if (link := self.by_kind.get(kind)) is None:
+            return self
+        return replace(self, latency=link.latency, bandwidth=link.bandwidth, by_kind={})
 
     @property
     def crosses(self) -> bool:
@@ -69,6 +78,7 @@ def links(mesh: MeshShape, device: Device) -> dict[str, Group]:
             device.intra.bandwidth,
             device.inter.latency,
             device.inter.bandwidth,
+            device.collectives,
         )
     return found
 
@@ -101,6 +111,7 @@ def collective_seconds(kind: str, bytes: float, group: Group) -> float:
     """
     if group.ranks == 1:
         return 0.0
+    group = group.of_kind(kind)
     if kind == "all_to_all":
         return _all_to_all(bytes, group)
     return np.minimum(ring_seconds(kind, bytes, group), tree_seconds(kind, bytes, group))

@@ -7,7 +7,7 @@ them, for the model FLOPs utilisation. Every row says where its numbers are from
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,15 @@ class Device:
         overlaps: communication runs beside compute.
         source: where the numbers are from.
         error: what error predictions for it have shown.
+        families: rate of other kinds of products (``attention``, ``convolution``, ...) over that of
+            ``matmul``; 1 where a kind is missing.
+        elements: seconds an element of operations that compute more than they move (``exp``, ``softmax``,
+            ...), in float32; what is missing is bound by memory.
+        caches: (bytes that a kernel touches, bytes/s), by size: nearer memories are faster.
+        dispatch_seconds: host time of every operation that is called by itself, views included, where the
+            host is what computes.
+        collectives: links by kind of collective, where those differ from ``intra``.
+        crowding: time of a kernel while all ranks of the node compute, over its time alone.
     """
 
     name: str
@@ -64,34 +73,57 @@ class Device:
     overlaps: bool = True
     source: str = ""
     error: str = NOT_MEASURED
+    families: Mapping[str, float] = field(default_factory=dict)
+    elements: Mapping[str, float] = field(default_factory=dict)
+    caches: tuple[tuple[float, float], ...] = ()
+    dispatch_seconds: float = 0.0
+    collectives: Mapping[str, Link] = field(default_factory=dict)
+    crowding: float = 1.0
 
     def rate(self, dtype: torch.dtype) -> float:
         """Achievable FLOP/s of matrix products of a type; an unknown type runs like float32."""
         return self.matmul.get(dtype, self.matmul[torch.float32])
 
-    def seconds(self, flops: Any, bytes: Any, dtype: torch.dtype, starts: Any = True) -> Any:
+    def bandwidth(self, bytes: Any) -> Any:
+        """Bytes/s of a kernel that touches so many bytes; a number or an array."""
+        if not self.caches:
+            return np.full_like(np.asarray(bytes, float), self.memory_bandwidth)
+        sizes, rates = zip(*self.caches, strict=True)
+        logarithm = np.log(np.maximum(bytes, 1.0))
+        return np.exp(np.interp(logarithm, np.log(sizes), np.log(rates)))
+
+    def seconds(
+        self,
+        flops: Any,
+        bytes: Any,
+        dtype: torch.dtype,
+        starts: Any = True,
+        family: str = "matmul",
+        vector: Any = 0.0,
+    ) -> Any:
         """Time of one kernel: the roofline, with its efficiency at small sizes.
 
         A kernel of ``f`` FLOPs runs at ``rate * f / (f + half_flops)``, one of ``b`` bytes at
-        ``bandwidth * b / (b + half_bytes)``; the slower of the two counts, and at least
-        ``kernel_seconds``. No FLOPs and no bytes are no kernel, and take no time.
+        ``bandwidth * b / (b + half_bytes)``; the slowest counts, and at least ``kernel_seconds``.
+        No work is no kernel, and takes no time.
 
         Args:
             flops, bytes: numbers or numpy arrays that broadcast.
             dtype: of the operands.
             starts: False where the work is part of a kernel that is counted elsewhere: then neither
                 floor nor ramp are charged again.
+            family: of the product: a key of ``families``.
+            vector: seconds of arithmetic that is no product.
 
         Returns:
             seconds; a float for numbers, else an array.
         """
         flops, bytes = np.asarray(flops, float), np.asarray(bytes, float)
         starts = np.asarray(starts, bool)
-        compute = np.where(flops > 0, (flops + self.half_flops * starts) / self.rate(dtype), 0.0)
-        memory = np.where(
-            bytes > 0, (bytes + self.half_bytes * starts) / self.memory_bandwidth, 0.0
-        )
-        time = np.maximum(compute, memory)
+        rate = self.rate(dtype) * self.families.get(family, 1.0)
+        compute = np.where(flops > 0, (flops + self.half_flops * starts) / rate, 0.0)
+        moved = (bytes + self.half_bytes * starts) / self.bandwidth(bytes)
+        time = np.maximum(np.maximum(compute, np.where(bytes > 0, moved, 0.0)), vector)
         time = np.where((time > 0) & starts, np.maximum(time, self.kernel_seconds), time)
         return float(time) if time.ndim == 0 else time
 
@@ -112,7 +144,10 @@ def _accelerator(
     peak = {
         torch.bfloat16: half, torch.float16: half, torch.float32: single, torch.float64: double
     }  # fmt: skip
-    return Device(name, {k: v * achieved for k, v in peak.items()}, peak, **rest)
+    rates = {k: v * achieved for k, v in peak.items()}
+    # Of fused attention kernels and of implicit products; FlashAttention-2 and -3 give such figures.
+    families = {"attention": 0.8, "attention_backward": 0.65, "convolution": 0.7}
+    return Device(name, rates, peak, families=families, **rest)
 
 
 # float32 is true float32: torch uses TF32 only where it is told to.

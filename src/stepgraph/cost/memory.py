@@ -204,8 +204,18 @@ def _is_view_in_fact(node: fx.Node, source: fx.Node) -> bool:
     """Whether a reshape, which copies where the layout demands it, does not."""
     if node.target is not torch.ops.aten.reshape.default:
         return True
+    value = source.meta["val"]
+    if value.is_contiguous():
+        return True
+    return _can_be_viewed(tuple(value.shape), value.stride(), tuple(node.meta["val"].shape))
+
+
+@functools.lru_cache(maxsize=4096)
+def _can_be_viewed(
+    shape: tuple[int, ...], strides: tuple[int, ...], wanted: tuple[int, ...]
+) -> bool:
     try:
-        source.meta["val"].view(node.meta["val"].shape)
+        torch.empty_strided(shape, strides, device="meta").view(wanted)
     except (RuntimeError, ValueError):  # the second from fake tensors
         return False
     return True

@@ -61,6 +61,8 @@ def simulate(
         operation_time: seconds of an operation on the compute stream.
     """
     wiring = links(program.mesh, device) if program.mesh is not None else {}
+    alone = program.mesh is None or program.mesh.world_size == 1
+    crowding = 1.0 if alone else device.crowding
     line = StepTimeline()
     compute = communication = 0.0
     done: dict[fx.Node, float] = {}  # what is still in flight where a value is read
@@ -84,10 +86,10 @@ def simulate(
             if not device.overlaps:
                 line.exposed_seconds += communication - compute
                 compute = communication
-        elif reads_now:
-            took = operation_time(node, device)
+        else:
+            took = operation_time(node, device) * crowding
             line.compute_seconds += took
-            line.flops += node_flops(node)
+            line.flops += node_flops(node) if reads_now else 0.0
             if took:
                 line.events.append(Event(node, COMPUTE, compute, took))
             compute += took

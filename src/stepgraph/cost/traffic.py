@@ -35,7 +35,7 @@ _LOOPS = {
     aten.embedding.default, aten.gather.default, aten.index_select.default, aten.index.Tensor,
     aten.cat.default, aten.stack.default, aten.constant_pad_nd.default, aten.slice_backward.default,
     aten.select_backward.default, aten.slice_scatter.default, aten.select_scatter.default, RANDOM,
-    SHARD_OF, ON_FIRST,
+    SHARD_OF, ON_FIRST, torch_internals.mutable_copy,
 }  # fmt: skip
 
 # Reductions over the innermost dimension and what follows them over the same rows: one kernel.
@@ -59,27 +59,34 @@ def is_view(node: fx.Node) -> bool:
 
 
 def assign_traffic(program: Program, fused: bool) -> None:
-    """Sets ``meta["traffic"]`` and ``meta["starts"]`` on every operation, ``meta["kernel"]`` if fused.
+    """Sets ``meta["traffic"]``, ``meta["starts"]`` and ``meta["dispatched"]`` on every operation.
+
+    Where kernels are fused also ``meta["kernel"]``: the number of the kernel that an operation is part of.
 
     ``traffic`` is (reads, writes): a bool per tensor argument (in the order of
     :func:`tensor_arguments`), and whether the result goes to memory. ``starts``: whether the operation is
-    the first of a kernel; the others of its group share that kernel, and its number.
+    the first of a kernel; the others of its group share that kernel. ``dispatched``: whether it is called
+    by itself, as a view is too.
 
     Args:
-        program: usually the global one, before placement, which copies what is set here.
+        program: the final one; or the global one, before placement, which copies what is set here.
         fused: what a fusing compiler would merge is counted once; else each operation is a kernel.
     """
     if fused:
         _Groups(program).assign()
         return
     for node in program.operations():
-        free = is_view(node)
-        _set(node, (not free,) * len(tensor_arguments(node)), not free, not free)
+        reads = [not is_view(node)] * len(tensor_arguments(node))
+        if node.target is torch_internals.mutable_copy:
+            reads[0] = False  # what is written over
+        _set(node, tuple(reads), not is_view(node), not is_view(node))
+        node.meta["dispatched"] = node.target is not operator.getitem
 
 
 def _set(node: fx.Node, reads: tuple[bool, ...], writes: bool, starts: bool) -> None:
     node.meta["traffic"] = (reads, writes)
     node.meta["starts"] = starts
+    node.meta["dispatched"] = False
 
 
 class _Groups:
@@ -91,12 +98,14 @@ class _Groups:
 
     def __init__(self, program: Program) -> None:
         self.program = program
+        # What each view shows; asked often.
+        self.shown = {node: viewed(node) for node in program.graph.nodes if not is_write(node)}
         self.group: dict[fx.Node, int] = {}
         self.parent: list[int] = []
         self.level: dict[fx.Node, int] = {}
         self.loop: dict[fx.Node, int] = {}
         self.of_rows: set[fx.Node] = set()  # one number a row of the loop
-        self.results = {_whole(node) for node in program.results}
+        self.results = [self._whole(node) for node in program.results]
 
     def assign(self) -> None:
         """Sets the metadata of every operation."""
@@ -108,22 +117,25 @@ class _Groups:
         started: set[int] = set()
         for node in operations:
             arguments = tensor_arguments(node)
-            if is_view(node) or _is_constant(node):
+            if self._is_free(node):
                 _set(node, (False,) * len(arguments), False, False)
                 continue
             group = node.meta["kernel"] = self._find(self.group[node])
             reads = []
-            for argument in arguments:
-                value = _whole(argument)
-                outside = not self._made_in(value, group)
+            for position, argument in enumerate(arguments):
+                value = self._whole(argument)
+                outside = not self._made_in(value, group) and not _is_target(node, position)
                 reads.append(outside and (group, value) not in read and not _is_constant(value))
                 read.add((group, value))
             _set(node, tuple(reads), node in written, group not in started)
             started.add(group)
 
+    def _is_free(self, node: fx.Node) -> bool:
+        return self.shown.get(node) is not None or _is_constant(node)
+
     def _join(self, node: fx.Node) -> None:
-        sources = [_producer(argument) for argument in tensor_arguments(node)]
-        if is_view(node) or _is_constant(node):
+        sources = [self._producer(argument) for argument in tensor_arguments(node)]
+        if self._is_free(node):
             self.level[node] = max((self.level.get(s, 0) for s in sources), default=0)
             return
         self._find_loop(node, sources)
@@ -159,7 +171,25 @@ class _Groups:
             return True
         # A smaller loop is repeated inside a larger one where nobody else wants its values.
         smaller = self.loop[source] < self.loop[node] and source not in self.of_rows
-        return smaller and _readers(source) == 1
+        return smaller and self._readers(source) == 1
+
+    def _producer(self, node: fx.Node) -> fx.Node:
+        """The operation that made the memory a value lies in."""
+        while (source := self.shown.get(node)) is not None:
+            node = source
+        return node
+
+    def _whole(self, node: fx.Node) -> fx.Node:
+        """The value of which a node is a view that shows all of it, or the node itself."""
+        while (source := self.shown.get(node)) is not None:
+            if node.target is operator.getitem or _numel(source) != _numel(node):
+                break
+            node = source
+        return node
+
+    def _readers(self, node: fx.Node) -> int:
+        users = node.users
+        return sum(self._readers(user) if self.shown.get(user) is node else 1 for user in users)
 
     def _find(self, group: int) -> int:
         while self.parent[group] != group:
@@ -168,18 +198,18 @@ class _Groups:
         return group
 
     def _made_in(self, value: fx.Node, group: int) -> bool:
-        source = _producer(value)
+        source = self._producer(value)
         return source in self.group and self._find(self.group[source]) == group
 
     def _written(self, operations: list[fx.Node]) -> set[fx.Node]:
         """Operations whose value something outside their group, or the caller, reads."""
-        written = {_producer(node) for node in self.results}
+        written = {self._producer(node) for node in self.results}
         for node in operations:
-            if is_view(node):
+            if self.shown.get(node) is not None:
                 continue
-            for argument in tensor_arguments(node):
-                source = _producer(argument)
-                if source not in self.group:
+            for position, argument in enumerate(tensor_arguments(node)):
+                source = self._producer(argument)
+                if source not in self.group or _is_target(node, position):
                     continue
                 inside = node in self.group and self._made_in(source, self._find(self.group[node]))
                 if not inside:
@@ -187,24 +217,9 @@ class _Groups:
         return written
 
 
-def _producer(node: fx.Node) -> fx.Node:
-    """The operation that made the memory a value lies in."""
-    while (source := viewed(node)) is not None and not is_write(node):
-        node = source
-    return node
-
-
-def _whole(node: fx.Node) -> fx.Node:
-    """The value of which a node is a view that shows all of it, or the node itself."""
-    while (source := viewed(node)) is not None and not is_write(node):
-        if node.target is operator.getitem or _numel(source) != _numel(node):
-            break
-        node = source
-    return node
-
-
-def _readers(node: fx.Node) -> int:
-    return sum(_readers(user) if viewed(user) is node else 1 for user in node.users)
+def _is_target(node: fx.Node, position: int) -> bool:
+    """Whether an argument is only written over."""
+    return node.target is torch_internals.mutable_copy and position == 0
 
 
 def _numel(node: fx.Node) -> int:

@@ -15,6 +15,7 @@ from stepgraph.cost.traffic import is_view, tensor_arguments
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.names import operation_name
 from stepgraph.program.program import tensors_of
+from stepgraph.program.randomness import RANDOM
 
 aten = torch.ops.aten
 
@@ -25,6 +26,47 @@ _LOOKUPS = {
     aten.gather.default,
     aten.index_select.default,
 }
+
+
+# Operators whose arithmetic may take longer than their bytes, by what they mostly compute.
+_ELEMENT_CLASSES: dict[Any, str] = {
+    operator: name
+    for name, operators in {
+        "exp": (
+            aten.exp, aten.log, aten.sigmoid, aten.silu, aten.softplus, aten.log1p, aten.expm1,
+            aten.silu_backward,
+        ),
+        "tanh": (aten.tanh, aten.erf),
+        "gelu": (aten.gelu,),
+        "gelu_backward": (aten.gelu_backward,),
+        "trigonometric": (aten.sin, aten.cos),
+        "root": (aten.sqrt, aten.rsqrt),
+        "softmax": (aten._softmax, aten._safe_softmax),
+        "log_softmax": (aten._log_softmax,),
+        "softmax_backward": (
+            aten._softmax_backward_data, aten._log_softmax_backward_data,
+        ),
+        "reduction": (aten.sum, aten.mean, aten.amax, aten.var_mean, aten.linalg_vector_norm),
+        "layer_norm": (
+            aten.native_layer_norm, aten.native_layer_norm_backward, aten.native_group_norm,
+            aten.native_group_norm_backward, aten._fused_rms_norm,
+        ),
+        "batch_norm": (
+            aten.native_batch_norm, aten._native_batch_norm_legit,
+            aten._native_batch_norm_legit_functional,
+        ),
+        "batch_norm_backward": (aten.native_batch_norm_backward,),
+        "conversion": (aten._to_copy, aten.native_dropout_backward, aten.where, aten.lt),
+        "concatenation": (aten.cat, aten.constant_pad_nd),
+        "pooling": (
+            aten.max_pool2d_with_indices, aten.max_pool2d_with_indices_backward, aten._adaptive_avg_pool2d,
+        ),
+    }.items()
+    for packet in operators
+    for operator in (getattr(packet, overload) for overload in packet.overloads())
+}  # fmt: skip
+_ELEMENT_CLASSES[RANDOM] = "random"
+_POWERS = {aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor, aten.pow.Scalar}
 
 
 def flops_of(target: Any, arguments: Sequence[Any], result: Any) -> float:
@@ -134,11 +176,49 @@ def runs_no_kernel(node: fx.Node) -> bool:
 
 
 def operation_seconds(node: fx.Node, device: Device) -> float:
-    """Time of a placed operation on one rank; views, waits and collectives take none here."""
-    if runs_no_kernel(node):
+    """Time of a placed operation on one rank's compute stream; collectives have their own.
+
+    A view or a wait takes none, but for the host time of calling it where each operation is called by
+    itself and the host is what computes.
+    """
+    called = device.dispatch_seconds if node.meta.get("dispatched", False) else 0.0
+    if is_collective(node):
         return 0.0
-    starts = node.meta.get("starts", True)
-    return device.seconds(node_flops(node), bytes_moved(node), matmul_dtype(node), starts)
+    if runs_no_kernel(node):
+        return called
+    return called + device.seconds(
+        node_flops(node),
+        bytes_moved(node),
+        matmul_dtype(node),
+        node.meta.get("starts", True),
+        family_of(node.target),
+        vector_seconds(node, device),
+    )
+
+
+def family_of(target: Any) -> str:
+    """Which kind of product an operator is, as :attr:`Device.families` has them."""
+    schema = getattr(target, "_schema", None)
+    name = schema.name.split("::")[-1] if schema is not None else ""
+    for family in ("attention", "convolution"):
+        if family in name:
+            backward = name.endswith("backward")
+            return f"{family}_backward" if backward else family
+    return "batched" if target in (aten.bmm.default, aten.baddbmm.default) else "matmul"
+
+
+def vector_seconds(node: fx.Node, device: Device) -> float:
+    """Time of an operation's arithmetic, where the device has a figure for its class."""
+    name = _ELEMENT_CLASSES.get(node.target, "")
+    if node.target in _POWERS and node.args[1] not in (0.5, 1, 2):  # those are products and roots
+        name = "power"
+    each = device.elements.get(name, 0.0)
+    if not each:
+        return 0.0
+    values = [node.meta.get("val"), *(a.meta.get("val") for a in tensor_arguments(node))]
+    table = values[1] if node.target in _LOOKUPS else None
+    sizes = [t.numel() for v in values if v is not table for t in tensors_of(v)]
+    return each * max(sizes, default=0)
 
 
 def cost_group(node: fx.Node) -> str:

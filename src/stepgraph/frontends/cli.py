@@ -255,13 +255,23 @@ def loss_curve(
 
 @main.command("doctor", epilog=example("doctor --json"))
 @click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON.")
-def doctor_command(as_json: bool) -> None:
+@click.option(
+    "--calibrate",
+    is_flag=True,
+    help="Measure this machine, for predictions, instead of checking it.",
+)
+def doctor_command(as_json: bool, calibrate: bool) -> None:
     """Says what this machine has, and tries what works on it and what does not.
 
     Exits with 1 where something that training needs does not work.
     """
+    from stepgraph.frontends import calibrate as calibration
     from stepgraph.frontends import doctor
 
+    if calibrate:
+        path = calibration.calibrate(lambda name: click.echo(f"measuring {name}", err=True))
+        click.echo(path.read_text() if as_json else f"wrote {path}")
+        return
     checks = doctor.diagnose(lambda name: click.echo(f"looking at {name}", err=True))
     if as_json:
         click.echo(doctor.to_json(checks))

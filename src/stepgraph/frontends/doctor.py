@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,15 +114,9 @@ def _numbers(version: str) -> tuple[int, int]:
 
 def _host(name: str, seconds: float) -> Iterator[Check]:
     cores = launcher.threads_per_rank(1)
-    yield Check(name, OK, f"{cores} cores, {_memory_bytes() / 2**30:.1f} GiB of memory")
-
-
-def _memory_bytes() -> int:
-    """The machine's memory, or the limit that this process's control group has below it."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    return min(total, int(text)) if text.isdigit() else total
+    yield Check(
+        name, OK, f"{cores} cores, {launcher.host_memory_bytes() / 2**30:.1f} GiB of memory"
+    )
 
 
 def _accelerators(name: str, seconds: float) -> Iterator[Check]:

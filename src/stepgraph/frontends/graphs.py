@@ -62,8 +62,10 @@ class GraphRunner:
         self.compiler = compiler
         plan, ranks = compiler.plan, compiler.ranks
         if plan.placement not in PLACEMENTS:
+            first = plan.first_placed()
             raise PlanError(
-                f"the plan {plan.placement!r} needs a model that is captured whole",
+                f"the plan {plan.placement!r} needs a model that is captured whole"
+                + (f": the first value that it places is {first}" if first else ""),
                 where=reason.where,
                 why="what follows a graph break has this rank's rows, and whole of everything else: "
                 f"{plan.placement!r} would have the value that crosses it in other parts",

@@ -134,6 +134,21 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def memory_bytes(device: torch.device) -> int:
+    """What a rank's device has: a GPU's own memory, or the host's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return host_memory_bytes()
+
+
+def host_memory_bytes() -> int:
+    """The machine's memory, or the limit that this process's control group has below it."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return min(total, int(text)) if text.isdigit() else total
+
+
 def threads_per_rank(ranks: int) -> int:
     """The cores that this process may use, divided over the ranks; at least one."""
     try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -138,6 +140,18 @@ class Planner:
         """
         check_preset(placement, mesh)
         self._check_rows(mesh)
+        with _no_collections():
+            return self._plan(mesh, placement, memory, memory_budget, constraints, last)
+
+    def _plan(
+        self,
+        mesh: MeshShape,
+        placement: str,
+        memory: str,
+        memory_budget: int | None,
+        constraints: Mapping[str, str] | None,
+        last: bool,
+    ) -> Attempt:
         settings = self._settings(memory_budget, constraints)
         captured = self._capture(placement, mesh)
         self.stage("enumeration")
@@ -277,6 +291,18 @@ class Planner:
                 break
             limit = int(held - 1.02 * (attempt.peak - budget))
         return attempt, done
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """No search for garbage in a heap of a million nodes that all live on."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _attempt(plan: Plan, programs: Mapping[str, Program], budget: int) -> Attempt:

@@ -19,7 +19,7 @@ from stepgraph.planning.facts import ValueFacts
 from stepgraph.planning.fingerprint import Fingerprint
 from stepgraph.planning.settings import Settings
 from stepgraph.program import roles
-from stepgraph.program.layout import MeshShape, Placements
+from stepgraph.program.layout import MeshShape, Placements, show
 from stepgraph.program.program import Program
 
 AUTO = "auto"  # a placement or memory policy that is found, not named
@@ -126,6 +126,14 @@ class Plan:
         for decision in self.placements.values():
             found |= decision.operations
         return found
+
+    def first_placed(self) -> str:
+        """The first operation that ranks do not repeat, with its placement; empty where none is known."""
+        for name, operation in self.operations().items():
+            for placements in operation.outputs:
+                if placements and any(not placement.is_replicate() for placement in placements):
+                    return f"{name} ({show(placements)})"
+        return ""
 
     def new_key(self, name: str) -> str:
         """A free key for the decisions of a program."""

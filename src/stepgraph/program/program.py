@@ -10,6 +10,8 @@ Metadata that every node carries (``node.meta``):
 ``source``  the source line of the operation, where capture knew it
 ``placements``  tuple of DTensor placements, or a tuple of such tuples for several results; placed only
 ``recompute``   a block number if the memory decision says not to keep the value; tagged only
+``traffic``   which arguments come from memory, and whether the result goes there; with ``starts`` and
+            ``dispatched`` set by :mod:`stepgraph.cost.traffic`, where costs were asked for
 ========== =======================================================================================
 """
 

@@ -34,6 +34,12 @@ def engine_report(
         f"({stats.compile_seconds:.1f} s), {len(stats.recompiles)} of them again",
     ]
     lines += [f"    again: {reason}" for reason in stats.recompiles]
+    if plan.predicted is not None:
+        predicted = plan.predicted
+        lines.append(
+            f"  planned for {predicted.device}: step {predicted.step_ms:.1f} ms, "
+            f"peak {show_bytes(predicted.peak_bytes)} a rank (error: {predicted.error})"
+        )
     for name, program in programs.items():
         timeline = memory_timeline(program)
         lines.append(

@@ -1,0 +1,69 @@
+"""forecast and LiveMemory: what is predicted of an engine's step, and what its step holds alive."""
+
+import pytest
+import torch
+
+from stepgraph import Engine
+from stepgraph.cost.calibration import UNCALIBRATED
+from stepgraph.cost.devices import find_device
+from stepgraph.program.collectives import is_collective
+from stepgraph.runtime.batches import flatten_batch
+from stepgraph.runtime.executor import foreseen
+from stepgraph.runtime.forecast import forecast
+from stepgraph.runtime.live_memory import LiveMemory
+from tests.support import CPU, adamw, compiled, mlp, regression_batch, tiny_llama, token_batch
+
+
+def counted_peak(engine, batch):
+    """Bytes alive at most during one real step, inputs and state included."""
+    engine.step(batch)
+    leaves = flatten_batch(batch, CPU)
+    step = engine._programs_of("step", leaves).programs["step"]
+    held = [argument for argument in step.arguments if argument is not None]
+    with LiveMemory([*held, *leaves.leaves]) as live:
+        engine.step(batch)
+    return live.peak
+
+
+@pytest.mark.parametrize("memory", ["none", "full"])
+def test_the_predicted_peak_is_what_a_real_step_holds(memory):
+    model, batch = tiny_llama(2), token_batch(length=24)
+    engine = Engine(
+        model, optimizer=adamw(model), mesh="dp=1", plan="ddp", memory=memory, lowering="eager"
+    )
+    measured = counted_peak(engine, batch)
+    found = forecast(engine.programs, UNCALIBRATED, "eager")
+    assert found.peak_bytes == pytest.approx(measured, rel=0.01)
+
+
+def test_live_memory_counts_storages_once_and_forgets_what_is_gone():
+    held = torch.ones(1000)
+    with LiveMemory([held, held.view(10, 100)]) as live:
+        assert live.now == 4000
+        made = held + 1
+        view = made.view(10, 100)
+        assert live.now == 8000
+        del made
+        assert live.now == 8000
+        del view
+        assert live.now == 4000
+        assert (held * 2).sum().item() == 2000
+    assert live.peak == 8004
+
+
+def test_a_forecast_is_made_from_what_ranks_run():
+    model, batch = tiny_llama(2), token_batch()
+    placed = compiled(model, batch, adamw(model), ranks=4).programs
+    before = str(placed["step"])
+    final = foreseen(placed["step"], collectives_overlap=False)
+    found = forecast(placed, find_device("h100"), "inductor")
+    assert str(placed["step"]) == before
+    merged, plain = (sum(map(is_collective, p.operations())) for p in (final, placed["step"]))
+    assert sum(row["count"] for row in found.collectives.values()) == merged < plain
+
+
+def test_fused_kernels_move_less_than_operations_one_by_one():
+    model, batch = mlp(), regression_batch(rows=1200)
+    placed = compiled(model, batch, adamw(model)).programs
+    times = [forecast(placed, UNCALIBRATED, name).step_ms for name in ("inductor", "eager")]
+    assert times[0] < times[1]

@@ -1,7 +1,7 @@
 """Measures this machine into the file that the cost model reads: ``stepgraph doctor --calibrate``.
 
-Every figure is the lower quartile of many short repetitions: what usually comes out where nothing else
-disturbs. Operands take turns and results are kept for a while, so that what a call touches is about as far
+Every figure is the fastest tenth of many short repetitions: what comes out while nothing else disturbs.
+Operands take turns and results are kept for a while, so that what a call touches is about as far
 away as it is in a step, where other operations have run in between.
 """
 
@@ -37,8 +37,8 @@ _PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 _SECONDS = 0.06  # for one figure
 _FOOTPRINT = 8 * 2**20  # bytes of operands that take turns
 _SIZES = [2**n for n in range(16, 27)]  # bytes of one operand
-_MESSAGES = [2**n for n in range(10, 25, 2)]  # bytes of a collective's larger side
-_RANKS, _REPEATS = 2, 25
+_MESSAGES = [2**n for n in (10, 13, 16, 18, 20, 22, 24)]  # bytes of a collective's larger side
+_RANKS, _REPEATS = 2, 21
 
 
 def calibrate(progress: Callable[[str], None] = lambda name: None) -> Path:
@@ -79,7 +79,11 @@ def measure(where: torch.device, progress: Callable[[str], None]) -> Device:
     progress(f"{_RANKS} ranks")
     links, crowding = _ranks(where)
     slowest = max(links.values(), key=lambda link: link.latency)
-    where_it_ran = f"{torch.get_num_threads()} threads a rank" if is_host else _name(where)
+    where_it_ran = (
+        f"{torch.get_num_threads()} threads a rank"
+        if is_host
+        else torch.cuda.get_device_name(where)
+    )
     device = Device(
         name=where.type,
         matmul=matmul,
@@ -107,10 +111,6 @@ def measure(where: torch.device, progress: Callable[[str], None]) -> Device:
     return device
 
 
-def _name(where: torch.device) -> str:
-    return torch.cuda.get_device_name(where)
-
-
 class Timer:
     """Times calls on one device."""
 
@@ -128,7 +128,7 @@ class Timer:
     def usual(
         self, call: Callable[..., Any], *operands: Sequence[Any], seconds: float = _SECONDS
     ) -> float:
-        """Seconds of one call: the lower quartile over batches of calls that take a millisecond."""
+        """Seconds of one call: the fastest tenth of batches of calls that take a millisecond."""
         turns = zip(*map(itertools.cycle, operands), strict=False)
         self._kept = deque(maxlen=len(operands[0]))
         self._batch(call, turns, 2)
@@ -137,7 +137,7 @@ class Timer:
         while time.perf_counter() < end or len(times) < 4:
             times.append(self._batch(call, turns, calls))
         self._kept.clear()
-        return statistics.quantiles(times, n=4)[0]
+        return statistics.quantiles(times, n=10)[0]
 
     def once(self, call: Callable[[], Any]) -> float:
         """Seconds of one call."""
@@ -169,7 +169,8 @@ def _products(timer: Timer, call: float) -> tuple[dict[torch.dtype, float], floa
         (192, 512, 192), (512, 512, 512), (256, 1024, 1024), (1024, 256, 1024),
     ):  # fmt: skip
         m, k, n = m * scale, k * scale, n * scale
-        seconds = timer.usual(torch.mm, timer.operands(m, k), timer.operands(k, n))
+        given = timer.operands(m, k), timer.operands(k, n)
+        seconds = timer.usual(torch.mm, *given, seconds=3 * _SECONDS)
         rows.append((2.0 * m * k * n, max(seconds - call, seconds / 10)))
     constant, slope = fit_line(rows)
     rates = {torch.float32: 1 / slope}
@@ -344,14 +345,45 @@ def _ranks(where: torch.device) -> tuple[dict[str, Link], float]:
 def measure_ranks(device_type: str) -> tuple[dict[str, list[tuple[float, float]]], float]:
     """On every rank: (bytes, seconds) of collectives by kind, and the slowdown of crowded ranks."""
     timer = Timer(launcher.rank_device())
-    group = dist.group.WORLD.group_name  # type: ignore[union-attr]
     with torch.no_grad():
         crowding = _crowding(timer)
-        rows = {
-            kind: [(float(size), _collective(timer, kind, size, group)) for size in _MESSAGES]
-            for kind in KINDS
-        }
+        between = _Between(timer)
+        rows = {kind: [(float(n), between.seconds(kind, n)) for n in _MESSAGES] for kind in KINDS}
     return rows, crowding
+
+
+class _Between:
+    """Times collectives as they stand in a step: computation in between.
+
+    Back to back they take a fraction of it: nobody has to be woken, and no rank waits for another one.
+    """
+
+    def __init__(self, timer: Timer) -> None:
+        self.timer = timer
+        self.group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        self.left = timer.operands(384, 384)[0]
+        self.alone = self._usual(lambda: None)
+
+    def seconds(self, kind: str, size: int) -> float:
+        """What a collective whose larger side has ``size`` bytes adds, on this rank."""
+        ranks, scatter = dist.get_world_size(), torch_internals.scatter_sum_over_group
+        part = size // ranks if kind == "all_gather" else size
+        given = torch.ones(part // 4, device=self.timer.where)
+        call: Callable[[], Any] = {
+            "all_gather": lambda: torch_internals.gather_over_group(given, ranks, self.group),
+            "reduce_scatter": lambda: scatter(given, ranks, self.group),
+            "all_reduce": lambda: torch_internals.sum_over_group(given, self.group),
+        }[kind]
+        return max(self._usual(call) - self.alone, 1e-6)
+
+    def _usual(self, call: Callable[[], Any]) -> float:
+        dist.barrier()
+        times = [self.timer.once(lambda: (self._work(), call())) for _ in range(_REPEATS)]
+        return statistics.quantiles(times, n=4)[0]
+
+    def _work(self) -> None:
+        for _ in range(2):
+            torch.mm(self.left, self.left)
 
 
 def _crowding(timer: Timer) -> float:
@@ -369,20 +401,3 @@ def _crowding(timer: Timer) -> float:
     together = torch.full((1,), timer.usual(work, left, x, seconds=0.5), device=timer.where)
     dist.all_reduce(together)
     return max(1.0, (together / dist.get_world_size() / alone).item())
-
-
-def _collective(timer: Timer, kind: str, size: int, group: str) -> float:
-    """Seconds of one collective whose larger side has ``size`` bytes: the lower quartile on this rank."""
-    ranks = dist.get_world_size()
-    part = size // ranks if kind == "all_gather" else size
-    given = torch.ones(part // 4, device=timer.where)
-    call: Callable[[], torch.Tensor] = {
-        "all_gather": lambda: torch_internals.gather_over_group(given, ranks, group),
-        "reduce_scatter": lambda: torch_internals.scatter_sum_over_group(given, ranks, group),
-        "all_reduce": lambda: torch_internals.sum_over_group(given, group),
-    }[kind]
-    times = []
-    for _ in range(_REPEATS):
-        dist.barrier()
-        times.append(timer.once(call))
-    return statistics.quantiles(times, n=4)[0]

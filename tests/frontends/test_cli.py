@@ -45,7 +45,7 @@ COMMANDS = {
         "--seq": (64, False),
         "--mesh": (None, True),
     },
-    "doctor": {"--json": (False, False)},
+    "doctor": {"--json": (False, False), "--calibrate": (False, False)},
 }
 
 SUMMARY = Summary(

@@ -4,10 +4,10 @@
 
 The machine is calibrated first (`stepgraph doctor --calibrate`); nothing is fitted to these models. All
 cells of one number of ranks live in the same processes and take turns, a few steps each, round by round. A
-step's time is the slower rank's. Other processes may use the machine: turns wait for a quiet moment, and the
-measured figure is the median step of the third of a cell's turns in which others used least; how many cores
-that still was, and the median of all turns, stand beside it. Peak memory is the largest number of
-bytes in tensors alive at once, counted operation by operation in a run of its own.
+step's time is the slower rank's. Other processes may use the machine: turns wait for a quiet moment, and
+the measured figure is the median step of the third of a cell's turns in which others used least; how many
+cores that was, and the median of all turns, stand beside it. Peak memory is the largest number of bytes in
+tensors alive at once, counted operation by operation in a run of its own.
 
 The C library's allocator is told to keep what it has (`KEEP_MEMORY`): left alone it returns memory to the
 system at the end of some processes' steps and not of others', and page faults then make up to a third of a
@@ -25,10 +25,6 @@ from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
-# Environment before imports.
-KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**34), "MALLOC_MMAP_THRESHOLD_": str(2**34)}
-if any(name not in os.environ for name in KEEP_MEMORY):  # it is read when a process starts
-    os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | KEEP_MEMORY)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -47,9 +43,10 @@ from stepgraph.runtime.batches import flatten_batch
 from stepgraph.runtime.forecast import forecast
 from stepgraph.runtime.live_memory import LiveMemory
 
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**34), "MALLOC_MMAP_THRESHOLD_": str(2**34)}
 PLANS = ("ddp", "zero1", "zero3")
 STEPS, WARMUP = 4, 3  # of a turn; before the first
-QUIET, PATIENCE = 0.15, 6.0  # cores that others may use; seconds to wait for that
+QUIET, PATIENCE = 0.15, 3.0  # cores that others may use; seconds to wait for that
 
 
 class Residual(nn.Module):
@@ -127,6 +124,7 @@ class Quiet:
         return (sum(numbers) - numbers[3] - numbers[4]) * self.unit  # without idle and waiting
 
     def start(self):
+        """Counts from now."""
         self.before = (self.busy(), time.process_time(), time.perf_counter())
 
     def others(self, own=None):
@@ -278,6 +276,8 @@ def main():
     parser.add_argument("--keep-calibration", action="store_true", help="use the file as it is")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if any(name not in os.environ for name in KEEP_MEMORY):  # read when a process starts
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | KEEP_MEMORY)
     if not options.keep_calibration:
         quiet = Quiet()
         quiet.wait(10 * PATIENCE)

@@ -10,7 +10,8 @@ from tests.cost.hand_made import round_device
 from stepgraph.cost.calibration import HOST, VARIABLE
 from stepgraph.cost.devices import find_device
 from stepgraph.frontends import calibrate, cli
-from stepgraph.frontends.calibrate import Timer, fit_line
+from stepgraph.frontends.calibrate import fit_line
+from stepgraph.frontends.timing import Timer
 
 
 def test_a_line_is_found_through_sizes_of_every_order():

@@ -61,7 +61,7 @@ COMMANDS = {
         "--json": (False, False),
     },
     "explain": {"plan": (None, True), "value": (None, False)},
-    "doctor": {"--json": (False, False)},
+    "doctor": {"--json": (False, False), "--calibrate": (False, False)},
 }
 
 SUMMARY = Summary(

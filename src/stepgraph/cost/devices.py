@@ -249,3 +249,27 @@ def find_device(name: str) -> Device:
         known = [*DEVICES, *calibration.machine_names()]
         raise UsageError(f"unknown device {name!r}", do=near_misses(name, known))
     return found
+
+
+def device_at_hand(kind: str) -> Device:
+    """What this process computes on: as it was measured, else the row of the table that its name says.
+
+    Args:
+        kind: torch's name of the kind of device.
+
+    Raises:
+        UsageError: it was not measured, and is not in the table.
+    """
+    from stepgraph.cost import calibration
+
+    found = calibration.machine(kind)
+    if found is not None:
+        return found
+    name = torch.get_device_module(kind).get_device_name().lower()
+    for row in DEVICES.values():
+        if row.name in name:
+            return row
+    raise UsageError(
+        f"there are no costs for this device, {name!r}",
+        do="measure it: stepgraph doctor --calibrate; or give a plan made for a device of the table",
+    )

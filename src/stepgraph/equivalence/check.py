@@ -41,7 +41,7 @@ DISTRIBUTION = "distribution (not compared)"
 _OTHER_BITS = {"key_random_operations", "finish_accumulation"}
 _SUMMATION_ORDER = {
     "capture", "accumulate_gradients", "finish_accumulation", "clip_gradients", "update_parameters",
-    "spell_out_log_softmax", "place_values", "reduce_gradients_in",
+    "spell_out_log_softmax", "spell_out_norms", "place_values", "reduce_gradients_in",
 }  # fmt: skip
 
 

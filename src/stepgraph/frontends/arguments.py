@@ -11,12 +11,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from stepgraph import torch_internals
+from stepgraph.cost.devices import device_at_hand
 from stepgraph.errors import BatchError, PlanError, UsageError
 from stepgraph.lowering.lower import check_lowering
 from stepgraph.memory.policies import parse_policy
 from stepgraph.placement.policies import check_preset
 from stepgraph.planning.fingerprint import fingerprint_of
-from stepgraph.planning.plan import Plan
+from stepgraph.planning.plan import AUTO, Plan
+from stepgraph.planning.settings import Settings
 from stepgraph.program.layout import MeshShape
 
 _COMPUTE_DTYPES = {
@@ -94,6 +96,8 @@ def make_plan(
         made = Plan.load(plan)
     else:
         made = Plan(str(plan), mesh)
+    if made.placement == AUTO and made.settings is None:
+        made.settings = Settings(device_at_hand(device_of(model).type).name)
     check_preset(made.placement, mesh)
     if made.mesh != mesh:
         raise UsageError(

@@ -1,16 +1,11 @@
 """Measures this machine into the file that the cost model reads: ``stepgraph doctor --calibrate``.
 
-Every figure is the lower quartile of many short repetitions: what usually comes out where nothing else
-disturbs. Operands take turns and results are kept for a while, so that what a call touches is about as far
-away as it is in a step, where other operations have run in between.
+A rate is measured on one rank; collectives on two, with computation in between, as they stand in a step.
 """
 
 from __future__ import annotations
 
-import itertools
 import statistics
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +19,9 @@ from torch import nn
 
 from stepgraph import torch_internals
 from stepgraph.cost.calibration import calibration_file, to_json
-from stepgraph.cost.devices import Device, Link
+from stepgraph.cost.devices import DEVICES, Device, Link
 from stepgraph.frontends import launcher
+from stepgraph.frontends.timing import SECONDS, Timer
 from stepgraph.program.randomness import BITS, RANDOM, seed_words
 from stepgraph.runtime.files import whole_file
 from stepgraph.runtime.forecast import forecast
@@ -34,11 +30,9 @@ NOT_COMPARED = "measured rates, but predictions were not compared with runs on t
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 _PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
-_SECONDS = 0.06  # for one figure
-_FOOTPRINT = 8 * 2**20  # bytes of operands that take turns
 _SIZES = [2**n for n in range(16, 27)]  # bytes of one operand
-_MESSAGES = [2**n for n in range(10, 25, 2)]  # bytes of a collective's larger side
-_RANKS, _REPEATS = 2, 25
+_MESSAGES = [2**n for n in (10, 13, 16, 18, 20, 22, 24)]  # bytes of a collective's larger side
+_RANKS, _REPEATS = 2, 21
 
 
 def calibrate(progress: Callable[[str], None] = lambda name: None) -> Path:
@@ -77,9 +71,14 @@ def measure(where: torch.device, progress: Callable[[str], None]) -> Device:
         progress("other operations")
         elements = _elements(timer, call)
     progress(f"{_RANKS} ranks")
-    links, crowding = _ranks(where)
-    slowest = max(links.values(), key=lambda link: link.latency)
-    where_it_ran = f"{torch.get_num_threads()} threads a rank" if is_host else _name(where)
+    links, crowding = _ranks() if is_host or torch.cuda.device_count() >= _RANKS else ({}, 1.0)
+    typical = DEVICES["h100"]  # its links, where there is one device only
+    slowest = max(links.values(), key=lambda link: link.latency, default=typical.intra)
+    where_it_ran = (
+        f"{torch.get_num_threads()} threads a rank"
+        if is_host
+        else torch.cuda.get_device_name(where)
+    )
     device = Device(
         name=where.type,
         matmul=matmul,
@@ -87,7 +86,7 @@ def measure(where: torch.device, progress: Callable[[str], None]) -> Device:
         memory_bandwidth=caches[-1][1],
         capacity=launcher.memory_bytes(where),
         intra=slowest,
-        inter=slowest,
+        inter=slowest if is_host else typical.inter,
         ranks_per_node=64 if is_host else max(1, torch.cuda.device_count()),
         kernel_seconds=call,
         half_flops=half_flops,
@@ -107,56 +106,6 @@ def measure(where: torch.device, progress: Callable[[str], None]) -> Device:
     return device
 
 
-def _name(where: torch.device) -> str:
-    return torch.cuda.get_device_name(where)
-
-
-class Timer:
-    """Times calls on one device."""
-
-    def __init__(self, where: torch.device) -> None:
-        self.where = where
-        self.waits = where.type != torch.Generator().device.type
-        self._kept: deque[Any] = deque(maxlen=1)
-
-    def operands(self, *shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-        """Tensors that a measured call may be given in turn: some megabytes of them."""
-        size = torch.Size(shape).numel() * dtype.itemsize
-        sets = min(max(_FOOTPRINT // size, 3), 64)
-        return [torch.randn(shape, device=self.where).to(dtype) for _ in range(sets)]
-
-    def usual(
-        self, call: Callable[..., Any], *operands: Sequence[Any], seconds: float = _SECONDS
-    ) -> float:
-        """Seconds of one call: the lower quartile over batches of calls that take a millisecond."""
-        turns = zip(*map(itertools.cycle, operands), strict=False)
-        self._kept = deque(maxlen=len(operands[0]))
-        self._batch(call, turns, 2)
-        calls = max(1, int(1e-3 / max(self._batch(call, turns, 1), 1e-7)))
-        times, end = [], time.perf_counter() + seconds
-        while time.perf_counter() < end or len(times) < 4:
-            times.append(self._batch(call, turns, calls))
-        self._kept.clear()
-        return statistics.quantiles(times, n=4)[0]
-
-    def once(self, call: Callable[[], Any]) -> float:
-        """Seconds of one call."""
-        self._kept.clear()
-        return self._batch(call, itertools.repeat(()), 1)
-
-    def _batch(self, call: Callable[..., Any], turns: Any, calls: int) -> float:
-        self._wait()
-        start = time.perf_counter()
-        for _ in range(calls):
-            self._kept.append(call(*next(turns)))
-        self._wait()
-        return (time.perf_counter() - start) / calls
-
-    def _wait(self) -> None:
-        if self.waits:
-            torch.accelerator.synchronize()
-
-
 # -- one rank
 
 
@@ -169,7 +118,8 @@ def _products(timer: Timer, call: float) -> tuple[dict[torch.dtype, float], floa
         (192, 512, 192), (512, 512, 512), (256, 1024, 1024), (1024, 256, 1024),
     ):  # fmt: skip
         m, k, n = m * scale, k * scale, n * scale
-        seconds = timer.usual(torch.mm, timer.operands(m, k), timer.operands(k, n))
+        given = timer.operands(m, k), timer.operands(k, n)
+        seconds = timer.usual(torch.mm, *given, seconds=3 * SECONDS)
         rows.append((2.0 * m * k * n, max(seconds - call, seconds / 10)))
     constant, slope = fit_line(rows)
     rates = {torch.float32: 1 / slope}
@@ -286,7 +236,7 @@ def _elements(timer: Timer, call: float) -> dict[str, float]:
     found = {}
     for name, (function, shape) in calls.items():
         operands = [tensor.abs() for tensor in timer.operands(*shape)]  # a NaN may take longer
-        seconds = timer.usual(function, operands, seconds=_SECONDS / 2)
+        seconds = timer.usual(function, operands, seconds=SECONDS / 2)
         calls_made = 2 if name in ("reduction", "conversion") else 1
         each = seconds / calls_made - call
         found[name] = max(each, seconds / 10) / torch.Size(wide).numel()
@@ -330,9 +280,9 @@ def _dispatch_seconds(device: Device) -> float:
 # -- several ranks
 
 
-def _ranks(where: torch.device) -> tuple[dict[str, Link], float]:
+def _ranks() -> tuple[dict[str, Link], float]:
     """Links by kind of collective, and how much ranks slow each other down."""
-    rows, crowding = launcher.launch(measure_ranks, where.type, ranks=_RANKS)[0]
+    rows, crowding = launcher.launch(measure_ranks, ranks=_RANKS)[0]
     links = {}
     for kind, points in rows.items():
         constant, slope = fit_line(points)
@@ -341,17 +291,48 @@ def _ranks(where: torch.device) -> tuple[dict[str, Link], float]:
     return links, crowding
 
 
-def measure_ranks(device_type: str) -> tuple[dict[str, list[tuple[float, float]]], float]:
+def measure_ranks() -> tuple[dict[str, list[tuple[float, float]]], float]:
     """On every rank: (bytes, seconds) of collectives by kind, and the slowdown of crowded ranks."""
     timer = Timer(launcher.rank_device())
-    group = dist.group.WORLD.group_name  # type: ignore[union-attr]
     with torch.no_grad():
         crowding = _crowding(timer)
-        rows = {
-            kind: [(float(size), _collective(timer, kind, size, group)) for size in _MESSAGES]
-            for kind in KINDS
-        }
+        between = _Between(timer)
+        rows = {kind: [(float(n), between.seconds(kind, n)) for n in _MESSAGES] for kind in KINDS}
     return rows, crowding
+
+
+class _Between:
+    """Times collectives as they stand in a step: computation in between.
+
+    Back to back they take a fraction of it: nobody has to be woken, and no rank waits for another one.
+    """
+
+    def __init__(self, timer: Timer) -> None:
+        self.timer = timer
+        self.group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        self.left = timer.operands(384, 384)[0]
+        self.alone = self._usual(lambda: None)
+
+    def seconds(self, kind: str, size: int) -> float:
+        """What a collective whose larger side has ``size`` bytes adds, on this rank."""
+        ranks, scatter = dist.get_world_size(), torch_internals.scatter_sum_over_group
+        part = size // ranks if kind == "all_gather" else size
+        given = torch.ones(part // 4, device=self.timer.where)
+        call: Callable[[], Any] = {
+            "all_gather": lambda: torch_internals.gather_over_group(given, ranks, self.group),
+            "reduce_scatter": lambda: scatter(given, ranks, self.group),
+            "all_reduce": lambda: torch_internals.sum_over_group(given, self.group),
+        }[kind]
+        return max(self._usual(call) - self.alone, 1e-6)
+
+    def _usual(self, call: Callable[[], Any]) -> float:
+        dist.barrier()
+        times = [self.timer.once(lambda: (self._work(), call())) for _ in range(_REPEATS)]
+        return statistics.quantiles(times, n=4)[0]
+
+    def _work(self) -> None:
+        for _ in range(2):
+            torch.mm(self.left, self.left)
 
 
 def _crowding(timer: Timer) -> float:
@@ -369,20 +350,3 @@ def _crowding(timer: Timer) -> float:
     together = torch.full((1,), timer.usual(work, left, x, seconds=0.5), device=timer.where)
     dist.all_reduce(together)
     return max(1.0, (together / dist.get_world_size() / alone).item())
-
-
-def _collective(timer: Timer, kind: str, size: int, group: str) -> float:
-    """Seconds of one collective whose larger side has ``size`` bytes: the lower quartile on this rank."""
-    ranks = dist.get_world_size()
-    part = size // ranks if kind == "all_gather" else size
-    given = torch.ones(part // 4, device=timer.where)
-    call: Callable[[], torch.Tensor] = {
-        "all_gather": lambda: torch_internals.gather_over_group(given, ranks, group),
-        "reduce_scatter": lambda: torch_internals.scatter_sum_over_group(given, ranks, group),
-        "all_reduce": lambda: torch_internals.sum_over_group(given, group),
-    }[kind]
-    times = []
-    for _ in range(_REPEATS):
-        dist.barrier()
-        times.append(timer.once(call))
-    return statistics.quantiles(times, n=4)[0]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -26,12 +26,12 @@ from stepgraph.pipeline import (
     compile_step,
     compile_update,
 )
-from stepgraph.planning.plan import Plan
+from stepgraph.planning.plan import AUTO, Plan
 from stepgraph.program import roles
 from stepgraph.program.program import Program
 from stepgraph.runtime.batches import LocalBatch, global_spec
 from stepgraph.runtime.executor import LoweredProgram, lower_for_rank, lower_in_two
-from stepgraph.runtime.ranks import Ranks, agree_on_shapes
+from stepgraph.runtime.ranks import Ranks, agree_on_shapes, from_first_rank
 from stepgraph.runtime.recompiles import Stats, before_compiling, count_call
 from stepgraph.runtime.split import SplitProgram
 from stepgraph.runtime.state import State
@@ -40,6 +40,7 @@ from stepgraph.torch_internals import hooks, pytree
 log = logging.getLogger("stepgraph")
 
 MAX_SHAPES = 8
+Result = TypeVar("Result")
 _COUNTED_APART = "parameters that were updated together at every step no longer are"
 
 
@@ -179,7 +180,7 @@ class Compiler:
         request = self._request(global_spec(batch, micro, self.ranks.shape.data_size), micro)
         driver = PassDriver()
         if name == "step":
-            compiled = compile_step(request, driver)
+            compiled = self._decided(lambda: compile_step(request, driver))
             self.report(compiled.notes)
             lowered = {
                 part: self._lower(part, program, compiled.optimizer, driver)
@@ -187,7 +188,9 @@ class Compiler:
             }
             return Compiled(lowered)
         if name == "gradients":
-            program, tree, notes = compile_gradients(request, driver, self.as_module)
+            program, tree, notes = self._decided(
+                lambda: compile_gradients(request, driver, self.as_module)
+            )
             self.report(notes)
             self._prepare(name, program, None)
             forward, backward = lower_in_two(
@@ -196,12 +199,33 @@ class Compiler:
             split = SplitProgram(forward, backward, self.state)
             return Compiled({"forward": forward, "backward": backward}, tree, split)
         if self.as_module:
-            program, tree = compile_evaluation(request, driver, as_module=True)
+            program, tree = self._decided(lambda: compile_evaluation(request, driver, as_module=True))
         else:
             with evaluation_mode(self.model):
-                program, tree = compile_evaluation(request, driver)
+                program, tree = self._decided(lambda: compile_evaluation(request, driver))
         self.report(program.notes)
         return Compiled({name: self._lower(name, program, None, driver)}, tree)
+
+    def _decided(self, compile: Callable[[], Result]) -> Result:
+        """Compiles; where a solver decides, the first rank does, and the others replay its decisions.
+
+        Machines need not have been measured alike, nor be equally fast.
+        """
+        plan = self.plan
+        if plan.placement != AUTO or self.ranks.shape.world_size == 1:
+            return compile()
+        if self.ranks.rank:
+            decisions = from_first_rank(None)
+            if decisions is not None:  # else it raised, and so will this rank
+                plan.placements, plan.recomputation = decisions
+            return compile()
+        decisions = None
+        try:
+            result = compile()
+            decisions = (plan.placements, plan.recomputation)
+            return result
+        finally:
+            from_first_rank(decisions)
 
     def _prepare(self, name: str, program: Program, functional: FunctionalOptimizer | None) -> None:
         inputs = dict(zip(program.inputs, program.input_values, strict=True))

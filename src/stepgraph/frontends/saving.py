@@ -18,6 +18,7 @@ import torch.distributed as dist
 from stepgraph.errors import CheckpointError, UsageError
 from stepgraph.frontends.engine import Engine
 from stepgraph.runtime.manifest import NAME
+from stepgraph.runtime.ranks import from_first_rank
 
 KEEP = 2
 _SAVE = re.compile(r"step-(\d{8,})")
@@ -89,7 +90,7 @@ class SaveFolder:
         Raises:
             CheckpointError: it is damaged or does not fit; says which earlier one is complete.
         """
-        saves = _of_first_rank(self.saves())
+        saves = from_first_rank(self.saves())
         if not saves:
             return None
         last, *earlier = reversed(saves)
@@ -184,11 +185,3 @@ class StopSignals:
         received = torch.tensor(self._received, device=self._device)
         dist.all_reduce(received, dist.ReduceOp.MAX)
         return int(received.item())
-
-
-def _of_first_rank(saves: dict[int, Path]) -> dict[int, Path]:
-    if not dist.is_initialized():
-        return saves
-    shared = [saves]
-    dist.broadcast_object_list(shared, src=0)
-    return shared[0]

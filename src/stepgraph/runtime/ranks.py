@@ -148,3 +148,12 @@ def agree_on(tensors: list[torch.Tensor], ranks: Ranks) -> None:
     for work in pending:
         if work is not None:  # a synchronous one has ended
             work.wait()
+
+
+def from_first_rank(value: Any) -> Any:
+    """The first rank's value, on every rank; called by all of them."""
+    if not dist.is_initialized():
+        return value
+    shared = [value]
+    dist.broadcast_object_list(shared, src=0)
+    return shared[0]

@@ -1,0 +1,66 @@
+"""Times calls so that the figure holds in a step, on a machine that others may use too.
+
+A figure is the fastest tenth of many short repetitions: what comes out while nothing else disturbs.
+Operands take turns and results are kept for a while, so that what a call touches is about as far away as it
+is in a step, where other operations have run in between.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+SECONDS = 0.06  # for one figure
+_FOOTPRINT = 8 * 2**20  # bytes of operands that take turns
+
+
+class Timer:
+    """Times calls on one device."""
+
+    def __init__(self, where: torch.device) -> None:
+        self.where = where
+        self.waits = where.type != torch.Generator().device.type
+        self._kept: deque[Any] = deque(maxlen=1)
+
+    def operands(self, *shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+        """Tensors that a measured call may be given in turn: some megabytes of them."""
+        size = torch.Size(shape).numel() * dtype.itemsize
+        sets = min(max(_FOOTPRINT // size, 3), 64)
+        return [torch.randn(shape, device=self.where).to(dtype) for _ in range(sets)]
+
+    def usual(
+        self, call: Callable[..., Any], *operands: Sequence[Any], seconds: float = SECONDS
+    ) -> float:
+        """Seconds of one call: the fastest tenth of batches of calls that take a millisecond."""
+        turns = zip(*map(itertools.cycle, operands), strict=False)
+        self._kept = deque(maxlen=len(operands[0]))
+        self._batch(call, turns, 2)
+        calls = max(1, int(1e-3 / max(self._batch(call, turns, 1), 1e-7)))
+        times, end = [], time.perf_counter() + seconds
+        while time.perf_counter() < end or len(times) < 4:
+            times.append(self._batch(call, turns, calls))
+        self._kept.clear()
+        return statistics.quantiles(times, n=10)[0]
+
+    def once(self, call: Callable[[], Any]) -> float:
+        """Seconds of one call."""
+        self._kept.clear()
+        return self._batch(call, itertools.repeat(()), 1)
+
+    def _batch(self, call: Callable[..., Any], turns: Any, calls: int) -> float:
+        self._wait()
+        start = time.perf_counter()
+        for _ in range(calls):
+            self._kept.append(call(*next(turns)))
+        self._wait()
+        return (time.perf_counter() - start) / calls
+
+    def _wait(self) -> None:
+        if self.waits:
+            torch.accelerator.synchronize()

@@ -148,7 +148,7 @@ def compile_step(request: StepRequest, driver: PassDriver) -> StepPrograms:
 
 
 def in_order(programs: Mapping[str, Program]) -> list[tuple[str, Program]]:
-    """The programs of a step in the order in which they are decided: ``step`` has all there is to decide."""
+    """The programs of a step in the order in which they are decided: all there is to decide first."""
     return sorted(programs.items(), key=lambda item: item[0] != "step")
 
 

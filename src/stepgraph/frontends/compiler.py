@@ -199,7 +199,9 @@ class Compiler:
             split = SplitProgram(forward, backward, self.state)
             return Compiled({"forward": forward, "backward": backward}, tree, split)
         if self.as_module:
-            program, tree = self._decided(lambda: compile_evaluation(request, driver, as_module=True))
+            program, tree = self._decided(
+                lambda: compile_evaluation(request, driver, as_module=True)
+            )
         else:
             with evaluation_mode(self.model):
                 program, tree = self._decided(lambda: compile_evaluation(request, driver))

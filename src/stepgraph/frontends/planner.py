@@ -257,7 +257,6 @@ class Planner:
             )
         return best, result
 
-
     def _try(
         self,
         plan: Plan,

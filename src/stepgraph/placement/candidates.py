@@ -106,9 +106,9 @@ def _in_blocks(
 def _is_odd(strategy: Strategy, blocks: Sequence[Sequence[InnerShard]]) -> bool:
     """Whether a strategy is right and useless.
 
-    It takes parts in blocks that its argument is never in; it is a view that begins to cut a width in blocks
-    (a part of every head); or it passes on maxima, which a result on several mesh dimensions could not
-    tell from sums.
+    It takes parts in blocks that its argument is never in; it is a view that begins to cut a width in
+    blocks (a part of every head); or it passes on maxima, which a result on several mesh dimensions could
+    not tell from sums.
     """
     for placement, possible in zip(strategy.inputs, blocks, strict=True):
         if isinstance(placement, InnerShard) and placement not in possible:

@@ -1,4 +1,4 @@
-"""What a user asks of ``auto``: placements of inputs, parameters and values, or a preset on a mesh dimension."""
+"""What a user asks of ``auto``: placements of inputs, parameters and values; presets on mesh dimensions."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Constraints:
 
     Args:
         asked: pattern -> placements. ``input:labels`` is a batch leaf, ``layers.*.weight`` parameters,
-            ``layers.*.mlp/output`` what a module returns, any other stable name that operation's result; the
-            name of a mesh dimension maps to a preset.
+            ``layers.*.mlp/output`` what a module returns, any other stable name that operation's result;
+            the name of a mesh dimension maps to a preset.
 
     Raises:
         UsageError: a pattern that matches nothing, placements that are none or do not divide.

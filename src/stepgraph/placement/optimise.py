@@ -1,13 +1,13 @@
 """The optimisation behind ``auto``, free of tensors: blocks choose an option, links between them cost.
 
-A block is something to decide (a group of operations, where a parameter is stored); each of its options has
-a cost. A link is a value: its producer's option says how it is placed, each reader's option how it is wanted,
-and a matrix what every change costs. A change is paid once however many readers want it.
+A block is something to decide (a group of operations, where a parameter is stored); each of its options
+has a cost. A link is a value: its producer's option says how it is placed, each reader's option how it is
+wanted, and a matrix what every change costs. A change is paid once however many readers want it.
 
 As an integer program: one variable per option, and for each link the flow from made placements to wanted
-ones, reader by reader; what flows along a change must have been paid. Given whole options the flows are whole
-by themselves. HiGHS (Huangfu and Hall, 2018) solves the relaxation, rounds it, and closes the gap by cuts and
-branches as far as the time allows; the bound that it proves is the certificate.
+ones, reader by reader; what flows along a change must have been paid. Given whole options the flows are
+whole by themselves. HiGHS (Huangfu and Hall, 2018) solves the relaxation, rounds it, and closes the gap by
+cuts and branches as far as the time allows; the bound that it proves is the certificate.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Reader:
 class Link:
     """One value: ``makes[o]`` is the placement in which the producer's option ``o`` makes it.
 
-    ``once[p, q]`` is what changing ``p`` into ``q`` costs; ``again[p, q]`` is paid in each phase that wants it.
-    ``hidden``: the change may run beside later work. ``kept[q]``: bytes that a sum, once it is added up into
-    ``q``, takes until the backward.
+    ``once[p, q]`` is what changing ``p`` into ``q`` costs; ``again[p, q]`` is paid in each phase that wants
+    it. ``hidden``: the change may run beside later work. ``kept[q]``: bytes that a sum, once it is added up
+    into ``q``, takes until the backward.
     """
 
     name: str
@@ -300,11 +300,13 @@ class _Solver:
             chosen, cost = better, its_cost
         return Solution(chosen, cost, min(bound, cost), len(self.program.costs))
 
-
     def _least_memory(self) -> float:
         """The smallest number of bytes that any choice takes, as far as a relaxation tells."""
         unlimited = Problem(
-            [Block(b.name, b.cost * 0.0 if b.memory is None else b.memory) for b in self.problem.blocks],
+            [
+                Block(b.name, b.cost * 0.0 if b.memory is None else b.memory)
+                for b in self.problem.blocks
+            ],
             [],
         )
         return sum(float(block.cost.min()) for block in unlimited.blocks)

@@ -1,8 +1,9 @@
 """From a Program to an optimisation: blocks and links, with what they cost on a device.
 
-Every class of groups (:mod:`stepgraph.placement.groups`) is a block, every parameter's storage another, what
-the outside says (a batch, a loss) a block of one option. Every value that one block reads from another is a
-link. Costs are those of one rank: roofline times of operations on their parts, and times of collectives.
+Every class of groups (:mod:`stepgraph.placement.groups`) is a block, every parameter's storage another,
+what the outside says (a batch, a loss) a block of one option. Every value that one block reads from
+another is a link. Costs are those of one rank: roofline times of operations on their parts, and times of
+collectives.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ class Model:
         pins: placements that values must have: inputs and results by role, in mesh order.
         storage_allowed: whether a parameter (its name) may be stored so.
         option_allowed: whether a group may take an option: (group, strategies per operation).
-        memory_limit: bytes of one rank for parameters, gradients, optimizer states, and what is kept for the
-            backward.
+        memory_limit: bytes of one rank for parameters, gradients, optimizer states, and what is kept for
+            the backward.
         recomputed: stable names of forward operations that are not kept for the backward.
     """
 
@@ -405,9 +406,8 @@ class Model:
                         add(choice, (index, i), phase, (user, i))
             elif node in self.gradient_of:
                 add(self._storage_of(self.gradient_of[node]), "gradient", BACKWARD, "gradient")
-            elif user.meta["phase"] == OPTIMIZER and node.op == "call_function":
-                if not _is_cast(node):
-                    add(self._pinned(replicated(self.mesh)), "update", BACKWARD, None)
+            elif user.meta["phase"] == OPTIMIZER and node.op == "call_function" and not _is_cast(node):
+                add(self._pinned(replicated(self.mesh)), "update", BACKWARD, None)
         return list(found.values())
 
     def _add_result(self, add: Callable, node: fx.Node, role: roles.Output) -> None:

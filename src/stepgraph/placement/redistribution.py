@@ -217,7 +217,7 @@ class Coded:
         self.kind, self.dim, self.blocks = array[..., 0], array[..., 1], array[..., 2]
 
     def at(self, index: np.ndarray) -> Coded:
-        """Of placements on one mesh dimension those that ``index`` ``[how many, mesh dimensions]`` picks."""
+        """Of placements on one mesh dimension those that ``index`` [how many, mesh dimensions] picks."""
         picked = copy.copy(self)
         picked.kind, picked.dim = self.kind[index, 0], self.dim[index, 0]
         picked.blocks = self.blocks[index, 0]

@@ -11,9 +11,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph.errors import UsageError, near_misses
 from stepgraph.placement.policies import PRESETS, check_preset, walk_along
-from stepgraph.placement.problem import Model, Storage
+from stepgraph.placement.problem import Model
 from stepgraph.placement.redistribution import Coded
 from stepgraph.placement.rules import Strategy
+from stepgraph.placement.storages import Storage
 from stepgraph.placement.walk import Walk
 from stepgraph.planning.placements import parse_placements
 from stepgraph.program import roles

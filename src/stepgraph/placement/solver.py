@@ -23,8 +23,9 @@ from stepgraph.placement.data_parallel import Storage as Stored
 from stepgraph.placement.groups import decided_here
 from stepgraph.placement.optimise import InfeasibleError, Solution, runners_up, solve
 from stepgraph.placement.policies import record
-from stepgraph.placement.problem import Choice, Model, Storage
+from stepgraph.placement.problem import Choice, Model
 from stepgraph.placement.rules import Strategy
+from stepgraph.placement.storages import Storage
 from stepgraph.planning.decisions import PlacementDecision
 from stepgraph.planning.plan import AUTO
 from stepgraph.program import roles
@@ -72,7 +73,7 @@ def decide_automatically(
         device,
         pins,
         lambda name, storage: _is_known(known or {}, name, storage) and asked.allows(name, storage),
-        asked.allows_option,
+        asked.allows_option if constraints else None,
         None if memory_limit is None else float(memory_limit),
         recomputed,
     )

@@ -324,16 +324,10 @@ def _decide_placement(program: Program, plan: Plan, memory_limit: int | None) ->
     if memory_limit is None:
         memory_limit = plan.settings.memory_budget
     device = find_device(plan.settings.device)
-    # Blocks repeat alike before and after placement: what will not be kept is known beforehand.
     recomputed = memory_policies.decide(program, plan.memory).recompute
+    constraints = plan.settings.constraints
     return decide_automatically(
-        program,
-        plan.mesh,
-        device,
-        plan.inputs(),
-        plan.settings.constraints,
-        memory_limit,
-        recomputed,
+        program, plan.mesh, device, plan.inputs(), constraints, memory_limit, recomputed
     )
 
 

@@ -1,4 +1,8 @@
-"""The time of one Program: two streams, compute and communication, walked in graph order."""
+"""The time of one Program: streams of compute and communication, walked in graph order.
+
+Communication inside nodes and between them goes over different wires, by different communicators: each is
+a stream of its own.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +56,7 @@ def simulate(
 ) -> StepTimeline:
     """Walks a placed Program in graph order.
 
-    A collective starts when compute has reached it and the communication stream is free. Compute stops
+    A collective starts when compute has reached it and its communication stream is free. Compute stops
     at the first reader of its result until it is done: waits are delayed to their readers when the
     Program is lowered. Where the device does not overlap, compute waits for a collective at once.
 
@@ -64,7 +68,8 @@ def simulate(
     alone = program.mesh is None or program.mesh.world_size == 1
     crowding = 1.0 if alone else device.crowding
     line = StepTimeline()
-    compute = communication = 0.0
+    compute = 0.0
+    communication = {True: 0.0, False: 0.0}  # between nodes, inside one
     done: dict[fx.Node, float] = {}  # what is still in flight where a value is read
     for node in program.operations():
         phase = node.meta["phase"]
@@ -78,14 +83,15 @@ def simulate(
             done[node] = pending
         if is_collective(node):
             kind, size, mesh_dim = collective_of(node)
-            start = max(compute, communication)
+            wires = wiring[mesh_dim].crosses
+            start = max(compute, communication[wires])
             took = collective_seconds(kind, size, wiring[mesh_dim])
-            communication = done[node] = start + took
+            communication[wires] = done[node] = start + took
             line.communication_seconds += took
             line.events.append(Event(node, COMMUNICATION, start, took))
             if not device.overlaps:
-                line.exposed_seconds += communication - compute
-                compute = communication
+                line.exposed_seconds += done[node] - compute
+                compute = done[node]
         else:
             took = operation_time(node, device) * crowding
             line.compute_seconds += took
@@ -94,7 +100,9 @@ def simulate(
                 line.events.append(Event(node, COMPUTE, compute, took))
             compute += took
         line.seconds_by_phase[phase] += compute - before
-    end = max([compute, *(done.get(node, 0.0) for node in program.results), communication])
+    end = max(
+        [compute, *(done.get(node, 0.0) for node in program.results), *communication.values()]
+    )
     if end > compute:  # the step is over when its last collective is
         line.exposed_seconds += end - compute
         last = next((e.node.meta["phase"] for e in reversed(line.events)), PHASES[0])

@@ -26,13 +26,14 @@ FORWARD, BACKWARD = 0, 1
 class Block:
     """One decision: ``cost[o]`` and ``memory[o]`` of each option (seconds and bytes, all copies together).
 
-    ``hides``: seconds of work behind which reductions of gradients can run.
+    ``later``: for work of the backward, the part of it that is done after each of the moments at which
+    one looks back at what is still to be reduced.
     """
 
     name: str
     cost: np.ndarray
     memory: np.ndarray | None = None
-    hides: np.ndarray | None = None
+    later: np.ndarray | None = None
 
 
 @dataclass(eq=False)
@@ -49,8 +50,9 @@ class Link:
     """One value: ``makes[o]`` is the placement in which the producer's option ``o`` makes it.
 
     ``once[p, q]`` is what changing ``p`` into ``q`` costs; ``again[p, q]`` is paid in each phase that wants
-    it. ``hidden``: the change may run beside later work. ``kept[q]``: bytes that a sum, once it is added up
-    into ``q``, takes until the backward.
+    it. ``later``: the change may run beside work that comes after it; the part of it that begins after
+    each of those moments. ``kept[q]``: bytes that a sum, once it is added up into ``q``, takes until the
+    backward.
     """
 
     name: str
@@ -59,7 +61,7 @@ class Link:
     readers: list[Reader]
     once: np.ndarray
     again: np.ndarray
-    hidden: bool = False
+    later: np.ndarray | None = None
     kept: np.ndarray | None = None
 
     def cost_of(self, made: int, forward: Collection[int], backward: Collection[int]) -> float:
@@ -82,13 +84,17 @@ class Problem:
         """Of one option per block, in order of the blocks."""
         option = dict(zip(self.blocks, chosen, strict=True))
         total = sum(float(block.cost[o]) for block, o in option.items())
-        hidden = 0.0
+        beside = np.zeros(1)
         for link in self.links:
             cost = link.cost_of(*_used(link, option))
-            hidden += cost if link.hidden else 0.0
-            total += 0.0 if link.hidden else cost
-        work = sum(float(b.hides[o]) for b, o in option.items() if b.hides is not None)
-        return total + max(0.0, hidden - work)
+            if link.later is None:
+                total += cost
+            else:
+                beside = beside + link.later * cost
+        for block, o in option.items():
+            if block.later is not None:
+                beside = beside - block.later * float(block.cost[o])
+        return total + max(0.0, float(beside.max()))
 
     def memory(self, chosen: Sequence[int]) -> float:
         """Bytes of one option per block."""
@@ -214,10 +220,18 @@ class _Solver:
         infinity = highspy.kHighsInf
         if problem.memory_limit is not None:
             self.limit = program.row(-infinity, 1.0)
-            self._weigh(self.limit, "memory", 1.0 / max(1.0, problem.memory_limit))
-        self.hidden = program.row(0.0, infinity)  # the step is longer by what nothing hides
-        program.put(self.hidden, program.column(self.scale * 1.0 / self.scale), 1.0)
-        self._weigh(self.hidden, "hides", self.scale)
+            self._weigh(self.limit, 1.0 / max(1.0, problem.memory_limit))
+        # The step is longer by what no later work hides, seen from whatever moment.
+        moments = max((len(x.later) for x in problem.links if x.later is not None), default=0)
+        self.beside = [program.row(0.0, infinity) for _ in range(moments)]
+        longer = program.column(1.0)
+        for moment, row in enumerate(self.beside):
+            program.put(row, longer, 1.0)
+            for block in problem.blocks:
+                if block.later is not None and block.later[moment]:
+                    for option, cost in enumerate(block.cost):
+                        value = float(cost) * float(block.later[moment]) * self.scale
+                        program.put(row, self.first[block] + option, value)
         for link in problem.links:
             if len(link.readers) == 1:
                 self._flow(link, link.readers[0], None)
@@ -226,13 +240,12 @@ class _Solver:
             for reader in link.readers:
                 self._flow(link, reader, paid)
 
-    def _weigh(self, row: int, name: str, factor: float) -> None:
+    def _weigh(self, row: int, factor: float) -> None:
         for block in self.problem.blocks:
-            values = getattr(block, name)
-            if values is not None:
-                for option in np.flatnonzero(values):
+            if block.memory is not None:
+                for option in np.flatnonzero(block.memory):
                     column = self.first[block] + int(option)
-                    self.program.put(row, column, float(values[option]) * factor)
+                    self.program.put(row, column, float(block.memory[option]) * factor)
 
     def _flow(self, link: Link, reader: Reader, paid: dict[tuple, int] | None) -> None:
         """What one reader takes: from each made placement into each wanted one."""
@@ -272,10 +285,11 @@ class _Solver:
         if self.limit is not None and link.kept is not None and link.once[p, q]:
             share = float(link.kept[q]) / max(1.0, float(self.problem.memory_limit or 0))
             self.program.put(self.limit, column, share)
-        if link.hidden and cost:
-            self.program.put(self.hidden, column, -cost * self.scale)
-        else:
+        if link.later is None:
             self.program.costs[column] = cost * self.scale
+        elif cost:
+            for row, part in zip(self.beside, link.later, strict=True):
+                self.program.put(row, column, -cost * float(part) * self.scale)
 
     def run(self) -> Solution:
         highs = highspy.Highs()

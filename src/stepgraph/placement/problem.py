@@ -9,7 +9,7 @@ collectives.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,8 @@ from stepgraph.program.program import BACKWARD as BACKWARD_PHASE
 from stepgraph.program.program import OPTIMIZER, Program
 
 REPLICATE = Replicate()
+# Parts of the backward after which one looks at what is still to be reduced, and what is left to hide it.
+MOMENTS = np.array([0.0, 0.25, 0.5, 0.75, 0.9, 0.97, 0.99])
 
 
 @dataclass(eq=False)
@@ -82,6 +84,7 @@ class Model:
         self.choice_of: dict[fx.Node, Choice] = {}
         self._group_of: dict[fx.Node, Group] = {}
         self.gradient_of = find_gradients(program)
+        self._place = {node: i for i, node in enumerate(program.operations(BACKWARD_PHASE))}
         self.ways = Options(program, self.moves, recomputed)
         self._storages()
         self._fixed()
@@ -99,14 +102,21 @@ class Model:
             if self.option_allowed is not None:
                 options = [o for o in options if all(self._is_allowed(g, o) for g in groups)]
             cost = self.ways.seconds(first, options) * len(groups)
-            backward = first.nodes[-1].meta["phase"] == BACKWARD_PHASE
             memory = self.ways.kept_bytes(groups, options)
-            block = Block(first.nodes[-1].meta["name"], cost, memory, cost if backward else None)
+            last = [group.nodes[-1] for group in groups]
+            backward = last[0].meta["phase"] == BACKWARD_PHASE
+            later = self._after_moments(last) if backward else None
+            block = Block(last[0].meta["name"], cost, memory, later)
             choice = Choice(block, groups, options)
             self.choices.append(choice)
             for group in groups:
                 for node in group.nodes:
                     self.choice_of[node], self._group_of[node] = choice, group
+
+    def _after_moments(self, nodes: Sequence[fx.Node]) -> np.ndarray:
+        """The part of some operations of the backward that comes after each of :data:`MOMENTS`."""
+        places = np.array([self._place[node] for node in nodes])
+        return (places[None] >= MOMENTS[:, None] * len(self._place)).mean(axis=1)
 
     def _is_allowed(self, group: Group, option: tuple[int, ...]) -> bool:
         assert self.option_allowed is not None
@@ -152,7 +162,7 @@ class Model:
     # -- links
 
     def _links(self) -> list[Link]:
-        kinds: dict[Any, tuple[fx.Node, list, int]] = {}
+        kinds: dict[Any, tuple[list[fx.Node], list]] = {}
         for node in self.program.graph.nodes:
             if node.op not in ("placeholder", "get_attr", "call_function"):
                 continue
@@ -165,11 +175,8 @@ class Model:
             keys = tuple(dict.fromkeys((id(c), place, phase) for c, place, phase, _ in readers))
             position = self._position(node)
             key = (id(choice), position, node.meta["val"].shape, node.meta["val"].dtype, keys)
-            if key in kinds:
-                kinds[key] = (*kinds[key][:2], kinds[key][2] + 1)
-            else:
-                kinds[key] = (node, readers, 1)
-        return [self._link(node, readers, count) for node, readers, count in kinds.values()]
+            kinds.setdefault(key, ([], readers))[0].append(node)
+        return [self._link(nodes, readers) for nodes, readers in kinds.values()]
 
     def _position(self, node: fx.Node) -> int:
         group = self._group_of.get(node)
@@ -220,7 +227,8 @@ class Model:
     def _storage_of(self, name: str) -> Choice:
         return next(c for c in self.choices if name in c.parameters)
 
-    def _link(self, node: fx.Node, readers: list, count: int) -> Link:
+    def _link(self, nodes: list[fx.Node], readers: list) -> Link:
+        node, count = nodes[0], len(nodes)
         choice, value = self.choice_of[node], node.meta["val"]
         made = self._made(node, choice)
         wanted = []
@@ -253,6 +261,8 @@ class Model:
         if node in self.ways.needed:
             parts = [_parts(placements, self.mesh) for placements in every]
             kept = np.array([count * value.nbytes / part for part in parts])
+        beside = self.device.overlaps and any(w == "gradient" for *_, w in readers)
+        beside = beside and node in self._place
         return Link(
             node.meta.get("name", node.name),
             choice.block,
@@ -260,7 +270,7 @@ class Model:
             [Reader(r.block, np.array([index[p] for p in ps]), phase) for r, phase, ps in wanted],
             once,
             again,
-            hidden=self.device.overlaps and any(w == "gradient" for *_, w in readers),
+            later=self._after_moments(nodes) if beside else None,
             kept=kept,
         )
 

@@ -221,12 +221,12 @@ def _reasons(model: Model, solution: Solution) -> dict[str, dict[str, Any]]:
         model.choices, solution.chosen, others, strict=True
     ):
         count = max(1, len(choice.groups), len(choice.parameters))
+        named = {} if other is None else _named(choice, other)
         for name, ways in _named(choice, option).items():
-            runner_up = None if other is None else _named(choice, other)[name]
             reasons[name] = {
                 "chosen": ways,
                 "cost_ms": round(cost / count * 1e3, 6),
-                "runner_up": runner_up,
+                "runner_up": named.get(name),
                 "runner_up_cost_ms": None if other is None else round(its_cost / count * 1e3, 6),
             }
     return reasons
@@ -240,9 +240,14 @@ def _named(choice: Choice, option: int) -> dict[str, str]:
         if storage.stored != storage.updated:
             text += f", updated {show(storage.updated)}"
         return {f"Param({name})": text for name in choice.parameters}
-    found = {}
-    for group in choice.groups:
-        for node, ways in choice.strategies(group, option).items():
-            placements = tuple(way.outputs[0] or REPLICATE for way in ways)
-            found[node.meta["name"]] = show(placements)
-    return found
+    if not choice.groups:
+        return {}
+    texts = [
+        show(tuple(way.outputs[0] or REPLICATE for way in ways))
+        for ways in choice.strategies(choice.groups[0], option).values()
+    ]
+    return {
+        node.meta["name"]: text
+        for group in choice.groups
+        for node, text in zip(group.nodes, texts, strict=True)
+    }

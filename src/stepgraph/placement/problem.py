@@ -406,7 +406,11 @@ class Model:
                         add(choice, (index, i), phase, (user, i))
             elif node in self.gradient_of:
                 add(self._storage_of(self.gradient_of[node]), "gradient", BACKWARD, "gradient")
-            elif user.meta["phase"] == OPTIMIZER and node.op == "call_function" and not _is_cast(node):
+            elif (
+                user.meta["phase"] == OPTIMIZER
+                and node.op == "call_function"
+                and not _is_cast(node)
+            ):
                 add(self._pinned(replicated(self.mesh)), "update", BACKWARD, None)
         return list(found.values())
 

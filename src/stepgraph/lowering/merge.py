@@ -43,7 +43,7 @@ class _Bucket:
 
 def merge_small_collectives(program: Program) -> Program:
     """Replaces runs of small collectives by flat ones; see the module docstring."""
-    position = {node: i for i, node in enumerate(program.graph.nodes)}
+    position = _positions(program)
     open_buckets: dict[tuple, _Bucket] = {}
     closed: list[_Bucket] = []
     for node in list(program.operations()):
@@ -60,10 +60,14 @@ def merge_small_collectives(program: Program) -> Program:
         bucket.members.append(node)
         bucket.size += size
     for bucket in [*closed, *open_buckets.values()]:
-        if len(bucket.members) > 1:
-            _merge(program, bucket, position)
+        if len(bucket.members) > 1 and _merge(program, bucket, position):
+            position = _positions(program)
     name_operations(program.graph)
     return program.finish()
+
+
+def _positions(program: Program) -> dict[fx.Node, int]:
+    return {node: i for i, node in enumerate(program.graph.nodes)}
 
 
 def _bytes(node: fx.Node) -> int:
@@ -95,9 +99,15 @@ def _fits(bucket: _Bucket, node: fx.Node, position: dict[fx.Node, int]) -> bool:
     return _can_run_last(members, position) or _can_run_first(members, position)
 
 
-def _merge(program: Program, bucket: _Bucket, position: dict[fx.Node, int]) -> None:
+def _merge(program: Program, bucket: _Bucket, position: dict[fx.Node, int]) -> bool:
+    """Whether it could: flat collectives before this one may have moved inputs back, or readers up."""
     members = bucket.members
-    anchor = members[-1] if _can_run_last(members, position) else members[0]
+    if _can_run_last(members, position):
+        anchor = members[-1]
+    elif _can_run_first(members, position):
+        anchor = members[0]
+    else:
+        return False
     emit = Builder(program, anchor.meta["phase"], anchor)
     flat = _FLAT[anchor.target](emit, members)
     for member, part in zip(members, flat, strict=True):
@@ -106,6 +116,7 @@ def _merge(program: Program, bucket: _Bucket, position: dict[fx.Node, int]) -> N
         wait.replace_all_uses_with(part)
         program.graph.erase_node(wait)
         program.graph.erase_node(member)
+    return True
 
 
 def _collective(emit: Builder, members: list[fx.Node], flat: fx.Node) -> fx.Node:

@@ -124,7 +124,7 @@ class Solution:
 
 
 class InfeasibleError(Exception):
-    """No choice of options fits the memory limit; ``least`` bytes would."""
+    """No choice of options fits the memory limit; ``least`` bytes would, infinite where nothing does."""
 
     def __init__(self, least: float) -> None:
         super().__init__(f"{least} bytes are needed at least")
@@ -148,9 +148,6 @@ def solve(problem: Problem, seconds: float = 60.0, goal: float = 1e-3) -> Soluti
     Raises:
         InfeasibleError: nothing fits the memory limit.
     """
-    least = sum(float(b.memory.min()) for b in problem.blocks if b.memory is not None)
-    if problem.memory_limit is not None and least > problem.memory_limit:
-        raise InfeasibleError(least)
     return _Solver(problem, seconds, goal).run()
 
 
@@ -159,6 +156,7 @@ class _Program:
 
     def __init__(self) -> None:
         self.costs: list[float] = []
+        self.most: list[float] = []
         self.lower: list[float] = []
         self.upper: list[float] = []
         self.entries: list[tuple[int, int, float]] = []  # row, column, value
@@ -168,23 +166,23 @@ class _Program:
         self.upper.append(upper)
         return len(self.lower) - 1
 
-    def column(self, cost: float) -> int:
+    def column(self, cost: float, most: float = 1.0) -> int:
+        """All are between 0 and ``most``: flows are so by themselves, but presolve may not end untold."""
         self.costs.append(cost)
+        self.most.append(most)
         return len(self.costs) - 1
 
     def put(self, row: int, column: int, value: float) -> None:
         self.entries.append((row, column, value))
 
     def pass_to(self, highs: highspy.Highs, whole: int) -> None:
-        """Hands everything over; the first ``whole`` columns are integral, between 0 and 1."""
+        """Hands everything over; the first ``whole`` columns are integral."""
         lp = highspy.HighsLp()
         columns, rows = len(self.costs), len(self.lower)
         lp.num_col_, lp.num_row_ = columns, rows
         lp.col_cost_ = np.array(self.costs)
         lp.col_lower_ = np.zeros(columns)
-        upper = np.full(columns, highspy.kHighsInf)
-        upper[:whole] = 1.0
-        lp.col_upper_ = upper
+        lp.col_upper_ = np.array(self.most)
         lp.row_lower_, lp.row_upper_ = np.array(self.lower), np.array(self.upper)
         table = np.array(self.entries).reshape(-1, 3)
         order = np.lexsort((table[:, 0], table[:, 1]))
@@ -219,12 +217,12 @@ class _Solver:
         self.options = len(program.costs)
         infinity = highspy.kHighsInf
         if problem.memory_limit is not None:
-            self.limit = program.row(-infinity, 1.0)
+            self.limit = program.row(-infinity, min(1.0, problem.memory_limit))
             self._weigh(self.limit, 1.0 / max(1.0, problem.memory_limit))
         # The step is longer by what no later work hides, seen from whatever moment.
         moments = max((len(x.later) for x in problem.links if x.later is not None), default=0)
         self.beside = [program.row(0.0, infinity) for _ in range(moments)]
-        longer = program.column(1.0)
+        longer = program.column(1.0, infinity)
         for moment, row in enumerate(self.beside):
             program.put(row, longer, 1.0)
             for block in problem.blocks:
@@ -315,15 +313,27 @@ class _Solver:
         return Solution(chosen, cost, min(bound, cost), len(self.program.costs))
 
     def _least_memory(self) -> float:
-        """The smallest number of bytes that any choice takes, as far as a relaxation tells."""
-        unlimited = Problem(
-            [
-                Block(b.name, b.cost * 0.0 if b.memory is None else b.memory)
-                for b in self.problem.blocks
-            ],
-            [],
-        )
-        return sum(float(block.cost.min()) for block in unlimited.blocks)
+        """The smallest number of bytes that any choice takes; infinite: there is no choice."""
+        if self.problem.memory_limit is None:
+            return np.inf
+        left = max(1.0, self.deadline - time.monotonic())
+        return solve(_of_memory(self.problem), left, 1e-6).cost
+
+
+def _of_memory(problem: Problem) -> Problem:
+    """The problem whose costs are another's bytes."""
+    zero = {block: np.zeros(len(block.cost)) for block in problem.blocks}
+    stands_for = {
+        b: Block(b.name, zero[b] if b.memory is None else b.memory) for b in problem.blocks
+    }
+    links = []
+    for link in problem.links:
+        kept = np.where(link.once != 0, 0.0 if link.kept is None else link.kept, 0.0)
+        once = np.where(np.isinf(link.once), np.inf, kept)
+        readers = [Reader(stands_for[r.block], r.wants, r.phase) for r in link.readers]
+        free = np.zeros_like(once)
+        links.append(Link(link.name, stands_for[link.producer], link.makes, readers, once, free))
+    return Problem(list(stands_for.values()), links)
 
 
 def _alone(q: int, phase: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -7,6 +7,7 @@ stored, by the same walk that places it for a preset.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph.cost.devices import Device
 from stepgraph.cost.traffic import assign_traffic
-from stepgraph.errors import BudgetError
+from stepgraph.errors import BudgetError, UsageError
 from stepgraph.placement.constraints import Constraints
 from stepgraph.placement.data_parallel import DataParallel
 from stepgraph.placement.data_parallel import Storage as Stored
@@ -81,6 +82,12 @@ def decide_automatically(
     try:
         solution = solve(model.problem, SECONDS, GAP)
     except InfeasibleError as error:
+        if math.isinf(error.least):
+            raise UsageError(
+                "no placement satisfies all constraints together",
+                why="a value that is pinned cannot become what its readers can take",
+                do="drop one of them; what an operation can do is in its rules",
+            ) from error
         raise BudgetError(
             f"parameters, gradients, optimizer states and activations take {error.least / 2**30:.2f} GiB a "
             "rank at least",

@@ -1,0 +1,161 @@
+"""What ``auto`` decides for a small step, and what the placed step costs when it is counted again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stepgraph.capture.module import default_loss
+from stepgraph.cost.collectives import collective_of, collective_seconds, links
+from stepgraph.cost.devices import DEVICES, Device, Link
+from stepgraph.cost.work import operation_seconds
+from stepgraph.memory import policies
+from stepgraph.pipeline import (
+    PassDriver,
+    StepRequest,
+    apply_memory,
+    apply_placement,
+    capture_step,
+    spell_out,
+)
+from stepgraph.placement import solver
+from stepgraph.placement.optimise import Solution
+from stepgraph.placement.problem import Model
+from stepgraph.planning.plan import Plan
+from stepgraph.planning.settings import Settings
+from stepgraph.program.collectives import is_collective
+from stepgraph.program.program import OPTIMIZER, Program
+from stepgraph.runtime.ranks import parse_mesh
+from stepgraph.torch_internals import ALL_GATHER
+from tests.support import spec_of
+
+
+def toy(name: str, flops: float, memory: float, link: float, **other: Any) -> Device:
+    """A device of few numbers: FLOP/s, bytes/s of memory and of links; no floors, no overlap."""
+    numbers = {
+        "name": name,
+        "matmul": dict.fromkeys(DEVICES["h100"].matmul, flops),
+        "memory_bandwidth": memory,
+        "intra": Link(0.0, link),
+        "inter": Link(0.0, link),
+        "kernel_seconds": 0.0,
+        "half_flops": 0.0,
+        "half_bytes": 0.0,
+        "overlaps": False,
+        "families": {},
+    }
+    return dataclasses.replace(DEVICES["h100"], **(numbers | other))
+
+
+TOYS = {
+    device.name: device
+    for device in (
+        toy("slow math", 1e9, 1e9, 1e12),
+        toy("balanced", 1e9, 1e8, 1e9),
+        toy("slow links", 1e9, 1e9, 2e8),
+        toy("slow memory", 1e12, 1e8, 1e11),
+    )
+}
+
+
+@pytest.fixture
+def toys(monkeypatch):
+    """The toy devices are in the table."""
+    for name, device in TOYS.items():
+        monkeypatch.setitem(DEVICES, name, device)
+    return TOYS
+
+
+@dataclass
+class Planned:
+    """What was asked and answered: the optimisation, its solution, the placed Program."""
+
+    model: Model
+    solution: Solution
+    placed: Program
+    plan: Plan
+    device: Device
+
+    @property
+    def stored(self) -> dict[str, tuple]:
+        """Where parameters are stored."""
+        rows = zip(self.placed.inputs, self.placed.input_values, strict=True)
+        return {
+            role.name: value.placements for role, value in rows if type(role).__name__ == "Param"
+        }
+
+
+def global_step(
+    model: nn.Module, batch: Any, mesh: str, optimizer: torch.optim.Optimizer | None = None
+) -> Program:
+    """The step before it is placed."""
+    plan = Plan("auto", parse_mesh(mesh))
+    request = StepRequest(model, default_loss, spec_of(batch), plan, optimizer)
+    program = capture_step(request, PassDriver()).programs["step"]
+    return spell_out(program, plan.mesh, PassDriver(), "auto")
+
+
+def place(
+    program: Program,
+    mesh: str,
+    device: Device,
+    constraints: dict[str, str] | None = None,
+    memory_limit: int | None = None,
+    chosen: list[int] | None = None,
+) -> Planned:
+    """Places a global step; ``chosen``: so, and not as the solver would have it.
+
+    Every gather is done again for the backward, as the objective has it: by itself a step keeps activations
+    that it gathered over ranks of data parallelism.
+    """
+    plan = Plan(
+        "auto", parse_mesh(mesh), settings=Settings(device.name, constraints=constraints or {})
+    )
+    seen: list[Any] = []
+
+    def model_of(*args: Any) -> Model:
+        seen.append(Model(*args))
+        return seen[-1]
+
+    def solve(problem: Any, seconds: float, gap: float) -> Solution:
+        if chosen is None:
+            seen.append(SOLVE(problem, seconds, 1e-6))
+        else:
+            cost = problem.cost(chosen)
+            seen.append(Solution(chosen, cost, cost, 0))
+        return seen[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(DEVICES, device.name, device)
+        patch.setattr(policies, "_joins_sequence", lambda n: n.target is ALL_GATHER)
+        patch.setattr(solver, "Model", model_of)
+        patch.setattr(solver, "solve", solve)
+        placed, key = apply_placement(program, plan, PassDriver(), 1, memory_limit)
+        placed = apply_memory(placed, plan, key, PassDriver())
+    return Planned(seen[0], seen[1], placed, plan, device)
+
+
+SOLVE = solver.solve
+
+
+def recounted(planned: Planned, update: bool = False) -> Counter[str]:
+    """Seconds of a placed Program, operation by operation: by what they are spent on."""
+    program, device = planned.placed, planned.device
+    assert program.mesh is not None
+    wiring = links(program.mesh, device)
+    found: Counter[str] = Counter()
+    for node in program.operations():
+        if node.meta["phase"] == OPTIMIZER and not update:
+            continue
+        if is_collective(node):
+            kind, size, dim = collective_of(node)
+            found[f"{kind} {dim}"] += collective_seconds(kind, size, wiring[dim])
+        else:
+            found[str(node.target)] += operation_seconds(node, device)
+    return found

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard
 
 import stepgraph
 from stepgraph import pipeline
@@ -128,6 +129,37 @@ def test_a_plan_made_without_ranks_is_what_real_ranks_run(tmp_path):
     expected = whole_losses()
     for results in launch(read_three_times, paths, ranks=2):
         assert len(results) == len(paths) + 2
+        for losses in results:
+            assert losses == pytest.approx(expected, rel=TOLERANCE)
+
+
+def found_by_the_solver(paths):
+    """Plans that a solver made, from files; and one that it makes on the ranks themselves."""
+    found = [step_by_the_plan(path) for path in paths]
+    found += [loop_by_the_plan(path, compiled) for path in paths[:1] for compiled in (False, True)]
+    model = Blocks()
+    engine = stepgraph.Engine(
+        model, optimizer=adamw(model), mesh="dp=2", plan="auto", memory="full", lowering="eager"
+    )
+    return [*found, [engine.step(part(step, engine.plan.mesh)).item() for step in range(STEPS)]]
+
+
+def test_auto_is_what_real_ranks_run(tmp_path):
+    asked = (
+        ("dp=2", {"dp": "zero3"}),
+        ("tp=2", {"tp": "tp"}),
+        ("dp=2", {"ups.*.weight": "S(1)"}),
+        ("dp=2", {}),
+    )
+    paths = [
+        make_plan(tmp_path / f"{i}.json", mesh, "auto", constraints=constraints)
+        for i, (mesh, constraints) in enumerate(asked)
+    ]
+    forced = stepgraph.Plan.load(paths[0]).parameters()["ups.0.weight"]
+    assert forced == (Shard(0),)
+    expected = whole_losses()
+    for results in launch(found_by_the_solver, paths, ranks=2):
+        assert len(results) == len(paths) + 3
         for losses in results:
             assert losses == pytest.approx(expected, rel=TOLERANCE)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph.errors import UsageError, near_misses
+from stepgraph.placement.groups import Group
 from stepgraph.placement.policies import PRESETS, check_preset, walk_along
 from stepgraph.placement.problem import Model
 from stepgraph.placement.redistribution import Coded
@@ -117,6 +118,22 @@ class Constraints:
             if pair != (storage.stored[axis], storage.updated[axis]):
                 return False
         return True
+
+    def extra_options(self, group: Group) -> list[dict[fx.Node, Strategy]]:
+        """What presets do with a group, where that is not among its own options."""
+        found: list[dict[fx.Node, Strategy]] = []
+        for walk in self.walks.values():
+            option = {node: walk.chosen[node] for node in group.nodes}
+            if option not in group.options and option not in found:
+                found.append(option)
+        return found
+
+    def apart(self, group: Group) -> Hashable:
+        """Differs for groups of which something else is asked."""
+        return tuple(
+            (self.made.get(node), *(walk.chosen[node] for walk in self.walks.values()))
+            for node in group.nodes
+        )
 
     def allows_option(self, node: fx.Node, ways: tuple[Strategy, ...]) -> bool:
         """Whether an operation may be placed so."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -236,12 +236,14 @@ def folded(path: str) -> str:
     return _NUMBER.sub("*", path)
 
 
-def share(groups: list[Group]) -> list[list[Group]]:
-    """Groups that are decided alike, in order of their first one."""
+def share(
+    groups: list[Group], apart: Callable[[Group], Hashable] = lambda group: None
+) -> list[list[Group]]:
+    """Groups that are decided alike, in order of their first one; not those for which ``apart`` differs."""
     classes: dict[Any, list[Group]] = {}
     for group in groups:
         modules = tuple(
             (folded(str(node.meta.get("module", ""))), node.meta["phase"]) for node in group.nodes
         )
-        classes.setdefault((_signature(group), modules), []).append(group)
+        classes.setdefault((_signature(group), modules, apart(group)), []).append(group)
     return list(classes.values())

@@ -31,9 +31,14 @@ class Options:
         program: global, with ``traffic`` assigned.
         moves: of the mesh and the device.
         recomputed: stable names of forward operations that are not kept for the backward.
+        free: nobody asked for anything. Then there is less to choose from: dimensions that hold rows of the
+            batch cut alike, small constants are whole.
     """
 
-    def __init__(self, program: Program, moves: Moves, recomputed: Collection[str]) -> None:
+    def __init__(
+        self, program: Program, moves: Moves, recomputed: Collection[str], free: bool = True
+    ) -> None:
+        self._free = free
         self.mesh, self.device, self.moves = moves.mesh, moves.device, moves
         self.needed = needed_by_backward(program, recomputed)
         self._varying = values_that_vary(program)
@@ -47,17 +52,20 @@ class Options:
         found = np.stack([axis.ravel() for axis in grid], axis=1)
         # Mesh dimensions that hold rows of the batch are cut alike: what is stored may still differ.
         data = [axis for axis, name in enumerate(self.mesh.names) if name != TENSOR_PARALLEL]
-        found = found[(found[:, data] == found[:, data[:1]]).all(axis=1)] if data else found
+        if self._free and data:
+            found = found[(found[:, data] == found[:, data[:1]]).all(axis=1)]
         if len(sizes) > 1:
             found = found[self._fit(group, found, sizes)]
         options = [tuple(map(int, option)) for option in found]
-        if self._is_small_constant(group):
+        if self._free and self._is_small_constant(group):
             whole = [o for o in options if self._is_whole(group, o)]
             options = whole or options
         return options
 
     def seconds(self, group: Group, options: Sequence[tuple[int, ...]]) -> np.ndarray:
         """Time of a group on one rank under each option, with what is added up over ranks inside it."""
+        if not options:
+            return np.zeros(0)
         total = self._inside(group, options)
         for node in group.nodes:
             total = total + self._node_seconds(node, group, options)
@@ -121,6 +129,8 @@ class Options:
         self, groups: Sequence[Group], options: Sequence[tuple[int, ...]]
     ) -> np.ndarray | None:
         """What all groups of a class keep for the backward; pending sums are kept once they are summed."""
+        if not options:
+            return None
         total = np.zeros(len(options))
         picked = np.array(options).reshape(len(options), -1)
         for group in groups:

@@ -9,7 +9,7 @@ collectives.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,8 @@ class Model:
         memory_limit: bytes of one rank for parameters, gradients, optimizer states, and what is kept for
             the backward.
         recomputed: stable names of forward operations that are not kept for the backward.
+        extra_options: ways along one mesh dimension beside a group's own.
+        apart: groups for which it differs do not share a decision.
     """
 
     def __init__(
@@ -76,7 +78,10 @@ class Model:
         option_allowed: Callable[[fx.Node, tuple[Strategy, ...]], bool] | None = None,
         memory_limit: float | None = None,
         recomputed: Collection[str] = (),
+        extra_options: Callable[[Group], list[dict[fx.Node, Strategy]]] = lambda group: [],
+        apart: Callable[[Group], Hashable] = lambda group: None,
     ) -> None:
+        self.extra_options, self.apart = extra_options, apart
         self.program, self.mesh, self.device, self.pins = program, mesh, device, pins
         self.storage_allowed, self.option_allowed = storage_allowed, option_allowed
         self.moves = Moves(mesh, device)
@@ -85,7 +90,7 @@ class Model:
         self._group_of: dict[fx.Node, Group] = {}
         self.gradient_of = find_gradients(program)
         self._place = {node: i for i, node in enumerate(program.operations(BACKWARD_PHASE))}
-        self.ways = Options(program, self.moves, recomputed)
+        self.ways = Options(program, self.moves, recomputed, free=option_allowed is None)
         self._storages()
         self._fixed()
         self._groups()
@@ -96,7 +101,10 @@ class Model:
 
     def _groups(self) -> None:
         strategies = find_strategies(self.program)
-        for groups in share(find_groups(self.program, strategies)):
+        found = find_groups(self.program, strategies)
+        for group in found:
+            group.options += self.extra_options(group)
+        for groups in share(found, self.apart):
             first = groups[0]
             options = self.ways.of(first)
             if self.option_allowed is not None:

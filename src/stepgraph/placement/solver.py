@@ -77,6 +77,8 @@ def decide_automatically(
         asked.allows_option if constraints else None,
         None if memory_limit is None else float(memory_limit),
         recomputed,
+        asked.extra_options,
+        asked.apart,
     )
     asked.check(model)
     try:

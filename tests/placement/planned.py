@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from stepgraph.capture.module import default_loss
 from stepgraph.cost.collectives import collective_of, collective_seconds, links
@@ -27,12 +27,12 @@ from stepgraph.pipeline import (
 from stepgraph.placement import solver
 from stepgraph.placement.optimise import Solution
 from stepgraph.placement.problem import Model
+from stepgraph.planning.decisions import MemoryDecision
 from stepgraph.planning.plan import Plan
 from stepgraph.planning.settings import Settings
-from stepgraph.program.collectives import is_collective
-from stepgraph.program.program import OPTIMIZER, Program
+from stepgraph.program.collectives import KINDS, is_collective
+from stepgraph.program.program import FORWARD, OPTIMIZER, Program
 from stepgraph.runtime.ranks import parse_mesh
-from stepgraph.torch_internals import ALL_GATHER
 from tests.support import spec_of
 
 
@@ -133,7 +133,7 @@ def place(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(DEVICES, device.name, device)
-        patch.setattr(policies, "_joins_sequence", lambda n: n.target is ALL_GATHER)
+        patch.setattr(policies, "_regather", gather_again)
         patch.setattr(solver, "Model", model_of)
         patch.setattr(solver, "solve", solve)
         placed, key = apply_placement(program, plan, PassDriver(), 1, memory_limit)
@@ -142,6 +142,24 @@ def place(
 
 
 SOLVE = solver.solve
+
+
+def gather_again(program: Program, decision: MemoryDecision, parameters_too: bool) -> None:
+    """Nothing is kept for the backward that a forward gathered, and nothing else is done again."""
+    if program.mesh is None:
+        return
+    root: dict[fx.Node, fx.Node] = {}
+    kinds: dict[fx.Node, set[str | None]] = {}
+    for node in program.operations(FORWARD):
+        if "traffic" not in node.meta and node.all_input_nodes:  # placement has put it in
+            first = root[node] = root.get(node.all_input_nodes[0], node)
+            kinds.setdefault(first, set()).add(KINDS.get(node.target))
+    for node, first in root.items():
+        if kinds[first] & set(KINDS.values()) and not kinds[first] & {
+            "all_reduce",
+            "reduce_scatter",
+        }:
+            decision.recompute.setdefault(node.meta["name"], -1)
 
 
 def recounted(planned: Planned, update: bool = False) -> Counter[str]:

@@ -1,0 +1,236 @@
+"""``auto``: its objective is what the placed step costs, it is the optimum, and it finds what is known."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+from stepgraph.cost.devices import Link
+from stepgraph.errors import BudgetError
+from stepgraph.placement import policies
+from stepgraph.program.layout import show
+from stepgraph.runtime.ranks import parse_mesh
+from tests.placement.planned import TOYS, global_step, place, recounted, toy
+from tests.support import adamw, tiny_llama
+
+MESHES = ["dp=2", "tp=2", "dp=2,tp=2"]
+
+
+class Chain(nn.Module):
+    """Linear layers with an activation in between, and a squared error."""
+
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        pairs = itertools.pairwise(widths)
+        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in pairs)
+
+    def forward(self, x, y):
+        for i, layer in enumerate(self.layers):
+            x = layer(torch.relu(x) if i else x)
+        return (x - y).square().mean()
+
+
+def chain(*widths: int, rows: int = 8):
+    torch.manual_seed(0)
+    return Chain(*widths), (torch.randn(rows, widths[0]), torch.randn(rows, widths[-1]))
+
+
+def llama(layers: int):
+    ids = torch.arange(8 * 16).reshape(8, 16) % 32
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32}
+    return tiny_llama(layers, **heads), {"input_ids": ids, "labels": ids}
+
+
+def gpt2(layers: int):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    ids = torch.arange(8 * 16).reshape(8, 16) % 32
+    dropout = dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.0)
+    sizes = {"vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": layers, "n_head": 4}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **dropout, use_cache=False)), {
+        "input_ids": ids,
+        "labels": ids,
+    }
+
+
+def convolutional(layers: int):
+    torch.manual_seed(0)
+    parts = []
+    for i in range(layers):
+        parts += [nn.Conv2d(8 if i else 3, 8, 3, padding=1), nn.GroupNorm(4, 8), nn.ReLU()]
+    body = nn.Sequential(*parts, nn.Flatten(), nn.Linear(8 * 16, 4))
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = body
+
+        def forward(self, x, y):
+            return nn.functional.mse_loss(self.body(x), y)
+
+    return Net(), (torch.randn(8, 3, 4, 4), torch.randn(8, 4))
+
+
+# ------------------------------------------------------------------------------ it is the optimum
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("device", ["slow math", "slow links"])
+def test_no_placement_of_a_small_step_is_better(mesh, device):
+    """Every placement of what matters is carried out and counted; what a choice costs is counted right."""
+    model, batch = chain(8, 4)
+    program = global_step(model, batch, mesh)
+    best = place(program.copy(), mesh, TOYS[device])
+    problem = best.model.problem
+    least = best.solution.cost
+    choices = list(itertools.product(*(range(len(b.cost)) for b in problem.blocks)))
+    costs = [problem.cost(choice) for choice in choices[:: max(1, len(choices) // 3000)]]
+    assert least <= min(costs) * (1 + 1e-9)
+    possible = [c for c in choices[:: max(1, len(choices) // 40)] if problem.cost(c) < 1]
+    assert possible
+    for chosen in possible[:12]:
+        other = place(program.copy(), mesh, TOYS[device], chosen=list(chosen))
+        total = sum(recounted(other).values())
+        assert total == pytest.approx(problem.cost(chosen)), chosen
+        assert total >= least * (1 - 1e-9)
+
+
+# -------------------------------------------------------------- it is what the placed step costs
+
+
+def assert_counted_right(model, batch, mesh, device, tolerance=1e-9):
+    planned = place(global_step(model, batch, mesh), mesh, TOYS[device])
+    assert planned.solution.gap <= 1e-5
+    total = sum(recounted(planned).values())
+    assert total == pytest.approx(planned.solution.cost, rel=tolerance)
+    return planned.solution.cost, total
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("device", TOYS)
+def test_the_objective_is_what_the_placed_step_costs(mesh, device):
+    assert_counted_right(*chain(8, 16, 16, 8), mesh, device)
+
+
+@pytest.mark.parametrize("layers", [2, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "make", [llama, pytest.param(gpt2, marks=pytest.mark.slow)], ids=["llama", "gpt2"]
+)
+def test_layers_that_share_a_choice_are_all_counted(make, layers):
+    for device in ("slow math", "slow links"):
+        assert_counted_right(*make(layers), "dp=2,tp=2", device)
+
+
+def test_each_further_layer_costs_the_same():
+    costs = [assert_counted_right(*chain(*[8] * n), "dp=2", "balanced")[0] for n in (4, 5, 7)]
+    assert costs[2] - costs[1] == pytest.approx(2 * (costs[1] - costs[0]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", TOYS)
+def test_a_convolutional_step_is_counted_right(device):
+    assert_counted_right(*convolutional(2), "dp=2", device)
+
+
+# -------------------------------------------------------------- nothing is left of other meshes
+
+SCRIPT = """
+import sys
+from tests.placement.test_solver import planned_on
+for mesh in sys.argv[1:]:
+    print(planned_on(mesh))
+"""
+
+
+def planned_on(mesh: str) -> str:
+    planned = place(global_step(*chain(16, 32, 16), mesh), mesh, TOYS["slow links"])
+    operations = [show(n.meta["placements"][0]) for n in planned.placed.operations()]
+    stored = {name: show(p) for name, p in planned.stored.items()}
+    return f"{mesh} {planned.solution.cost!r} {stored} {operations}"
+
+
+def test_meshes_planned_one_after_the_other_are_planned_as_alone():
+    meshes = ["dp=4,tp=2", "dp=2,tp=4", "dp=8"]
+    here = [planned_on(mesh) for mesh in meshes]
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", SCRIPT, *reversed(meshes)]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == here[::-1]
+    assert [planned_on(mesh) for mesh in meshes] == here
+
+
+# ------------------------------------------------------------------- presets are special cases
+
+
+@pytest.mark.parametrize(
+    ("mesh", "preset", "constraints"),
+    [
+        ("dp=2", "zero3", {"dp": "zero3"}),
+        ("dp=2", "ddp", {"dp": "ddp"}),
+        ("tp=2", "tp", {"tp": "tp"}),
+        ("dp=2,tp=2", "tp+zero3", {"dp": "zero3", "tp": "tp"}),
+    ],
+)
+def test_a_forced_preset_is_the_preset(mesh, preset, constraints):
+    model, batch = chain(8, 16, 8)
+    program = global_step(model, batch, mesh, adamw(model))
+    forced = place(program.copy(), mesh, TOYS["balanced"], constraints)
+    decision = policies.decide(program, parse_mesh(mesh), preset)
+    (found,) = forced.plan.placements.values()
+    assert found.inputs == decision.inputs
+    assert found.outputs == decision.outputs
+    assert found.operations == decision.operations
+
+
+# ---------------------------------------------------------------------------- known optima
+
+
+def test_a_tiny_model_on_fast_links_is_replicated():
+    device = toy("toy", 1e9, 1e9, 1e13)
+    model, batch = chain(8, 16, 8, rows=512)
+    planned = place(global_step(model, batch, "dp=4", adamw(model)), "dp=4", device)
+    assert {p for (p,) in planned.stored.values()} == {Replicate()}
+    (decision,) = planned.plan.placements.values()
+    made = [choice.outputs[0] for choice in decision.operations.values()]
+    assert (Shard(0),) in made
+
+
+def test_weights_that_do_not_fit_are_cut():
+    device = toy("toy", 1e9, 1e12, 1e13)
+    model, batch = chain(256, 256, 256, rows=256)
+    whole = sum(p.numel() * 4 for p in model.parameters())
+    program = global_step(model, batch, "dp=4", adamw(model))
+    limit = (
+        int(1.5 * whole) + 300 * 2**10
+    )  # a quarter of weights, gradients and two states; the rest
+    planned = place(program.copy(), "dp=4", device, memory_limit=limit)
+    assert all(isinstance(p, Shard) for (p,) in planned.stored.values())
+    problem = planned.model.problem
+    assert problem.memory(planned.solution.chosen) <= limit * (1 + 1e-6)
+    with pytest.raises(BudgetError, match="at least"):
+        place(program.copy(), "dp=4", device, memory_limit=whole // 4)
+
+
+def test_slow_links_between_nodes_are_left_to_data_parallelism():
+    """Few rows, links that are fast inside the node alone: weights are cut over its ranks."""
+    device = toy("toy", 1e9, 1e9, 1e11, inter=Link(0.0, 1e6), ranks_per_node=4)
+    model, batch = chain(64, 128, 64, rows=4)
+    mesh = "dp=2,tp=4"
+    planned = place(global_step(model, batch, mesh, adamw(model)), mesh, device)
+    assert all(isinstance(tensor, Shard) for _, tensor in planned.stored.values())
+    wide = [
+        (node.meta["val"].numel(), node.meta["name"])
+        for node in planned.placed.operations()
+        if getattr(node.target, "__name__", "").startswith("all_")
+        and node.args[-1] == "dp"
+    ]  # fmt: skip
+    weights = sum(p.numel() for p in model.parameters())
+    assert sum(size for size, _ in wide) <= weights  # no more than reductions of gradients

@@ -43,7 +43,7 @@ class Constraints:
         self.stored: dict[str, Placements] = {}
         self.made: dict[fx.Node, Placements] = {}
         self.walks: dict[int, Walk] = {}
-        for pattern, wanted in asked.items():
+        for pattern, wanted in sorted(asked.items(), key=lambda item: item[0] != TENSOR_PARALLEL):
             if pattern in mesh.names:
                 self._preset(mesh.names.index(pattern), wanted)
             elif pattern.startswith(_INPUT):
@@ -61,7 +61,8 @@ class Constraints:
                 do=near_misses(name, known),
             )
         check_preset(name, MeshShape(((dim if tensor else "dp", size),)))
-        self.walks[axis] = walk_along(self.program, self.mesh, axis, name)
+        first = next(iter(self.walks.values()), None)  # tensor parallelism's, if that is asked for
+        self.walks[axis] = walk_along(self.program, self.mesh, axis, name, first)
 
     def _input(self, pattern: str, wanted: Placements) -> None:
         names = {r.name: r for r in self.program.inputs if isinstance(r, roles.UserInput)}

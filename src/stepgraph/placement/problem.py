@@ -140,10 +140,11 @@ class Model:
         if len(sizes) > 1:
             found = found[self._fit(group, found, sizes)]
         options = [tuple(map(int, option)) for option in found]
+        options = [option for option in options if self._is_allowed(group, option)]
         if self._is_small_constant(group):
             whole = [o for o in options if self._is_whole(group, o)]
             options = whole or options
-        return [option for option in options if self._is_allowed(group, option)]
+        return options
 
     def _is_whole(self, group: Group, option: tuple[int, ...]) -> bool:
         ways = [group.options[o] for o in option]
@@ -208,7 +209,7 @@ class Model:
     ) -> np.ndarray | None:
         """What all groups of a class keep for the backward; pending sums are kept once they are summed."""
         total = np.zeros(len(options))
-        picked = np.array(options).reshape(len(options), -1)
+        picked = np.array(options).reshape(len(options), len(self.mesh.dims))
         for group in groups:
             for node in group.nodes:
                 if node not in self.needed or node.meta["name"] in self._recomputed:
@@ -474,7 +475,7 @@ class Model:
     def _made(self, node: fx.Node, choice: Choice) -> list[Placements]:
         if choice.pinned is not None:
             return [choice.pinned]
-        if choice.storages:
+        if choice.parameters:
             return [storage.stored for storage in choice.storages]
         group = self._group_of[node]
         return [

@@ -41,7 +41,7 @@ class Constraints:
         self.stored: dict[str, Placements] = {}
         self.made: dict[fx.Node, Placements] = {}
         self.walks: dict[int, Walk] = {}
-        for pattern, wanted in asked.items():
+        for pattern, wanted in sorted(asked.items(), key=lambda item: item[0] != TENSOR_PARALLEL):
             if pattern in mesh.names:
                 self._preset(mesh.names.index(pattern), wanted)
             elif pattern.startswith(_INPUT):
@@ -59,7 +59,10 @@ class Constraints:
                 do=near_misses(name, known),
             )
         check_preset(name, MeshShape(((dim if tensor else "dp", size),)))
-        self.walks[axis] = walk_along(self.program, self.mesh, axis, name)
+        names = self.mesh.names
+        tensor_axis = names.index(TENSOR_PARALLEL) if TENSOR_PARALLEL in names else axis
+        beside = self.walks.get(tensor_axis)
+        self.walks[axis] = walk_along(self.program, self.mesh, axis, name, beside)
 
     def _input(self, pattern: str, wanted: Placements) -> None:
         names = {r.name: r for r in self.program.inputs if isinstance(r, roles.UserInput)}

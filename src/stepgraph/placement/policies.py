@@ -139,16 +139,20 @@ def decide(
     return decision
 
 
-def walk_along(program: Program, mesh: MeshShape, axis: int, preset_name: str) -> Walk:
-    """What a preset does along one mesh dimension alone.
+def walk_along(
+    program: Program, mesh: MeshShape, axis: int, preset_name: str, beside: Walk | None = None
+) -> Walk:
+    """What a preset does along one mesh dimension.
 
     Args:
         preset_name: of a data-parallel dimension, or ``tp`` with or without ``sp``.
+        beside: the walk of tensor parallelism, where a preset along that dimension is wanted too.
     """
     size = mesh.sizes[axis]
     if mesh.names[axis] != TENSOR_PARALLEL:
         (storage,) = PRESETS[preset_name].values()
-        return DataParallel(program, size, mesh.data_size, storage).decide()
+        taken = _cut_by_rows(beside) if isinstance(beside, TensorParallel) else frozenset()
+        return DataParallel(program, size, mesh.data_size, storage, taken).decide()
     layout = find_layout(program, size, mesh.data_size, {})
     sequence = _sequence_dims(program) if SEQUENCE_PARALLEL in preset_name.split("+") else None
     return TensorParallel(program, size, mesh.data_size, layout, sequence).decide()

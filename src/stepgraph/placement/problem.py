@@ -284,12 +284,14 @@ class Model:
 
     def _storage(self, name, value, node, states, updates, learned) -> Choice:
         shape, choice = value.shape, Choice(Block(name, np.zeros(0)))
+        added_up = (role for role in self.program.outputs if isinstance(role, roles.NewAccumulator))
+        accumulated = {role.name.removeprefix("grad:") for role in added_up}
         axes = []
         for _ in self.mesh.dims:
             cuts = [Shard(dim) for dim in range(min(len(shape), 2))]
             ways: list[tuple[Placement, Placement]] = [(REPLICATE, REPLICATE)]
             ways += [(cut, cut) for cut in cuts]
-            if updates.get(name):
+            if updates.get(name) or name in accumulated:
                 ways += [(REPLICATE, cut) for cut in cuts]
             axes.append(ways)
         cost, memory = [], []

@@ -285,7 +285,7 @@ class Model:
     def _made(self, node: fx.Node, choice: Choice) -> list[Placements]:
         if choice.pinned is not None:
             return [choice.pinned]
-        if choice.storages:
+        if choice.parameters:
             return [storage.stored for storage in choice.storages]
         group = self._group_of[node]
         return [

@@ -55,6 +55,8 @@ class Storages:
         self.program, self.learned = program, learned
         self.mesh, self.device, self.moves = moves.mesh, moves.device, moves
         self.updates = update_operations(program)
+        added_up = [role.name for role in program.outputs if isinstance(role, roles.NewAccumulator)]
+        self.accumulated = {name.removeprefix("grad:") for name in added_up}
         self.states: dict[str, list[tuple[int, ...]]] = {}
         for role, value in zip(program.inputs, program.input_values, strict=True):
             if isinstance(role, roles.OptimizerState) and value.shape:
@@ -89,7 +91,7 @@ class Storages:
         cuts = [Shard(dim) for dim in range(min(len(shape), 2))]
         ways: list[tuple[Placement, Placement]] = [(REPLICATE, REPLICATE)]
         ways += [(cut, cut) for cut in cuts]
-        if self.updates.get(name):
+        if self.updates.get(name) or name in self.accumulated:
             ways += [(REPLICATE, cut) for cut in cuts]
         for combination in itertools.product(ways, repeat=len(self.mesh.dims)):
             storage = Storage(*map(tuple, zip(*combination, strict=True)))

@@ -14,7 +14,7 @@ from stepgraph.lowering import bind, merge, waits
 from stepgraph.lowering import state as lowering_state
 from stepgraph.memory import apply as memory_apply
 from stepgraph.placement import apply as placement_apply
-from stepgraph.placement import vocabulary
+from stepgraph.placement import norms, views, vocabulary
 
 PASSES = [
     ("capture", randomness.key_random_operations),
@@ -29,6 +29,8 @@ PASSES = [
     ("capture", update.clip_gradients),
     ("capture", update.update_parameters),
     ("placement", vocabulary.spell_out_log_softmax),
+    ("placement", norms.spell_out_norms),
+    ("placement", views.copy_views),
     ("placement", placement_apply.place_values),
     ("memory", memory_apply.recompute_in_backward),
     ("lowering", bind.bind_to_rank),

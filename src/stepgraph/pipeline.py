@@ -321,9 +321,9 @@ def _decide_placement(program: Program, plan: Plan, memory_limit: int | None) ->
     if plan.placement != AUTO:
         return placement_policies.decide(program, plan.mesh, plan.placement, plan.parameters())
     assert plan.settings is not None, "a plan that is to be found says for which device"
-    if memory_limit is None:
-        memory_limit = plan.settings.memory_budget
     device = find_device(plan.settings.device)
+    if memory_limit is None:
+        memory_limit = plan.settings.memory_budget or device.capacity
     recomputed = memory_policies.decide(program, plan.memory).recompute
     constraints = plan.settings.constraints
     return decide_automatically(

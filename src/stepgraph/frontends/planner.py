@@ -234,8 +234,8 @@ class Planner:
             only = policy == policies[-1] and plan.placement != AUTO
             try:
                 attempt, done = self._try(plan, programs, budget, placed, only)
-            except MemoryPolicyError as error:
-                if memory != AUTO:
+            except (MemoryPolicyError, BudgetError) as error:
+                if memory != AUTO or (best is None and policy == policies[-1]):
                     raise
                 tried.append(f"{policy} is not possible here ({error.what})")
                 continue
@@ -272,14 +272,21 @@ class Planner:
             only: the placed programs are not needed again.
         """
         limit: int | None = None
+        attempt: Attempt | None = None
+        done: dict[str, Program] = {}
         for _ in range(MOST_SOLUTIONS):
             if not placed or plan.placement == AUTO:
                 plan = replace(plan, placements={}, recomputation={})
                 self.stage("solve")
-                placed |= {
-                    name: apply_placement(program, plan, self.driver, self.micro_batches, limit)
-                    for name, program in in_order(programs)
-                }
+                try:
+                    placed |= {
+                        name: apply_placement(program, plan, self.driver, self.micro_batches, limit)
+                        for name, program in in_order(programs)
+                    }
+                except BudgetError:
+                    if attempt is None:
+                        raise
+                    break  # the last one is the smallest that there is
             done = {
                 name: apply_memory(program if only else program.copy(), plan, key, self.driver)
                 for name, (program, key) in placed.items()
@@ -289,6 +296,7 @@ class Planner:
             if plan.placement != AUTO or attempt.fits or held <= attempt.peak - budget:
                 break
             limit = int(held - 1.02 * (attempt.peak - budget))
+        assert attempt is not None
         return attempt, done
 
 

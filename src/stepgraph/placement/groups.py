@@ -1,9 +1,11 @@
 """Operations that are decided together, and groups of them that are decided alike.
 
-A view joins its only reader, or else its only source: moving a value before or after it costs the same, so
-nothing is lost by deciding both at once. Groups that do the same in repeated layers (the same operations on
-the same shapes, in modules whose paths differ in numbers alone) share one decision: what is solved does not
-grow with the number of layers.
+What a fusing compiler runs as one kernel is placed as one: its costs are counted so, and moving a value in
+the middle would end it (sums that it begins may be added up over ranks inside). A view joins its only
+reader, or else its only source: moving a value before or after it costs the same, so nothing is lost by
+deciding both at once. Groups that do the same in repeated layers (the same operations on the same shapes,
+in modules whose paths differ in numbers alone) share one decision: what is solved does not grow with the
+number of layers.
 """
 
 from __future__ import annotations
@@ -91,7 +93,7 @@ def find_groups(program: Program, strategies: dict[fx.Node, list[Strategy]]) -> 
         kernel = node.meta.get("kernel")
         if (
             spans.get(kernel, 0) > 2
-        ):  # what every layer reads is no reason to place all layers at once
+        ):  # reading the same mask is no reason to place all layers at once
             kernel = (kernel, _numbers(node))
         own = Group([])
         group_of[node] = own if kernel is None else kernels.setdefault(kernel, own)

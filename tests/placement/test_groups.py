@@ -1,7 +1,7 @@
 """Groups: what is decided together fits together, and repeated layers share a decision."""
 
 from stepgraph.placement.groups import decided_here, find_groups, find_strategies, folded, share
-from stepgraph.placement.rules import tensor_arguments
+from stepgraph.program.program import tensor_arguments
 from tests.placement.planned import global_step
 from tests.placement.test_solver import chain, llama
 

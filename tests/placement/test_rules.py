@@ -13,12 +13,12 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from stepgraph import torch_internals
 from stepgraph.equivalence.lockstep import run_lockstep
 from stepgraph.placement.apply import place_values
-from stepgraph.placement.rules import TABLE, Rules, Strategy, tensor_arguments
+from stepgraph.placement.rules import TABLE, Rules, Strategy
 from stepgraph.planning.decisions import OperationPlacement, PlacementDecision
 from stepgraph.program import randomness, roles
 from stepgraph.program.layout import InnerShard
 from stepgraph.program.names import name_operations
-from stepgraph.program.program import FORWARD, Program, Value, tensors_of
+from stepgraph.program.program import FORWARD, Program, Value, tensor_arguments, tensors_of
 from stepgraph.program.shards import join, split
 from stepgraph.runtime.ranks import parse_mesh
 

@@ -16,7 +16,7 @@ from torch import fx
 from stepgraph import torch_internals
 from stepgraph.cost.memory import viewed
 from stepgraph.program.collectives import ON_FIRST, SHARD_OF, is_collective
-from stepgraph.program.program import Program, is_write, tensors_of
+from stepgraph.program.program import Program, is_write, tensor_arguments, tensors_of
 from stepgraph.program.randomness import RANDOM
 
 aten = torch.ops.aten
@@ -44,13 +44,6 @@ _ROWS = {
     aten._softmax_backward_data.default, aten._log_softmax_backward_data.default,
     aten._fused_rms_norm.default,
 }  # fmt: skip
-
-
-def tensor_arguments(node: fx.Node) -> list[fx.Node]:
-    """The values an operation reads, in the order of its arguments; one that is read twice, twice."""
-    found: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), lambda argument: found.append(argument))
-    return found
 
 
 def is_view(node: fx.Node) -> bool:

@@ -11,10 +11,10 @@ from torch.utils.flop_counter import flop_registry
 
 from stepgraph import torch_internals
 from stepgraph.cost.devices import Device
-from stepgraph.cost.traffic import is_view, tensor_arguments
+from stepgraph.cost.traffic import is_view
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.names import operation_name
-from stepgraph.program.program import tensors_of
+from stepgraph.program.program import tensor_arguments, tensors_of
 from stepgraph.program.randomness import RANDOM
 
 aten = torch.ops.aten

@@ -21,7 +21,6 @@ from torch.distributed.tensor import Partial, Shard
 from stepgraph import torch_internals
 from stepgraph.placement.randomness import local_part_of
 from stepgraph.placement.redistribution import redistribute_over
-from stepgraph.placement.rules import tensor_arguments
 from stepgraph.placement.vocabulary import LOCAL_FORMS, Rows, rows_cut
 from stepgraph.planning.decisions import PlacementDecision
 from stepgraph.program import roles
@@ -34,7 +33,7 @@ from stepgraph.program.layout import (
     to_torch,
 )
 from stepgraph.program.names import name_operations
-from stepgraph.program.program import FORWARD, Program, Value, tensors_of
+from stepgraph.program.program import FORWARD, Program, Value, tensor_arguments, tensors_of
 from stepgraph.program.randomness import RANDOM
 
 aten = torch.ops.aten

@@ -15,10 +15,11 @@ from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from stepgraph.placement.rules import TABLE, Rules, Strategy, tensor_arguments
+from stepgraph.placement.rules import TABLE, Rules, Strategy
 from stepgraph.placement.views import VIEWS
 from stepgraph.placement.vocabulary import STRATEGIES
 from stepgraph.program.layout import InnerShard
+from stepgraph.program.program import tensor_arguments
 
 aten = torch.ops.aten
 REPLICATE, SUM = Replicate(), Partial("sum")

@@ -17,10 +17,10 @@ from torch import fx
 from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from stepgraph.placement.rules import Strategy, tensor_arguments
+from stepgraph.placement.rules import Strategy
 from stepgraph.placement.walk import REPLICATE, SUM, Walk, redistribution_bytes, size_in_bytes
 from stepgraph.program import roles
-from stepgraph.program.program import OPTIMIZER, Program, tensors_of
+from stepgraph.program.program import OPTIMIZER, Program, tensor_arguments, tensors_of
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph.placement.candidates import Candidates
-from stepgraph.placement.rules import Strategy, tensor_arguments
+from stepgraph.placement.rules import Strategy
 from stepgraph.placement.views import VIEWS
 from stepgraph.program.build import freeze
 from stepgraph.program.layout import InnerShard
-from stepgraph.program.program import OPTIMIZER, Program
+from stepgraph.program.program import OPTIMIZER, Program, tensor_arguments
 
 
 @dataclass(eq=False)
@@ -91,9 +91,8 @@ def find_groups(program: Program, strategies: dict[fx.Node, list[Strategy]]) -> 
     spans = _spans(strategies)
     for node in strategies:
         kernel = node.meta.get("kernel")
-        if (
-            spans.get(kernel, 0) > 2
-        ):  # reading the same mask is no reason to place all layers at once
+        # Reading the same mask is no reason to place all layers at once.
+        if spans.get(kernel, 0) > 2:
             kernel = (kernel, _numbers(node))
         own = Group([])
         group_of[node] = own if kernel is None else kernels.setdefault(kernel, own)

@@ -16,10 +16,10 @@ from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from stepgraph.placement.rules import Rules, results_of, tensor_arguments
+from stepgraph.placement.rules import Rules, results_of
 from stepgraph.planning.decisions import Normalisation
 from stepgraph.program import roles
-from stepgraph.program.program import BACKWARD, FORWARD, Program
+from stepgraph.program.program import BACKWARD, FORWARD, Program, tensor_arguments
 
 aten = torch.ops.aten
 _SCALING = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}

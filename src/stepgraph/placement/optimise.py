@@ -305,9 +305,7 @@ def runners_up(problem: Problem, chosen: Sequence[int]) -> list[tuple[float, int
     touching = _touching(problem)
     found: list[tuple[float, int | None, float]] = []
     for block in problem.blocks:
-        cost = block.cost.astype(float)
-        for link in touching[block]:
-            cost = cost + _around(link, block, option)
+        cost = _of_options(block, touching[block], option)
         own = float(cost[option[block]])
         cost[option[block]] = np.inf
         best = int(np.argmin(cost))
@@ -334,9 +332,7 @@ def _descend(problem: Problem, chosen: list[int]) -> tuple[list[int], float]:
         for block in problem.blocks:
             if len(block.cost) == 1:
                 continue
-            cost = block.cost.astype(float).copy()
-            for link in touching[block]:
-                cost = cost + _around(link, block, option)
+            cost = _of_options(block, touching[block], option)
             best = int(np.argmin(cost))
             if cost[best] < cost[option[block]] - 1e-15 or not np.isfinite(cost[option[block]]):
                 option[block], moved = best, True
@@ -346,6 +342,14 @@ def _descend(problem: Problem, chosen: list[int]) -> tuple[list[int], float]:
     if limit is not None and problem.memory(result) > limit * (1 + 1e-9):
         return result, np.inf
     return result, problem.cost(result)
+
+
+def _of_options(block: Block, links: Sequence[Link], option: dict[Block, int]) -> np.ndarray:
+    """What each option of a block costs with all that touches it, the others as they are."""
+    cost = block.cost.astype(float)
+    for link in links:
+        cost = cost + _around(link, block, option)
+    return cost
 
 
 def _around(link: Link, block: Block, option: dict[Block, int]) -> np.ndarray:

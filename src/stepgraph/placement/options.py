@@ -15,10 +15,10 @@ from stepgraph.cost.work import looks_up, matmul_dtype, node_flops, runs_no_kern
 from stepgraph.placement.dataflow import needed_by_backward, values_that_vary
 from stepgraph.placement.groups import Group
 from stepgraph.placement.redistribution import Coded, Moves
-from stepgraph.placement.rules import Strategy, results_of, tensor_arguments
+from stepgraph.placement.rules import Strategy, results_of
 from stepgraph.placement.vocabulary import LOCAL_FORMS, rows_cut
 from stepgraph.program.layout import TENSOR_PARALLEL
-from stepgraph.program.program import Program, tensors_of
+from stepgraph.program.program import Program, tensor_arguments, tensors_of
 
 REPLICATE = Replicate()
 _SMALL = 32 * 2**20  # bytes

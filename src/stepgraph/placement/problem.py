@@ -24,12 +24,12 @@ from stepgraph.placement.groups import Group, decided_here, find_groups, find_st
 from stepgraph.placement.optimise import BACKWARD, FORWARD, Block, Link, Problem, Reader
 from stepgraph.placement.options import Options
 from stepgraph.placement.redistribution import Moves
-from stepgraph.placement.rules import Strategy, tensor_arguments
+from stepgraph.placement.rules import Strategy
 from stepgraph.placement.storages import Storage, Storages
 from stepgraph.program import roles
 from stepgraph.program.layout import MeshShape, Placements, replicated
 from stepgraph.program.program import BACKWARD as BACKWARD_PHASE
-from stepgraph.program.program import OPTIMIZER, Program
+from stepgraph.program.program import OPTIMIZER, Program, tensor_arguments
 
 REPLICATE = Replicate()
 # Parts of the backward after which one looks at what is still to be reduced, and what is left to hide it.

@@ -9,7 +9,6 @@ from torch import fx
 from torch.distributed.tensor import Shard
 
 from stepgraph.placement.policies import decide, ranks_that_divide
-from stepgraph.placement.rules import tensor_arguments
 from stepgraph.planning.decisions import PlacementDecision
 from stepgraph.program.layout import (
     TENSOR_PARALLEL,
@@ -18,7 +17,7 @@ from stepgraph.program.layout import (
     blocks_of,
     local_shape,
 )
-from stepgraph.program.program import FORWARD, Program
+from stepgraph.program.program import FORWARD, Program, tensor_arguments
 from stepgraph.program.randomness import RANDOM
 
 

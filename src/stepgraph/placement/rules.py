@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from stepgraph import torch_internals
 from stepgraph.program.build import freeze
 from stepgraph.program.layout import InnerShard, blocks_of, from_torch, to_torch
+from stepgraph.program.program import tensor_arguments
 from stepgraph.program.randomness import RANDOM
 
 aten = torch.ops.aten
@@ -33,18 +34,6 @@ class Strategy:
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement | None, ...]
-
-
-def tensor_arguments(node: fx.Node) -> list[fx.Node]:
-    """The nodes an operation reads, in argument order, repeats kept."""
-    found: list[fx.Node] = []
-
-    def visit(argument: Any) -> Any:
-        found.append(argument)
-        return argument
-
-    fx.node.map_arg((node.args, node.kwargs), visit)
-    return found
 
 
 def results_of(node: fx.Node) -> list[object]:

@@ -100,7 +100,7 @@ def decide_automatically(
     decision = PlacementDecision(AUTO, optimality_gap=solution.gap)
     decision.held_bytes = int(model.problem.memory(solution.chosen))
     walks = [
-        Chosen(program, mesh, axis, model, solution, pins, known or {}).decide()
+        Chosen(program, mesh, axis, model, solution, pins).decide()
         for axis in range(len(mesh.dims))
     ]
     record(program, walks, decision)
@@ -150,10 +150,9 @@ class Chosen(DataParallel):
         model: Model,
         solution: Solution,
         pins: Mapping[Any, Placements],
-        known: Mapping[str, Placements],
     ) -> None:
         super().__init__(program, mesh.sizes[axis], mesh.data_size, Stored(True, True, True))
-        self.axis, self.pins, self.known = axis, pins, known
+        self.axis, self.pins = axis, pins
         self.gradient_of = dict(model.gradient_of)
         for node in program.operations():  # what is cast behind its reduction
             if not decided_here(node) and node.all_input_nodes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +15,9 @@ from stepgraph.cost.work import matmul_dtype, node_flops, runs_no_kernel
 from stepgraph.placement.dataflow import is_stored_cast, update_operations
 from stepgraph.placement.groups import folded
 from stepgraph.placement.redistribution import Coded, Moves
-from stepgraph.placement.rules import tensor_arguments
 from stepgraph.program import roles
 from stepgraph.program.layout import Placements, local_shape
-from stepgraph.program.program import Program, Value
+from stepgraph.program.program import Program, Value, tensor_arguments
 
 REPLICATE = Replicate()
 
@@ -97,12 +96,12 @@ class Storages:
             storage = Storage(*map(tuple, zip(*combination, strict=True)))
             if not self._storable(shape, storage):
                 continue
-            own = _size(local_shape(shape, storage.stored, self.mesh)) * itemsize
-            part = _size(local_shape(shape, storage.updated, self.mesh))
+            own = math.prod(local_shape(shape, storage.stored, self.mesh)) * itemsize
+            part = math.prod(local_shape(shape, storage.updated, self.mesh))
             used = own + (part * itemsize if name in self.learned else 0)
             for size, *state in self.states.get(name, ()):
-                used += size * (part if tuple(state) == tuple(shape) else _size(state))
-            seconds = self._update_seconds(name, part / max(1, _size(shape)))
+                used += size * (part if tuple(state) == tuple(shape) else math.prod(state))
+            seconds = self._update_seconds(name, part / max(1, math.prod(shape)))
             seconds += self.moves.seconds(shape, value.dtype, storage.updated, storage.stored)
             for cast in casts:
                 moved = own + own // itemsize * cast.meta["val"].dtype.itemsize
@@ -134,10 +133,3 @@ class Storages:
                 node_flops(node) * part, moved * part, matmul_dtype(node), starts
             )
         return total
-
-
-def _size(shape: Iterable[int]) -> int:
-    total = 1
-    for length in shape:
-        total *= length
-    return total

@@ -23,11 +23,18 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph import torch_internals
-from stepgraph.placement.rules import Strategy, tensor_arguments
+from stepgraph.placement.rules import Strategy
 from stepgraph.placement.vocabulary import STRATEGIES
 from stepgraph.placement.walk import REPLICATE, SUM, Walk, redistribution_bytes, size_in_bytes
 from stepgraph.program import roles
-from stepgraph.program.program import BACKWARD, FORWARD, OPTIMIZER, Program, tensors_of
+from stepgraph.program.program import (
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER,
+    Program,
+    tensor_arguments,
+    tensors_of,
+)
 
 aten = torch.ops.aten
 

@@ -15,11 +15,11 @@ from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from stepgraph.placement.rules import Entry, Strategy, tensor_arguments
+from stepgraph.placement.rules import Entry, Strategy
 from stepgraph.program.build import Builder
 from stepgraph.program.collectives import SHARD_OF
 from stepgraph.program.names import name_operations
-from stepgraph.program.program import Program
+from stepgraph.program.program import Program, tensor_arguments
 
 aten = torch.ops.aten
 

@@ -15,10 +15,10 @@ from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from stepgraph.placement.rules import Rules, Strategy, tensor_arguments
+from stepgraph.placement.rules import Rules, Strategy
 from stepgraph.program import roles
 from stepgraph.program.layout import InnerShard
-from stepgraph.program.program import FORWARD, OPTIMIZER, Program, tensors_of
+from stepgraph.program.program import FORWARD, OPTIMIZER, Program, tensor_arguments, tensors_of
 
 REPLICATE, SUM = Replicate(), Partial("sum")
 

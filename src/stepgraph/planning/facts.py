@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from torch import fx
 
 from stepgraph.cost.collectives import collective_of
-from stepgraph.cost.traffic import tensor_arguments
 from stepgraph.planning.decisions import PlacementDecision
 from stepgraph.planning.fingerprint import type_of
 from stepgraph.program import roles
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.layout import show
-from stepgraph.program.program import Program, tensors_of
+from stepgraph.program.program import Program, tensor_arguments, tensors_of
 
 _READERS_SHOWN = 3
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from torch.distributed.tensor import Shard
 
-from stepgraph.cost.traffic import tensor_arguments
 from stepgraph.planning.decisions import PlacementDecision
 from stepgraph.program import roles
 from stepgraph.program.layout import InnerShard, MeshShape, Placements, show
-from stepgraph.program.program import Program, tensors_of
+from stepgraph.program.program import Program, tensor_arguments, tensors_of
 
 
 def misfit(decision: PlacementDecision, program: Program, mesh: MeshShape) -> str:

@@ -152,6 +152,18 @@ def runnable(target: Any) -> Any:
     return torch.ops.aten.reshape.default if target is torch.ops.aten.view.default else target
 
 
+def tensor_arguments(node: fx.Node) -> list[fx.Node]:
+    """The nodes an operation reads, in argument order, repeats kept."""
+    found: list[fx.Node] = []
+
+    def visit(argument: Any) -> Any:
+        found.append(argument)
+        return argument
+
+    fx.node.map_arg((node.args, node.kwargs), visit)
+    return found
+
+
 def tensors_of(value: object) -> list[torch.Tensor]:
     """The tensors in a node's ``val``."""
     if isinstance(value, torch.Tensor):

@@ -122,7 +122,12 @@ class PlanError(StepgraphError):
 
 
 class BudgetError(PlanError):
-    """No plan fits the memory budget; the message has the smallest peak, and what takes the most."""
+    """No plan fits the memory budget; the message has the smallest peak, and what takes the most.
+
+    ``least``: bytes that what a solver counts takes at least, where it is the solver that says so.
+    """
+
+    least: int | None = None
 
 
 class MemoryPolicyError(UsageError):

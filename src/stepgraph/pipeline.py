@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from stepgraph.capture.counters import SharedCounters
+from stepgraph.capture.masks import recognise_masks
 from stepgraph.capture.micro_batches import (
     accumulate_gradients,
     finish_accumulation,
@@ -32,10 +33,11 @@ from stepgraph.capture.simplify import (
 from stepgraph.capture.update import (
     clip_gradients,
     given_gradients,
+    parameters_without_gradient,
     update_parameters,
 )
 from stepgraph.cost.devices import find_device
-from stepgraph.errors import CaptureError, PlanError, StepgraphError, name_a_few
+from stepgraph.errors import CaptureError, PlanError, StepgraphError
 from stepgraph.memory import policies as memory_policies
 from stepgraph.memory.apply import recompute_in_backward
 from stepgraph.placement import policies as placement_policies
@@ -45,8 +47,9 @@ from stepgraph.placement.norms import spell_out_norms
 from stepgraph.placement.randomness import draw_by_global_row
 from stepgraph.placement.solver import decide_automatically
 from stepgraph.placement.views import copy_views
-from stepgraph.placement.vocabulary import spell_out_log_softmax
+from stepgraph.placement.vocabulary import compare_with_classes, spell_out_log_softmax
 from stepgraph.planning.decisions import Normalisation, PlacementDecision
+from stepgraph.planning.limits import first_limit
 from stepgraph.planning.plan import AUTO, Plan
 from stepgraph.program import roles
 from stepgraph.program.invariants import check_invariants
@@ -159,7 +162,7 @@ def capture_step(request: StepRequest, driver: PassDriver) -> StepPrograms:
     )
     joint = _simplify(joint, driver)
     joint = _mixed(request, joint, driver, request.micro_batches > 1)
-    notes = _parameters_without_gradient(request.model, joint)
+    notes = parameters_without_gradient(request.model, joint)
     optimizer = None
     if request.optimizer is not None:
         optimizer = _functional(request, joint)
@@ -246,7 +249,7 @@ def compile_gradients(
     )
     joint = _simplify(_named(joint, "gradients"), driver)
     joint = _mixed(request, joint, driver, accumulate=False)
-    notes = _parameters_without_gradient(request.model, joint)
+    notes = parameters_without_gradient(request.model, joint)
     if request.precision != AS_IT_IS:
         masters = _master_types(request.model)
         joint = driver.run(reduce_gradients_in, joint, masters, request.precision)
@@ -306,7 +309,7 @@ def apply_placement(
         plan.placements[key] = _decide_placement(program, plan, memory_limit)
     draw_by_global_row(program, plan.placements[key], plan.mesh, micro_batches)
     try:
-        return driver.run(place_values, program, plan.placements[key], plan.mesh), key
+        placed = driver.run(place_values, program, plan.placements[key], plan.mesh)
     except (NotImplementedError, RuntimeError, ValueError, IndexError, AssertionError) as error:
         if not plan.final or isinstance(error, StepgraphError):
             raise
@@ -315,6 +318,7 @@ def apply_placement(
             why=f"{type(error).__name__}: {str(error)[:300]}",
             do="make the plan again; placements that are changed by hand must fit together",
         ) from error
+    return driver.run(compare_with_classes, placed), key
 
 
 def _decide_placement(program: Program, plan: Plan, memory_limit: int | None) -> PlacementDecision:
@@ -323,7 +327,7 @@ def _decide_placement(program: Program, plan: Plan, memory_limit: int | None) ->
     assert plan.settings is not None, "a plan that is to be found says for which device"
     device = find_device(plan.settings.device)
     if memory_limit is None:
-        memory_limit = plan.settings.memory_budget or device.capacity
+        memory_limit = first_limit(plan.settings.memory_budget or device.capacity)
     recomputed = memory_policies.decide(program, plan.memory).recompute
     constraints = plan.settings.constraints
     return decide_automatically(
@@ -361,23 +365,15 @@ def _named(program: Program, name: str) -> Program:
 
 
 def _simplify(program: Program, driver: PassDriver) -> Program:
-    passes = (key_random_operations, drop_identities, drop_empty_cat_operands, index_rows_in_place)
-    for rewrite in passes:
+    for rewrite in (
+        key_random_operations,
+        drop_identities,
+        drop_empty_cat_operands,
+        index_rows_in_place,
+        recognise_masks,
+    ):
         program = driver.run(rewrite, program)
     return program
-
-
-def _parameters_without_gradient(model: nn.Module, joint: Program) -> list[str]:
-    with_gradient = {role.name for role in joint.outputs if isinstance(role, roles.Grad)}
-    missing = [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and name not in with_gradient
-    ]
-    if not missing:
-        return []
-    shown = name_a_few(missing)
-    return [f"parameters that get no gradient are neither updated nor decayed: {shown}"]
 
 
 def _functional(request: StepRequest, joint: Program) -> FunctionalOptimizer:

@@ -73,6 +73,8 @@ def test_a_transformer_with_ignored_labels_and_a_padding_mask_passes():
         "key_random_operations",
         "drop_identities",
         "drop_empty_cat_operands",
+        "recognise_masks",
+        "compare_with_classes",
         "index_rows_in_place",
         "accumulate_gradients",
         "finish_accumulation",

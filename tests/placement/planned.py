@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 
 from stepgraph.capture.module import default_loss
 from stepgraph.cost.collectives import collective_of, collective_seconds, links
 from stepgraph.cost.devices import DEVICES, Device, Link
 from stepgraph.cost.work import operation_seconds
-from stepgraph.memory import policies
 from stepgraph.pipeline import (
     PassDriver,
     StepRequest,
@@ -25,13 +24,12 @@ from stepgraph.pipeline import (
     spell_out,
 )
 from stepgraph.placement import solver
-from stepgraph.placement.optimise import Solution
+from stepgraph.placement.choices import Solution
 from stepgraph.placement.problem import Model
-from stepgraph.planning.decisions import MemoryDecision
 from stepgraph.planning.plan import Plan
 from stepgraph.planning.settings import Settings
-from stepgraph.program.collectives import KINDS, is_collective
-from stepgraph.program.program import FORWARD, OPTIMIZER, Program
+from stepgraph.program.collectives import is_collective
+from stepgraph.program.program import OPTIMIZER, Program
 from stepgraph.runtime.ranks import parse_mesh
 from tests.support import spec_of
 
@@ -109,11 +107,7 @@ def place(
     memory_limit: int | None = None,
     chosen: list[int] | None = None,
 ) -> Planned:
-    """Places a global step; ``chosen``: so, and not as the solver would have it.
-
-    Every gather is done again for the backward, as the objective has it: by itself a step keeps activations
-    that it gathered over ranks of data parallelism.
-    """
+    """Places a global step; ``chosen``: so, and not as the solver would have it."""
     plan = Plan(
         "auto", parse_mesh(mesh), settings=Settings(device.name, constraints=constraints or {})
     )
@@ -133,7 +127,6 @@ def place(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(DEVICES, device.name, device)
-        patch.setattr(policies, "_regather", gather_again)
         patch.setattr(solver, "Model", model_of)
         patch.setattr(solver, "solve", solve)
         placed, key = apply_placement(program, plan, PassDriver(), 1, memory_limit)
@@ -142,24 +135,6 @@ def place(
 
 
 SOLVE = solver.solve
-
-
-def gather_again(program: Program, decision: MemoryDecision, parameters_too: bool) -> None:
-    """Nothing is kept for the backward that a forward gathered, and nothing else is done again."""
-    if program.mesh is None:
-        return
-    root: dict[fx.Node, fx.Node] = {}
-    kinds: dict[fx.Node, set[str | None]] = {}
-    for node in program.operations(FORWARD):
-        if "traffic" not in node.meta and node.all_input_nodes:  # placement has put it in
-            first = root[node] = root.get(node.all_input_nodes[0], node)
-            kinds.setdefault(first, set()).add(KINDS.get(node.target))
-    for node, first in root.items():
-        if kinds[first] & set(KINDS.values()) and not kinds[first] & {
-            "all_reduce",
-            "reduce_scatter",
-        }:
-            decision.recompute.setdefault(node.meta["name"], -1)
 
 
 def recounted(planned: Planned, update: bool = False) -> Counter[str]:

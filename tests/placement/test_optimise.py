@@ -11,19 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.placement.optimise import (
+from stepgraph.placement.choices import (
     BACKWARD,
     FORWARD,
     Block,
-    InfeasibleError,
     Link,
     Problem,
     Reader,
     runners_up,
-    solve,
 )
+from stepgraph.placement.optimise import InfeasibleError, solve
 
 PLACEMENTS = 3
+PHASES = ((FORWARD,), (BACKWARD,), (FORWARD, BACKWARD))
 
 
 def every_choice(problem: Problem):
@@ -50,7 +50,9 @@ def drawn(seed: int, limited: bool = False) -> Problem:
         cost = numbers(count, 9)
         memory = numbers(count, 9) if chance.random() < 0.7 else None
         later = np.array(sorted((1.0, chance.random()), reverse=True))
-        blocks.append(Block(f"b{i}", cost, memory, later if chance.random() < 0.5 else None))
+        temporary = numbers(count, 9) if chance.random() < 0.3 else None
+        later = later if chance.random() < 0.5 else None
+        blocks.append(Block(f"b{i}", cost, memory, later, temporary))
 
     def placements(block: Block) -> np.ndarray:
         return np.array([chance.randrange(PLACEMENTS) for _ in block.cost])
@@ -59,7 +61,7 @@ def drawn(seed: int, limited: bool = False) -> Problem:
     for i in range(chance.randint(1, 6)):
         producer = chance.choice(blocks)
         readers = [
-            Reader(block, placements(block), chance.choice((FORWARD, BACKWARD)))
+            Reader(block, placements(block), chance.choice(PHASES))
             for block in (chance.choice(blocks) for _ in range(chance.randint(1, 3)))
         ]
         once, again = np.zeros((2, PLACEMENTS, PLACEMENTS))
@@ -67,15 +69,19 @@ def drawn(seed: int, limited: bool = False) -> Problem:
             kind, cost = chance.random(), float(chance.randint(0, 9))
             if kind < 0.1:
                 once[p, q] = np.inf
-            elif kind < 0.5:  # a change is paid once, or in each phase
+            if 0.1 < kind < 0.6:  # a change is paid once, or in each phase, or in parts
                 once[p, q] = cost
-            else:
-                again[p, q] = cost
+            if kind > 0.5:
+                again[p, q] = float(chance.randint(0, 9))
         beside = np.array(sorted((1.0, chance.random()), reverse=True))
         later = beside if chance.random() < 0.3 else None
-        kept = numbers(PLACEMENTS, 5) if chance.random() < 0.4 else None
+        sizes = numbers(PLACEMENTS**2, 5).reshape(PLACEMENTS, -1)
+        kept = np.where((once > 0) & np.isfinite(once), sizes, 0) if chance.random() < 0.4 else None
         made = placements(producer)
-        links.append(Link(f"l{i}", producer, made, readers, once, again, later, kept))
+        temporary = (
+            numbers(PLACEMENTS**2, 9).reshape(PLACEMENTS, -1) if chance.random() < 0.3 else None
+        )
+        links.append(Link(f"l{i}", producer, made, readers, once, again, later, kept, temporary))
     problem = Problem(blocks, links)
     if limited:
         sizes = sorted(problem.memory(chosen) for chosen in every_choice(problem))
@@ -140,7 +146,7 @@ def test_a_change_is_paid_once_however_many_want_it():
     """Three readers in each phase; one price is paid once, the other once in each phase."""
     producer = Block("producer", np.zeros(1))
     readers = [Block(f"r{i}", np.zeros(1)) for i in range(6)]
-    wants = [Reader(b, np.array([1]), i % 2) for i, b in enumerate(readers)]
+    wants = [Reader(b, np.array([1]), (i % 2,)) for i, b in enumerate(readers)]
     price, free = np.array([[0.0, 5.0], [0.0, 0.0]]), np.zeros((2, 2))
 
     def cost(once, again):
@@ -149,6 +155,7 @@ def test_a_change_is_paid_once_however_many_want_it():
 
     assert cost(price, free) == pytest.approx(5)
     assert cost(free, price) == pytest.approx(10)
+    assert cost(price, price) == pytest.approx(15)
 
 
 def test_reductions_hide_behind_work():
@@ -157,7 +164,7 @@ def test_reductions_hide_behind_work():
     stored = Block("stored", np.zeros(1))
     once = np.array([[0.0, 4.0], [0.0, 0.0]])
     link = Link(
-        "gradient", work, np.array([0]), [Reader(stored, np.array([1]), BACKWARD)], once,
+        "gradient", work, np.array([0]), [Reader(stored, np.array([1]), (BACKWARD,))], once,
         np.zeros((2, 2)), later=np.array([1.0, 0.0]),
     )  # fmt: skip
     assert solve(Problem([work, stored], [link])).cost == pytest.approx(3 + 1)
@@ -170,7 +177,7 @@ def test_reductions_hide_behind_work():
 def test_the_scale_of_costs_does_not_matter():
     """Microseconds, or weeks: an answer is as exact."""
     for factor in (1e-9, 1e6):
-        problem = drawn(3)
+        problem = drawn(6)
         best = cheapest(problem)
         assert math.isfinite(best)
         for block in problem.blocks:

@@ -124,9 +124,7 @@ def test_the_objective_is_what_the_placed_step_costs(mesh, device):
 
 
 @pytest.mark.parametrize("layers", [2, pytest.param(5, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "make", [llama, pytest.param(gpt2, marks=pytest.mark.slow)], ids=["llama", "gpt2"]
-)
+@pytest.mark.parametrize("make", [llama, gpt2], ids=["llama", "gpt2"])
 def test_layers_that_share_a_choice_are_all_counted(make, layers):
     for device in ("slow math", "slow links"):
         assert_counted_right(*make(layers), "dp=2,tp=2", device)

@@ -42,13 +42,14 @@ def cast_parameters(
         precision: of the step.
         accumulate: over micro-batches, in the type of the stored parameter.
 
-    reads: ``Param`` inputs, ``Grad`` outputs. writes: a cast behind each parameter of another type, in
-    front of any gather, so that the smaller type travels. preserves: every result, bitwise.
+    reads: ``Param`` inputs, ``Grad`` outputs. writes: a cast of each parameter of another type, where it is
+    first read (so it belongs to what a memory policy recomputes) and in front of any gather, so that the
+    smaller type travels. preserves: every result, bitwise.
     """
     runner = ShapeRunner(program.graph)
     rows = list(zip(program.placeholders, program.inputs, strict=True))
-    after_inputs = next(n for n in program.graph.nodes if n.op != "placeholder")
-    emit = Builder(program, FORWARD, after_inputs)
+    position = {node: i for i, node in enumerate(program.graph.nodes)}
+    emit = Builder(program, FORWARD)
     for index, (node, role) in enumerate(rows):
         if not isinstance(role, roles.Param):
             continue
@@ -59,7 +60,9 @@ def cast_parameters(
             node.meta["val"] = torch.empty_like(value, dtype=master)
         program.input_values[index] = Value(tuple(value.shape), master)
         emit.module = role.name.rpartition(".")[0]
-        readers = list(node.users)
+        readers = sorted(node.users, key=position.__getitem__)
+        emit.point = readers[0] if readers else program.graph.output_node()
+        emit.phase = emit.point.meta.get("phase", FORWARD)
         cast = emit(aten._to_copy.default, node, dtype=value.dtype)
         cast.meta["casts_parameter"] = True
         for reader in readers:

@@ -15,7 +15,7 @@ from torch import fx, nn
 from stepgraph import torch_internals
 from stepgraph.capture.counters import SharedCounters
 from stepgraph.capture.optimizer import FunctionalOptimizer, UpdateRule
-from stepgraph.errors import OptimizerError
+from stepgraph.errors import OptimizerError, name_a_few
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
 from stepgraph.program.names import name_operations
@@ -242,3 +242,17 @@ def clip_gradients(program: Program) -> Program:
     program.graph.output_node().args = (tuple(results),)
     name_operations(program.graph)
     return program.finish()
+
+
+def parameters_without_gradient(model: nn.Module, joint: Program) -> list[str]:
+    """A note that names them, if there are any."""
+    with_gradient = {role.name for role in joint.outputs if isinstance(role, roles.Grad)}
+    missing = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and name not in with_gradient
+    ]
+    if not missing:
+        return []
+    shown = name_a_few(missing)
+    return [f"parameters that get no gradient are neither updated nor decayed: {shown}"]

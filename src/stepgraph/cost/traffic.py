@@ -36,6 +36,7 @@ _LOOPS = {
     aten.cat.default, aten.stack.default, aten.constant_pad_nd.default, aten.slice_backward.default,
     aten.select_backward.default, aten.slice_scatter.default, aten.select_scatter.default, RANDOM,
     SHARD_OF, ON_FIRST, torch_internals.mutable_copy,
+    aten.scatter.value,  # one number a row is a comparison, once it is placed
 }  # fmt: skip
 
 # Reductions over the innermost dimension and what follows them over the same rows: one kernel.

@@ -42,6 +42,7 @@ _OTHER_BITS = {"key_random_operations", "finish_accumulation"}
 _SUMMATION_ORDER = {
     "capture", "accumulate_gradients", "finish_accumulation", "clip_gradients", "update_parameters",
     "spell_out_log_softmax", "spell_out_norms", "place_values", "reduce_gradients_in",
+    "recognise_masks",
 }  # fmt: skip
 
 

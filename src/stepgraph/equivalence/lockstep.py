@@ -137,6 +137,9 @@ def _collective(nodes: list[fx.Node], values: list[torch.Tensor], mesh: MeshShap
         elif kind == "reduce_scatter":
             reduced = REDUCTIONS[str(node.args[1])](torch.stack(members))
             answers = list(reduced.chunk(len(group), 0))
+        elif kind == "all_to_all":
+            sent = [member.chunk(len(group), 0) for member in members]
+            answers = [torch.cat(parts, 0) for parts in zip(*sent, strict=True)]
         else:
             raise NotImplementedError(f"lockstep execution of {node.target}")
         for rank, answer in zip(group, answers, strict=True):

@@ -32,6 +32,7 @@ from stepgraph.pipeline import (
 from stepgraph.placement.policies import check_preset
 from stepgraph.planning.facts import gather_facts
 from stepgraph.planning.fingerprint import fingerprint_of, type_of
+from stepgraph.planning.limits import Limits
 from stepgraph.planning.plan import AUTO, Plan
 from stepgraph.planning.settings import Settings
 from stepgraph.program.layout import MeshShape
@@ -271,9 +272,8 @@ class Planner:
             placed: programs as they were placed for another policy, which a preset does not change.
             only: the placed programs are not needed again.
         """
-        limit: int | None = None
-        attempt: Attempt | None = None
-        done: dict[str, Program] = {}
+        limits, limit = Limits(budget), None
+        best: tuple[Attempt, dict[str, Program]] | None = None
         for _ in range(MOST_SOLUTIONS):
             if not placed or plan.placement == AUTO:
                 plan = replace(plan, placements={}, recomputation={})
@@ -283,21 +283,26 @@ class Planner:
                         name: apply_placement(program, plan, self.driver, self.micro_batches, limit)
                         for name, program in in_order(programs)
                     }
-                except BudgetError:
-                    if attempt is None:
+                except BudgetError as error:
+                    limit = limits.raised_to(error.least or 0)
+                    if limit is not None:
+                        continue
+                    if best is None:
                         raise
-                    break  # the last one is the smallest that there is
+                    break
             done = {
                 name: apply_memory(program if only else program.copy(), plan, key, self.driver)
                 for name, (program, key) in placed.items()
             }
             attempt = _attempt(plan, done, budget)
+            if best is None or attempt.fits or not best[0].fits:
+                best = attempt, done
             held = max(decision.held_bytes for decision in plan.placements.values())
-            if plan.placement != AUTO or attempt.fits or held <= attempt.peak - budget:
+            limit = limits.after(held, attempt.peak) if plan.placement == AUTO else None
+            if limit is None:
                 break
-            limit = int(held - 1.02 * (attempt.peak - budget))
-        assert attempt is not None
-        return attempt, done
+        assert best is not None
+        return best
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ Every policy answers one question for every forward value: is it kept for the ba
 there in which block? Values that cross from one block to another are always kept. Whatever the
 policy, regions under ``torch.utils.checkpoint`` are recomputed, and parameters that were gathered for
 the forward (zero3) are gathered again for the backward instead of being kept; so are activations that
-ranks of tensor parallelism hold in parts (sequence-parallel norms).
+ranks hold in parts (sequence-parallel norms). What ranks added up or exchanged is kept.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ import torch
 from torch import fx
 
 from stepgraph import torch_internals
+from stepgraph.cost.traffic import is_view
 from stepgraph.errors import MemoryPolicyError, UsageError, near_misses
 from stepgraph.memory.blocks import Block, find_blocks
 from stepgraph.planning.decisions import MemoryDecision
 from stepgraph.program import roles
-from stepgraph.program.collectives import is_collective, mesh_dim_of
-from stepgraph.program.layout import TENSOR_PARALLEL
+from stepgraph.program.collectives import is_collective
 from stepgraph.program.program import FORWARD, Program
+
+aten = torch.ops.aten
 
 POLICIES = ("none", "full", "layers:N")
 
@@ -104,36 +106,43 @@ def _not_crossing(region: list[fx.Node], program: Program) -> list[fx.Node]:
             and node not in results
             and not is_collective(node)
             and node.target is not torch_internals.WAIT
-            and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
+            and not _draws(node)
             and all(user in inside or user.meta.get("phase") != FORWARD for user in node.users)
         ):
             dropped[node] = None
     return list(dropped)
 
 
+def _draws(node: fx.Node) -> bool:
+    """Whether a generator decides the result; attention has the tag for a dropout that is not asked for."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    asked = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return "dropout_p" not in names or asked.get("dropout_p", 0.0) != 0.0
+
+
 def _regather(program: Program, decision: MemoryDecision, parameters_too: bool) -> None:
-    """What was gathered, and what is only a view or cast of it, is not kept."""
-    parameters = {
-        node
-        for node, role in zip(program.placeholders, program.inputs, strict=True)
-        if isinstance(role, roles.Param) and parameters_too
-    }
+    """What was gathered, and what is only a view, copy or cast of it, is not kept: ranks have parts."""
+    rows = zip(program.placeholders, program.inputs, strict=True)
+    parameters = {node for node, role in rows if isinstance(role, roles.Param)}
     chain: set[fx.Node] = set()
     for node in program.operations(FORWARD):
-        sources = node.all_input_nodes
-        gathers = is_collective(node) and (
-            _comes_from(node.args[0], parameters) or _joins_sequence(node)
-        )
-        follows = len(sources) == 1 and sources[0] in chain
-        if gathers or follows:
+        if is_collective(node) and _comes_from(node.args[0], parameters):
+            again = parameters_too
+        else:
+            again = node.target is torch_internals.ALL_GATHER
+            again |= _renames(node) and node.all_input_nodes[0] in chain
+        if again:
             chain.add(node)
             decision.recompute.setdefault(node.meta["name"], -1)
 
 
-def _joins_sequence(node: fx.Node) -> bool:
-    """Whether an activation is gathered over the ranks of tensor parallelism: each keeps its part."""
-    gathers = node.target is torch_internals.ALL_GATHER
-    return gathers and mesh_dim_of(node) == TENSOR_PARALLEL
+def _renames(node: fx.Node) -> bool:
+    return len(node.all_input_nodes) == 1 and (is_view(node) or node.target in _COPIES)
+
+
+_COPIES = {aten.clone.default, aten._to_copy.default}
 
 
 def _comes_from(node: object, parameters: set[fx.Node]) -> bool:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Partial, Shard
 from stepgraph import torch_internals
 from stepgraph.placement.randomness import local_part_of
 from stepgraph.placement.redistribution import redistribute_over
-from stepgraph.placement.vocabulary import LOCAL_FORMS, Rows, rows_cut
+from stepgraph.placement.vocabulary import LOCAL_FORMS, Rows, rows_cut, share_traffic
 from stepgraph.planning.decisions import PlacementDecision
 from stepgraph.program import roles
 from stepgraph.program.build import ShapeRunner
@@ -158,15 +158,18 @@ class _Placer:
 
     def _on_own_rows(self, node: fx.Node, args: tuple, axis: int, size: int) -> fx.Node:
         """What a rank does alone where the rows of a table are cut."""
+        made: list[fx.Node] = []
 
         def emit(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
             new = self._emit(target, args, kwargs, {"placements": (), **node.meta})
             del new.meta["name"]
+            made.append(new)
             return new
 
         name, ranks = self.mesh.dims[axis]
         rows = Rows(emit, size, name, ranks, tensors_of(node.meta["val"])[0].device)
         new = LOCAL_FORMS[node.target](rows, node, args)
+        share_traffic(node, made, args[2] if node.target is aten.scatter.value else args[1])
         new.meta["name"] = node.meta["name"]
         return new
 

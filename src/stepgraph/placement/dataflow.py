@@ -80,7 +80,7 @@ def values_that_vary(program: Program) -> set[fx.Node]:
 
 
 def needed_by_backward(program: Program, recomputed: Collection[str]) -> set[fx.Node]:
-    """Forward values that the backward reads, or what it recomputes from; a view stands for its source."""
+    """Forward values that the backward reads, or what it recomputes from; with a view, what it shows."""
     needed: set[fx.Node] = set()
     dropped = frozenset(recomputed)
     stack = [
@@ -91,13 +91,11 @@ def needed_by_backward(program: Program, recomputed: Collection[str]) -> set[fx.
     ]
     while stack:
         node = stack.pop()
-        viewed_node = viewed(node)
-        if viewed_node is not None:
-            stack += [viewed_node] if viewed_node.op == "call_function" else []
-        elif node not in needed and isinstance(node.meta["val"], torch.Tensor):
-            needed.add(node)
-            if node.meta["name"] in dropped:
-                stack += [n for n in node.all_input_nodes if n.op == "call_function"]
+        if node in needed:
+            continue
+        needed.add(node)
+        if node.meta["name"] in dropped or viewed(node) is not None:
+            stack += [n for n in node.all_input_nodes if n.op == "call_function"]
     return needed
 
 

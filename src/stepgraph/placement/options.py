@@ -11,6 +11,7 @@ from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from stepgraph.cost.memory import viewed
 from stepgraph.cost.work import looks_up, matmul_dtype, node_flops, runs_no_kernel
 from stepgraph.placement.dataflow import needed_by_backward, values_that_vary
 from stepgraph.placement.groups import Group
@@ -62,14 +63,20 @@ class Options:
             options = whole or options
         return options
 
-    def seconds(self, group: Group, options: Sequence[tuple[int, ...]]) -> np.ndarray:
-        """Time of a group on one rank under each option, with what is added up over ranks inside it."""
+    def seconds(self, groups: Sequence[Group], options: Sequence[tuple[int, ...]]) -> np.ndarray:
+        """Time of a class of groups on one rank under each option, with what ranks add up inside them."""
         if not options:
             return np.zeros(0)
-        total = self._inside(group, options)
-        for node in group.nodes:
-            total = total + self._node_seconds(node, group, options)
+        first = groups[0]
+        total = len(groups) * self._inside(first, options)
+        for i, node in enumerate(first.nodes):
+            runs = sum(1 + self.runs_again(group.nodes[i]) for group in groups)
+            total = total + runs * self._node_seconds(node, first, options)
         return total
+
+    def runs_again(self, node: fx.Node) -> bool:
+        """Whether an operation is recomputed in the backward."""
+        return node.meta["name"] in self._recomputed and node in self.needed
 
     def _is_whole(self, group: Group, option: tuple[int, ...]) -> bool:
         ways = [group.options[o] for o in option]
@@ -125,6 +132,36 @@ class Options:
         starts = node.meta.get("starts", True)
         return self.device.seconds(work, moved, matmul_dtype(node), starts)
 
+    def _is_kept(self, node: fx.Node) -> bool:
+        stays = node in self.needed and node.meta["name"] not in self._recomputed
+        return stays and viewed(node) is None
+
+    def temporary_bytes(self, group: Group, options: Sequence[tuple[int, ...]]) -> np.ndarray:
+        """What the largest operation of a group reads and writes that is not kept anyway, on one rank."""
+        most = np.zeros(len(options))
+        picked = np.array(options).reshape(len(options), -1)
+        for node in group.nodes:
+            if viewed(node) is not None:
+                continue
+            ways = [option[node] for option in group.options]
+            values = [
+                (value, [w.outputs[i] for w in ways])
+                for i, value in enumerate(results_of(node))
+                if not self._is_kept(node)
+            ]
+            values += [
+                (argument.meta["val"], [w.inputs[i] for w in ways])
+                for i, argument in enumerate(tensor_arguments(node))
+                if argument.op == "call_function" and not self._is_kept(argument)
+            ]
+            sizes = [
+                self._bytes(value, column, picked)
+                for value, column in values
+                if isinstance(value, torch.Tensor)
+            ]
+            most = np.maximum(most, sum(sizes, start=np.zeros(len(options))))
+        return most
+
     def kept_bytes(
         self, groups: Sequence[Group], options: Sequence[tuple[int, ...]]
     ) -> np.ndarray | None:
@@ -135,12 +172,15 @@ class Options:
         picked = np.array(options).reshape(len(options), -1)
         for group in groups:
             for node in group.nodes:
-                if node not in self.needed or node.meta["name"] in self._recomputed:
+                if not self._is_kept(node):
                     continue
-                column = [option[node].outputs[0] for option in group.options]
-                pending = np.array([isinstance(p, Partial) for p in column])[picked].any(axis=1)
-                size = self._bytes(node.meta["val"], column, picked)
-                total += np.where(pending, 0.0, size)
+                for i, value in enumerate(results_of(node)):
+                    if not isinstance(value, torch.Tensor):
+                        continue
+                    column = [option[node].outputs[i] for option in group.options]
+                    pending = np.array([isinstance(p, Partial) for p in column])[picked]
+                    size = self._bytes(value, column, picked)
+                    total += np.where(pending.any(axis=1), 0.0, size)
         return total if total.any() else None
 
     def _inside(self, group: Group, options: Sequence[tuple[int, ...]]) -> np.ndarray:
@@ -163,7 +203,9 @@ class Options:
                     changes.add((argument, made, wanted))
             for argument, made, wanted in changes:
                 value = argument.meta["val"]
-                seconds[number] += self.moves.seconds(tuple(value.shape), value.dtype, made, wanted)
+                seconds[number] += self.moves.cost(
+                    tuple(value.shape), value.dtype, made, wanted, value.stride()
+                ).seconds
         return seconds
 
     def _bytes(self, value: torch.Tensor, column: list, options: np.ndarray) -> np.ndarray:

@@ -8,7 +8,6 @@ collectives.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Replicate
 
 from stepgraph.cost.devices import Device
+from stepgraph.placement.choices import BACKWARD, FORWARD, Block, Link, Phases, Problem, Reader
 from stepgraph.placement.dataflow import find_gradients, is_stored_cast
 from stepgraph.placement.groups import Group, decided_here, find_groups, find_strategies, share
-from stepgraph.placement.optimise import BACKWARD, FORWARD, Block, Link, Problem, Reader
 from stepgraph.placement.options import Options
 from stepgraph.placement.redistribution import Moves
 from stepgraph.placement.rules import Strategy
@@ -109,12 +108,13 @@ class Model:
             options = self.ways.of(first)
             if self.option_allowed is not None:
                 options = [o for o in options if all(self._is_allowed(g, o) for g in groups)]
-            cost = self.ways.seconds(first, options) * len(groups)
+            cost = self.ways.seconds(groups, options)
             memory = self.ways.kept_bytes(groups, options)
             last = [group.nodes[-1] for group in groups]
             backward = last[0].meta["phase"] == BACKWARD_PHASE
             later = self._after_moments(last) if backward else None
-            block = Block(last[0].meta["name"], cost, memory, later)
+            temporary = self.ways.temporary_bytes(first, options)
+            block = Block(last[0].meta["name"], cost, memory, later, temporary)
             choice = Choice(block, groups, options)
             self.choices.append(choice)
             for group in groups:
@@ -190,12 +190,12 @@ class Model:
         group = self._group_of.get(node)
         return group.nodes.index(node) if group is not None else -1
 
-    def _readers(self, node: fx.Node) -> list[tuple[Choice, Any, int, Any]]:
-        """(choice, port, phase, placement of its option number) of each reader outside the own group."""
-        found: dict[Any, tuple[Choice, Any, int, Any]] = {}
+    def _readers(self, node: fx.Node) -> list[tuple[Choice, Any, Phases, Any]]:
+        """(choice, port, phases, placement of its option number) of each reader outside the own group."""
+        found: dict[Any, tuple[Choice, Any, Phases, Any]] = {}
 
-        def add(choice: Choice, place: Any, phase: int, wants: Any) -> None:
-            found.setdefault((id(choice), place, phase), (choice, place, phase, wants))
+        def add(choice: Choice, place: Any, phases: Phases, wants: Any) -> None:
+            found.setdefault((id(choice), place, phases), (choice, place, phases, wants))
 
         own = self._group_of.get(node)
         for user in node.users:
@@ -208,29 +208,32 @@ class Model:
                 if group is own:
                     continue
                 choice, index = self.choice_of[user], group.nodes.index(user)
-                phase = BACKWARD if user.meta["phase"] == BACKWARD_PHASE else FORWARD
                 for i, argument in enumerate(tensor_arguments(user)):
                     if argument is node:
-                        add(choice, (index, i), phase, (user, i))
+                        add(choice, (index, i), self._phases(user), (user, i))
             elif node in self.gradient_of:
-                add(self._storage_of(self.gradient_of[node]), "gradient", BACKWARD, "gradient")
+                add(self._storage_of(self.gradient_of[node]), "gradient", (BACKWARD,), "gradient")
             elif (
                 user.meta["phase"] == OPTIMIZER
                 and node.op == "call_function"
                 and not is_stored_cast(node)
             ):
-                add(self._pinned(replicated(self.mesh)), "update", BACKWARD, None)
+                add(self._pinned(replicated(self.mesh)), "update", (BACKWARD,), None)
         return list(found.values())
 
     def _add_result(self, add: Callable, node: fx.Node, role: roles.Output) -> None:
         if isinstance(role, roles.Grad) and node in self.gradient_of:
-            add(self._storage_of(role.name), "gradient", BACKWARD, "gradient")
+            add(self._storage_of(role.name), "gradient", (BACKWARD,), "gradient")
         elif isinstance(role, roles.NewAccumulator):
             pass  # what is added up stays as it is made
         elif not isinstance(role, (roles.NewParam, roles.NewOptimizerState)):
-            phase = BACKWARD if node.meta.get("phase") == BACKWARD_PHASE else FORWARD
             placements = self.pins.get(role, replicated(self.mesh))
-            add(self._pinned(placements), ("result", placements), phase, None)
+            add(self._pinned(placements), ("result", placements), self._phases(node), None)
+
+    def _phases(self, node: fx.Node) -> Phases:
+        if node.meta.get("phase") == BACKWARD_PHASE:
+            return (BACKWARD,)
+        return (FORWARD, BACKWARD) if self.ways.runs_again(node) else (FORWARD,)
 
     def _storage_of(self, name: str) -> Choice:
         return next(c for c in self.choices if name in c.parameters)
@@ -258,17 +261,17 @@ class Model:
             index.setdefault(placements, len(index))
         every = list(index)
         once = np.full((len(every), len(every)), np.inf)
-        again = np.zeros_like(once)
+        again, kept, temporary = (np.zeros_like(once) for _ in range(3))
+        stays = node in self.ways.needed
         rows = sorted({index[p] for p in made})
-        seconds = self.moves.table(tuple(value.shape), value.dtype, [every[p] for p in rows], every)
-        for row, p in enumerate(rows):
-            reduces = [_reduces(every[p], q) for q in every]
-            once[p] = np.where(reduces | np.isinf(seconds[row]), seconds[row], 0.0) * count
-            again[p] = np.where(np.isinf(once[p]) | reduces, 0.0, seconds[row]) * count
-        kept = None
-        if node in self.ways.needed:
-            parts = [_parts(placements, self.mesh) for placements in every]
-            kept = np.array([count * value.nbytes / part for part in parts])
+        for p in rows:
+            for q, wanted_so in enumerate(every):
+                cost = self.moves.cost(
+                    tuple(value.shape), value.dtype, every[p], wanted_so, value.stride()
+                )
+                once[p, q], again[p, q] = count * cost.once, count * cost.again
+                temporary[p, q] = cost.temporary
+                kept[p, q] = count * cost.kept if stays else 0
         beside = self.device.overlaps and any(w == "gradient" for *_, w in readers)
         beside = beside and node in self._place
         return Link(
@@ -280,6 +283,7 @@ class Model:
             again,
             later=self._after_moments(nodes) if beside else None,
             kept=kept,
+            temporary=temporary,
         )
 
     def _made(self, node: fx.Node, choice: Choice) -> list[Placements]:
@@ -292,13 +296,3 @@ class Model:
             tuple(group.options[o][node].outputs[0] for o in option)  # type: ignore[misc]
             for option in choice.options
         ]
-
-
-def _parts(placements: Placements, mesh: MeshShape) -> int:
-    cuts = zip(placements, mesh.sizes, strict=True)
-    return math.prod(ranks for placement, ranks in cuts if isinstance(placement, Shard))
-
-
-def _reduces(have: Placements, want: Placements) -> bool:
-    """Whether a change adds up a pending sum; what only gathers is gathered again for the backward."""
-    return any(isinstance(p, Partial) and p != q for p, q in zip(have, want, strict=True))

@@ -68,28 +68,45 @@ def redistribute_over(
 def steps(have: Placements, want: Placements) -> list[tuple[int, Placement]]:
     """One change of placement per mesh dimension: communication inside out, then cuts outside in.
 
-    Where several mesh dimensions cut one dimension of the value, the outer one cuts first; so before an
-    outer cut changes, the inner ones are undone.
+    Where several mesh dimensions cut one dimension of the value, the outer one cuts first. So before an
+    outer cut changes, the inner ones are undone; and a new cut waits for those outside it.
     """
     changed = {axis for axis in range(len(have)) if have[axis] != want[axis]}
     undone: set[int] = set()
+    waiting: set[int] = set()
     cuts = [
         {(p.dim, blocks_of(p)) for p in pair if isinstance(p, Shard)}
         for pair in zip(have, want, strict=True)
     ]
     for part in set().union(*cuts):
-        sharing = {axis for axis, parts in enumerate(cuts) if part in parts}
-        if len(sharing) > 1 and sharing & changed:
-            undone |= sharing
+        sharing = sorted(axis for axis, parts in enumerate(cuts) if part in parts)
+        if len(sharing) == 1 or not changed.intersection(sharing):
+            continue
+        first = min(changed.intersection(sharing))
+        for axis in sharing:
+            if axis > first and _cuts(have[axis], part):
+                undone.add(axis)
+            elif axis in changed and _cuts(want[axis], part):
+                (undone if _cuts(have[axis]) else waiting).add(axis)
     steps: list[tuple[int, Placement]] = []
     for axis in reversed(range(len(have))):
-        if axis in changed | undone and not isinstance(have[axis], Replicate):
-            steps.append((axis, Replicate() if axis in undone else want[axis]))
+        if axis in undone:
+            steps.append((axis, Replicate()))
+        elif axis in changed - waiting and not isinstance(have[axis], Replicate):
+            steps.append((axis, want[axis]))
     for axis in range(len(have)):
-        cut = isinstance(have[axis], Replicate) or axis in undone
-        if axis in changed | undone and cut and not isinstance(want[axis], Replicate):
+        begins = axis in changed and isinstance(have[axis], Replicate)
+        ends_whole = axis in undone and isinstance(want[axis], Replicate)
+        if (begins or axis in undone | waiting) and not ends_whole:
             steps.append((axis, want[axis]))
     return steps
+
+
+def _cuts(placement: Placement, part: tuple[int, int] | None = None) -> bool:
+    """Whether it cuts a dimension: this one, of so many blocks."""
+    if not isinstance(placement, Shard):
+        return False
+    return part is None or (placement.dim, blocks_of(placement)) == part
 
 
 def can_become(have: Placement, want: Placement) -> bool:
@@ -118,21 +135,43 @@ class _Part:
     """What stands for a rank's tensor while costs are added up."""
 
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
     itemsize: int
-    in_order: bool = True
 
     @property
     def bytes(self) -> int:
-        total = self.itemsize
-        for size in self.shape:
-            total *= size
-        return total
+        return self.itemsize * math.prod(self.shape)
 
     def is_contiguous(self) -> bool:
-        return self.in_order
+        dense = dense_strides(self.shape)
+        return all(
+            size == 1 or have == want
+            for size, have, want in zip(self.shape, self.strides, dense, strict=True)
+        )
 
     def dim(self) -> int:
         return len(self.shape)
+
+
+def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 1, 0, -1):
+        strides[dim - 1] = strides[dim] * max(shape[dim], 1)
+    return tuple(strides)
+
+
+def local_strides(
+    shape: Sequence[int], strides: Sequence[int], part: Sequence[int]
+) -> tuple[int, ...]:
+    """Strides of a rank's part of a value: the same dimensions inside one another, the same gaps."""
+    found = list(strides)
+    whole = own = 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (strides[dim], -dim)):
+        if strides[dim]:
+            found[dim] = strides[dim] * own // whole
+            whole, own = strides[dim] * shape[dim], found[dim] * part[dim]
+    return tuple(found)
 
 
 class _Sketch:
@@ -142,8 +181,27 @@ class _Sketch:
         self.meta = {"val": part}
 
 
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of a change of placement: ``once``, and ``again`` in each phase that reads the result.
+
+    What ranks gathered is gathered again for the backward, by every memory policy; what they added up or
+    exchanged is kept: ``kept`` bytes. ``temporary``: bytes that its largest step reads and writes.
+    """
+
+    once: float
+    again: float = 0.0
+    kept: int = 0
+    temporary: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Of doing it once."""
+        return self.once + self.again
+
+
 class Moves:
-    """Seconds that changes of placement take, by shape, type and placements.
+    """What changes of placement cost, by shape, type and placements.
 
     A collective costs what :mod:`stepgraph.cost.collectives` says, a copy around it what the device takes
     to read and write it; a cut is a view, and free.
@@ -152,53 +210,67 @@ class Moves:
     def __init__(self, mesh: MeshShape, device: Device) -> None:
         self.mesh, self.device = mesh, device
         self.groups: Mapping[str, Group] = links(mesh, device)
-        self._known: dict[Any, float] = {}
+        self._known: dict[Any, Cost] = {}
 
-    def table(
+    def cost(
         self,
         shape: tuple[int, ...],
         dtype: torch.dtype,
-        have: Sequence[Placements],
-        want: Sequence[Placements],
-    ) -> np.ndarray:
-        """Seconds of each change from one of ``have`` to one of ``want``; infinite where there is none."""
-        return np.array([[self.seconds(shape, dtype, p, q) for q in want] for p in have])
+        have: Placements,
+        want: Placements,
+        strides: tuple[int, ...] | None = None,
+    ) -> Cost:
+        """Time on one rank, of all steps one after the other; infinite where there is no way.
 
-    def seconds(
-        self, shape: tuple[int, ...], dtype: torch.dtype, have: Placements, want: Placements
-    ) -> float:
-        """Time on one rank, of all steps one after the other."""
+        Args:
+            shape, strides: of the whole value; without strides it is contiguous.
+        """
         if have == want:
-            return 0.0
-        key = (shape, dtype, have, want)
+            return Cost(0.0)
+        key = (shape, dtype, have, want, strides or dense_strides(shape))
         if key not in self._known:
             try:
                 self._known[key] = self._add_up(*key)
             except SplitBlockError:  # no way that this program knows
-                self._known[key] = math.inf
+                self._known[key] = Cost(math.inf)
         return self._known[key]
 
     def _add_up(
-        self, shape: tuple[int, ...], dtype: torch.dtype, have: Placements, want: Placements
-    ) -> float:
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        have: Placements,
+        want: Placements,
+        strides: tuple[int, ...],
+    ) -> Cost:
         if any(not can_become(p, q) for p, q in zip(have, want, strict=True)):
-            return math.inf
-        total = 0.0
+            return Cost(math.inf)
+        once = again = 0.0
+        kept = temporary = 0
 
         def emit(target: Any, node: _Sketch, *args: Any, **kwargs: Any) -> _Sketch:
-            nonlocal total
+            nonlocal once, again, kept, temporary
             before = node.meta["val"]
             after = _result(target, before, args)
+            seconds = 0.0
+            if target in KINDS or target in _COPIES:
+                temporary = max(temporary, before.bytes + after.bytes)
             if target in KINDS:
                 size = max(before.bytes, after.bytes)
-                total += float(collective_seconds(KINDS[target], size, self.groups[args[-1]]))
+                seconds = float(collective_seconds(KINDS[target], size, self.groups[args[-1]]))
             elif target in _COPIES:
-                total += self.device.seconds(0.0, before.bytes + after.bytes, dtype)
+                seconds = self.device.seconds(0.0, before.bytes + after.bytes, dtype)
+            gathered = again > 0 and target not in KINDS
+            if target is torch_internals.ALL_GATHER or gathered:
+                again += seconds
+            else:  # it is kept, and what came before is not asked for again
+                once, again, kept = once + again + seconds, 0.0, after.bytes
             return _Sketch(after)
 
-        start = _Sketch(_Part(local_shape(shape, have, self.mesh), dtype.itemsize))
+        own = local_shape(shape, have, self.mesh)
+        start = _Sketch(_Part(own, local_strides(shape, strides, own), dtype.itemsize))
         redistribute_over(emit, start, shape, have, want, self.mesh)
-        return total
+        return Cost(once, again, kept if once else 0, temporary)
 
 
 WHOLE, PENDING, CUT = 0, 1, 2
@@ -271,28 +343,35 @@ _COPIES = {
 
 
 def _result(target: Any, part: _Part, args: tuple) -> _Part:
-    """Shape and order of one emitted operation's result."""
-    shape, order = list(part.shape), part.in_order
+    """Shape and strides of one emitted operation's result."""
+    shape, strides = list(part.shape), list(part.strides)
+    if target is aten.transpose.int or target is aten.permute.default:
+        order = list(range(len(shape)))
+        if target is aten.permute.default:
+            order = args[0]
+        else:
+            a, b = args
+            order[a], order[b] = b, a
+        return _Part(
+            tuple(shape[i] for i in order), tuple(strides[i] for i in order), part.itemsize
+        )
+    if target is aten.slice.Tensor:
+        dim, start, end = args
+        shape[dim] = end - start
+        return _Part(tuple(shape), part.strides, part.itemsize)
+    if target is aten.view.default and not part.is_contiguous():  # one dimension in two
+        dim = next(i for i, size in enumerate(args[0]) if i == len(shape) or size != shape[i])
+        strides.insert(dim, strides[dim] * args[0][dim + 1])
+        return _Part(tuple(args[0]), tuple(strides), part.itemsize)
     if target is torch_internals.ALL_GATHER:
         shape[0] *= args[0]
     elif target is torch_internals.REDUCE_SCATTER:
         shape[0] //= args[1]
-    elif target is aten.transpose.int:
-        a, b = args
-        shape[a], shape[b] = shape[b], shape[a]
-        order = False
-    elif target is aten.clone.default:
-        order = True
     elif target is aten.view.default:
         shape = list(args[0])
-    elif target is aten.permute.default:
-        shape, order = [shape[i] for i in args[0]], False
-    elif target is aten.slice.Tensor:
-        dim, start, end = args
-        shape[dim], order = end - start, order and dim == 0
     elif target is aten.constant_pad_nd.default:
-        shape[0] += args[0][-1]
+        shape[len(shape) - len(args[0]) // 2] += args[0][-1]
     elif target is SHARD_OF:
         dim, ranks = args[:2]
-        shape[dim], order = chunk_size(shape[dim], ranks), order and dim == 0
-    return _Part(tuple(shape), part.itemsize, order)
+        shape[dim] = chunk_size(shape[dim], ranks)
+    return _Part(tuple(shape), dense_strides(shape), part.itemsize)

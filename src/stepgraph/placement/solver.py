@@ -18,11 +18,12 @@ from torch.distributed.tensor.placement_types import Placement
 from stepgraph.cost.devices import Device
 from stepgraph.cost.traffic import assign_traffic
 from stepgraph.errors import BudgetError, UsageError
+from stepgraph.placement.choices import Solution, runners_up
 from stepgraph.placement.constraints import Constraints
 from stepgraph.placement.data_parallel import DataParallel
 from stepgraph.placement.data_parallel import Storage as Stored
 from stepgraph.placement.groups import decided_here
-from stepgraph.placement.optimise import InfeasibleError, Solution, runners_up, solve
+from stepgraph.placement.optimise import InfeasibleError, solve
 from stepgraph.placement.policies import record
 from stepgraph.placement.problem import Choice, Model
 from stepgraph.placement.rules import Strategy
@@ -34,7 +35,7 @@ from stepgraph.program.layout import TENSOR_PARALLEL, MeshShape, Placements, sho
 from stepgraph.program.program import Program
 
 REPLICATE = Replicate()
-SECONDS, GAP = 60.0, 0.005  # of one solution; a smaller gap is not looked for
+SECONDS, GAP = 30.0, 0.005  # of one solution; a smaller gap is not looked for
 
 
 def decide_automatically(
@@ -90,13 +91,15 @@ def decide_automatically(
                 why="a value that is pinned cannot become what its readers can take",
                 do="drop one of them; what an operation can do is in its rules",
             ) from error
-        raise BudgetError(
+        too_small = BudgetError(
             f"parameters, gradients, optimizer states and activations take {error.least / 2**30:.2f} GiB a "
             "rank at least",
             where=f"mesh {mesh}",
             why=f"{(memory_limit or 0) / 2**30:.2f} GiB are left for them",
             do="give a larger budget, or more ranks",
-        ) from error
+        )
+        too_small.least = math.ceil(error.least)
+        raise too_small from error
     decision = PlacementDecision(AUTO, optimality_gap=solution.gap)
     decision.held_bytes = int(model.problem.memory(solution.chosen))
     walks = [

@@ -102,7 +102,7 @@ class Storages:
             for size, *state in self.states.get(name, ()):
                 used += size * (part if tuple(state) == tuple(shape) else math.prod(state))
             seconds = self._update_seconds(name, part / max(1, math.prod(shape)))
-            seconds += self.moves.seconds(shape, value.dtype, storage.updated, storage.stored)
+            seconds += self.moves.cost(shape, value.dtype, storage.updated, storage.stored).seconds
             for cast in casts:
                 moved = own + own // itemsize * cast.meta["val"].dtype.itemsize
                 seconds += self.device.seconds(0.0, moved, value.dtype)

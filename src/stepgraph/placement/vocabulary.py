@@ -58,6 +58,55 @@ def _log_softmax_backward(emit: Builder, node: fx.Node) -> fx.Node:
     return emit.cast(emit(aten.sub.Tensor, gradient, share), dtype)  # type: ignore[arg-type]
 
 
+def compare_with_classes(program: Program) -> Program:
+    """A number that ``scatter`` puts at one class of each row is chosen by comparing class numbers.
+
+    The gradient of a choice among classes is such a table of zeros and one number a row. A scatter needs
+    the zeros in memory and a copy to write into; a comparison is elementwise and merges with its reader.
+
+    Args:
+        program: placed; where classes are cut, placement has spelt them out.
+
+    reads: shapes. writes: ``eq`` and ``where`` in place of ``scatter``. preserves: every result, bitwise.
+    """
+    for node in list(program.operations()):
+        if node.target is not aten.scatter.value or not _one_a_row(node):
+            continue
+        emit = Builder(program, node.meta["phase"], node)
+        emit.module = node.meta["module"]
+        value = node.meta["val"]
+        made: list[fx.Node] = []
+
+        def note(*args: Any, emit: Builder = emit, made: list = made, **kwargs: Any) -> fx.Node:
+            made.append(emit(*args, **kwargs))
+            return made[-1]
+
+        classes = note(aten.arange.default, value.shape[_class_dim(node)], device=value.device)
+        new = _chosen_by_class(note, classes, node.args)
+        new.meta["placements"] = node.meta.get("placements", ())
+        share_traffic(node, made, node.args[2])  # type: ignore[arg-type]
+        node.replace_all_uses_with(new)
+    name_operations(program.graph)
+    return program.finish()
+
+
+def share_traffic(old: fx.Node, nodes: list[fx.Node], index: fx.Node) -> None:
+    """What an operation moves is moved by those in its place: a compiler makes them one kernel.
+
+    By the same operator if it is among them, else by what reads the index and by the last.
+    """
+    if "traffic" not in old.meta:
+        return
+    reads, writes = old.meta["traffic"]
+    same = any(node.target is old.target for node in nodes)
+    for node in nodes:
+        node.meta |= {key: old.meta[key] for key in ("dispatched", "kernel") if key in old.meta}
+        stands_for = node.target is old.target if same else node is nodes[-1]
+        mine = tuple(not same and a is index and reads[1] for a in tensor_arguments(node))
+        node.meta["traffic"] = (reads if same and stands_for else mine, stands_for and writes)
+        node.meta["starts"] = stands_for and old.meta["starts"]
+
+
 _SPELLED = {
     aten._log_softmax.default: _log_softmax,
     aten._log_softmax_backward_data.default: _log_softmax_backward,
@@ -82,10 +131,14 @@ def _gather(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
 
 def _scatter(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
     """One class a row: a comparison with the label says which rank has it."""
+    cut = Shard(_class_dim(node))
+    return [Strategy((cut, _WHOLE), (cut,))] if _one_a_row(node) else []
+
+
+def _one_a_row(node: fx.Node) -> bool:
     dim = _class_dim(node)
     whole, index = (argument.meta["val"].shape for argument in tensor_arguments(node))
-    one_a_row = index == (*whole[:dim], 1, *whole[dim + 1 :])
-    return [Strategy((Shard(dim), _WHOLE), (Shard(dim),))] if one_a_row else []
+    return index == (*whole[:dim], 1, *whole[dim + 1 :])
 
 
 def _class_dim(node: fx.Node) -> int:
@@ -154,12 +207,23 @@ def _local_gather(rows: Rows, node: fx.Node, args: tuple) -> fx.Node:
 
 
 def _local_scatter(rows: Rows, node: fx.Node, args: tuple) -> fx.Node:
-    values, _, index, number = args[:4]
-    dim = _class_dim(node)
-    shape = [1] * values.meta["val"].dim()
-    shape[dim] = rows.count
-    ids = rows.emit(aten.view.default, rows.ids, shape)
-    return rows.emit(aten.masked_fill.Scalar, values, rows.emit(aten.eq.Tensor, index, ids), number)
+    return _chosen_by_class(rows.emit, rows.ids, args)
+
+
+def _chosen_by_class(emit: Any, classes: fx.Node, args: tuple) -> fx.Node:
+    """``table`` with a number where a row's index is the class; zeros need not be there first."""
+    table, dim, index, number = args
+    value = table.meta["val"]
+    shape = [1] * value.dim()
+    shape[dim] = classes.meta["val"].shape[0]
+    chosen = emit(aten.eq.Tensor, index, emit(aten.view.default, classes, shape))
+    if table.target is not aten.zeros_like.default:
+        return emit(aten.masked_fill.Scalar, table, chosen, number)
+    pair = [
+        emit(aten.scalar_tensor.default, x, dtype=value.dtype, device=value.device)
+        for x in (number, 0.0)
+    ]
+    return emit(aten.where.self, chosen, *pair)
 
 
 LOCAL_FORMS: dict[Any, Callable[[Rows, fx.Node, tuple], fx.Node]] = {

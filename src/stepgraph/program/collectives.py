@@ -24,6 +24,7 @@ KINDS: dict[Any, str] = {
     torch_internals.ALL_GATHER_INTO: "all_gather",
     torch_internals.REDUCE_SCATTER: "reduce_scatter",
     torch_internals.ALL_REDUCE: "all_reduce",
+    torch_internals.ALL_TO_ALL: "all_to_all",
 }
 
 
@@ -103,9 +104,8 @@ def redistribute(
             return _averaged(emit, emit(torch_internals.WAIT, whole), op, ranks)
         case Partial(reduce_op=op), Shard(dim=dim):
             return _averaged(emit, _reduce_scatter(emit, node, op, dim, mesh_dim, ranks), op, ranks)
-        case Shard(dim=source), Shard():
-            whole = _all_gather(emit, node, source, mesh_dim, ranks, size)
-            return redistribute(emit, whole, Replicate(), want, mesh_dim, ranks, size)
+        case Shard(dim=source), Shard(dim=target):
+            return _all_to_all(emit, node, source, target, mesh_dim, ranks, size)
     raise NotImplementedError(f"redistribution from {have} to {want}")
 
 
@@ -113,7 +113,9 @@ def _redistribute_in_blocks(
     emit, node: fx.Node, have: Placement, want: Placement, mesh_dim: str, ranks: int, size: int
 ) -> fx.Node:
     """Where blocks of a dimension are cut: their own dimension for the while, an ordinary shard."""
-    if isinstance(have, Shard) and isinstance(want, Shard):
+    cuts = [p for p in (have, want) if isinstance(p, Shard)]
+    alike = len({p.dim for p in cuts}) < len(cuts)
+    if alike or all(isinstance(p, InnerShard) for p in (have, want)):
         whole = redistribute(emit, node, have, Replicate(), mesh_dim, ranks, size)
         return redistribute(emit, whole, Replicate(), want, mesh_dim, ranks, size)
     cut = have if isinstance(have, InnerShard) else want
@@ -121,9 +123,16 @@ def _redistribute_in_blocks(
     shape = list(node.meta["val"].shape)
     shape[cut.dim : cut.dim + 1] = [cut.outer, shape[cut.dim] // cut.outer]
     blocks = emit(aten.view.default, node, shape)
-    plain = Shard(cut.dim + 1)
-    have, want = (plain if isinstance(p, InnerShard) else p for p in (have, want))
-    moved = redistribute(emit, blocks, have, want, mesh_dim, ranks, size // cut.outer)
+    if isinstance(have, InnerShard):
+        size //= cut.outer
+
+    def beside_blocks(placement: Placement) -> Placement:
+        behind = isinstance(placement, Shard) and placement.dim >= cut.dim
+        return Shard(placement.dim + 1) if behind else placement  # type: ignore[attr-defined]
+
+    moved = redistribute(
+        emit, blocks, beside_blocks(have), beside_blocks(want), mesh_dim, ranks, size
+    )
     shape = list(moved.meta["val"].shape)
     shape[cut.dim : cut.dim + 2] = [shape[cut.dim] * shape[cut.dim + 1]]
     return emit(aten.view.default, moved, shape)
@@ -166,3 +175,30 @@ def _reduce_scatter(emit, node: fx.Node, op: str, dim: int, mesh_dim: str, ranks
     kind = "sum" if op == "avg" else op
     scattered = emit(torch_internals.REDUCE_SCATTER, front, kind, ranks, mesh_dim)
     return _swapped_with_first(emit, emit(torch_internals.WAIT, scattered), dim)
+
+
+def _all_to_all(
+    emit, node: fx.Node, source: int, target: int, mesh_dim: str, ranks: int, size: int
+) -> fx.Node:
+    """Each rank sends to each other one its part of the new cut: what arrives is not gathered first."""
+    shape = list(node.meta["val"].shape)
+    rows = chunk_size(shape[target], ranks)
+    if missing := rows * ranks - shape[target]:
+        pads = [0, 0] * (len(shape) - 1 - target) + [0, missing]
+        node = emit(aten.constant_pad_nd.default, node, pads, 0.0)
+    parts = [*shape[:target], ranks, rows, *shape[target + 1 :]]
+    sent = _moved(emit, emit(aten.view.default, node, parts), target, 0)
+    swapped = emit(torch_internals.ALL_TO_ALL, sent, [1] * ranks, [1] * ranks, mesh_dim)
+    arrived = _moved(emit, emit(torch_internals.WAIT, swapped), 0, source)
+    shape[source], shape[target] = shape[source] * ranks, rows
+    whole = emit(aten.view.default, arrived, shape)
+    if shape[source] != size:
+        whole = emit(aten.slice.Tensor, whole, source, 0, size)
+    return _contiguous(emit, whole)
+
+
+def _moved(emit, node: fx.Node, dim: int, to: int) -> fx.Node:
+    """Dimension ``dim`` at position ``to``, in memory as well."""
+    order = list(range(node.meta["val"].dim()))
+    order.insert(to, order.pop(dim))
+    return _contiguous(emit, node if dim == to else emit(aten.permute.default, node, order))

@@ -22,6 +22,7 @@ _SAME_OPERATION = {
     "addmm": "mm",
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
 }
 _ATTENTION = re.compile(r"_?scaled_dot_product_\w*?attention\w*?(_backward)?$")
 

@@ -1,0 +1,224 @@
+"""What ``auto`` chooses among, free of tensors: blocks choose an option, links between them cost.
+
+A block is something to decide (a group of operations, where a parameter is stored); each of its options
+has a cost. A link is a value: its producer's option says how it is placed, each reader's option how it is
+wanted, and a matrix what every change costs. A change is paid once however many readers want it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+FORWARD, BACKWARD = 0, 1
+Phases = tuple[
+    int, ...
+]  # those that one of them wants something in; what is recomputed does in both
+
+
+@dataclass(eq=False)
+class Block:
+    """One decision: ``cost[o]`` and ``memory[o]`` of each option (seconds and bytes, all copies together).
+
+    ``later``: for work of the backward, the part of it that is done after each of the moments at which
+    one looks back at what is still to be reduced. ``temporary[o]``: bytes that it takes only while it runs,
+    beside all memory.
+    """
+
+    name: str
+    cost: np.ndarray
+    memory: np.ndarray | None = None
+    later: np.ndarray | None = None
+    temporary: np.ndarray | None = None
+
+
+@dataclass(eq=False)
+class Reader:
+    """A block that reads a link's value: ``wants[o]`` is the index of the placement it wants it in."""
+
+    block: Block
+    wants: np.ndarray
+    phases: Phases = (FORWARD,)
+
+
+@dataclass(eq=False)
+class Link:
+    """One value: ``makes[o]`` is the placement in which the producer's option ``o`` makes it.
+
+    ``once[p, q]`` is what changing ``p`` into ``q`` costs, ``again[p, q]`` what it costs besides in each
+    phase that wants it. ``later``: the change may run beside work that comes after it; the part of it that
+    begins after each of those moments. ``kept[p, q]``: bytes that what is not made again takes until the
+    backward; ``temporary[p, q]``: those that a change takes while it runs.
+    """
+
+    name: str
+    producer: Block
+    makes: np.ndarray
+    readers: list[Reader]
+    once: np.ndarray
+    again: np.ndarray
+    later: np.ndarray | None = None
+    kept: np.ndarray | None = None
+    temporary: np.ndarray | None = None
+
+    def cost_of(self, made: int, forward: Collection[int], backward: Collection[int]) -> float:
+        """Of changing into these placements."""
+        total = 0.0
+        for q in {*forward, *backward} - {made}:
+            total += self.once[made, q] + self.again[made, q] * ((q in forward) + (q in backward))
+        return float(total)
+
+
+@dataclass
+class Problem:
+    """Everything to decide. ``memory_limit``: bytes of all options, and of the largest that only runs.
+
+    ``running_cost``: what a byte of that one costs.
+    """
+
+    blocks: list[Block]
+    links: list[Link]
+    memory_limit: float | None = None
+    running_cost: float = 0.0
+
+    def cost(self, chosen: Sequence[int]) -> float:
+        """Of one option per block, in order of the blocks."""
+        option = dict(zip(self.blocks, chosen, strict=True))
+        total = sum(float(block.cost[o]) for block, o in option.items())
+        beside = np.zeros(1)
+        for link in self.links:
+            cost = link.cost_of(*used_of(link, option))
+            if link.later is None:
+                total += cost
+            else:
+                beside = beside + link.later * cost
+        for block, o in option.items():
+            if block.later is not None:
+                beside = beside - block.later * float(block.cost[o])
+        running = self.running(chosen) if self.running_cost else 0.0
+        return total + max(0.0, float(beside.max())) + self.running_cost * running
+
+    def most_running(self) -> float:
+        """Bytes that no step takes more of, whatever is chosen."""
+        tables = [x.temporary for x in (*self.blocks, *self.links) if x.temporary is not None]
+        return max((float(table.max(initial=0.0)) for table in tables), default=0.0)
+
+    def running(self, chosen: Sequence[int]) -> float:
+        """Bytes that the largest step takes while it runs."""
+        option = dict(zip(self.blocks, chosen, strict=True))
+        sizes = [float(b.temporary[o]) for b, o in option.items() if b.temporary is not None]
+        for link in self.links:
+            if link.temporary is not None:
+                made, forward, backward = used_of(link, option)
+                sizes += [float(link.temporary[made, q]) for q in {*forward, *backward}]
+        return max(sizes, default=0.0)
+
+    def memory(self, chosen: Sequence[int]) -> float:
+        """Bytes of one option per block."""
+        option = dict(zip(self.blocks, chosen, strict=True))
+        total = sum(float(b.memory[o]) for b, o in option.items() if b.memory is not None)
+        for link in self.links:
+            if link.kept is not None:
+                made, forward, backward = used_of(link, option)
+                total += sum(float(link.kept[made, q]) for q in {*forward, *backward})
+        return total + self.running(chosen)
+
+
+@dataclass
+class Solution:
+    """One option per block, its cost, and a bound that no choice can beat (both in seconds)."""
+
+    chosen: list[int]
+    cost: float
+    bound: float
+    variables: int
+
+    @property
+    def gap(self) -> float:
+        """Part of the cost that is not certified; 0.0: optimal."""
+        return max(0.0, (self.cost - self.bound) / self.cost) if self.cost > 0 else 0.0
+
+
+def used_of(link: Link, option: dict[Block, int]) -> tuple[int, set[int], set[int]]:
+    """The placement that a value is made in, those wanted in the forward, those in the backward."""
+    wanted: tuple[set[int], set[int]] = (set(), set())
+    for reader in link.readers:
+        for phase in reader.phases:
+            wanted[phase].add(int(reader.wants[option[reader.block]]))
+    return int(link.makes[option[link.producer]]), *wanted
+
+
+def runners_up(problem: Problem, chosen: Sequence[int]) -> list[tuple[float, int | None, float]]:
+    """Per block what its option costs with all that touches it, the next best option, and what that costs.
+
+    The others' choices stay as they are.
+    """
+    option = dict(zip(problem.blocks, chosen, strict=True))
+    touching = _touching(problem)
+    found: list[tuple[float, int | None, float]] = []
+    for block in problem.blocks:
+        cost = _of_options(block, touching[block], option)
+        own = float(cost[option[block]])
+        cost[option[block]] = np.inf
+        best = int(np.argmin(cost))
+        other = best if np.isfinite(cost[best]) else None
+        found.append((own, other, float(cost[best])))
+    return found
+
+
+def _touching(problem: Problem) -> dict[Block, list[Link]]:
+    touching: dict[Block, list[Link]] = {block: [] for block in problem.blocks}
+    for link in problem.links:
+        for block in {link.producer, *(reader.block for reader in link.readers)}:
+            touching[block].append(link)
+    return touching
+
+
+def descend(problem: Problem, chosen: list[int]) -> tuple[list[int], float]:
+    """Moves one block at a time to the option that is best among the others' choices."""
+    option = dict(zip(problem.blocks, chosen, strict=True))
+    touching = _touching(problem)
+    limit = problem.memory_limit
+    for _ in range(20):
+        moved = False
+        for block in problem.blocks:
+            if len(block.cost) == 1:
+                continue
+            cost = _of_options(block, touching[block], option)
+            best = int(np.argmin(cost))
+            if cost[best] < cost[option[block]] - 1e-15 or not np.isfinite(cost[option[block]]):
+                option[block], moved = best, True
+        if not moved:
+            break
+    result = [option[block] for block in problem.blocks]
+    if limit is not None and problem.memory(result) > limit * (1 + 1e-9):
+        return result, np.inf
+    return result, problem.cost(result)
+
+
+def _of_options(block: Block, links: Sequence[Link], option: dict[Block, int]) -> np.ndarray:
+    """What each option of a block costs with all that touches it, the others as they are."""
+    cost = block.cost.astype(float)
+    for link in links:
+        cost = cost + _around(link, block, option)
+    return cost
+
+
+def _around(link: Link, block: Block, option: dict[Block, int]) -> np.ndarray:
+    """What a link costs for each option of one of its blocks, the others as they are."""
+    costs = np.empty(len(block.cost))
+    known: dict[tuple, float] = {}
+    for o in range(len(block.cost)):
+        made = int(link.makes[o if link.producer is block else option[link.producer]])
+        wanted: tuple[list[int], list[int]] = ([], [])
+        for reader in link.readers:
+            q = int(reader.wants[o if reader.block is block else option[reader.block]])
+            for phase in reader.phases:
+                wanted[phase].append(q)
+        key = (made, *map(tuple, wanted))
+        if key not in known:
+            known[key] = link.cost_of(made, *wanted)
+        costs[o] = known[key]
+    return costs

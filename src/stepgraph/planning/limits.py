@@ -1,0 +1,43 @@
+"""How much a solver may hold, so that the peak of what it finds uses a budget."""
+
+from __future__ import annotations
+
+import math
+
+OVERCOUNT = (
+    1.25  # a solver adds up gradients, activations and the largest step: not all alive at once
+)
+
+
+def first_limit(budget: int) -> int:
+    """Bytes that a solver may hold before one has seen a peak."""
+    return int(OVERCOUNT * budget)
+
+
+class Limits:
+    """How many bytes a solver may hold, so that the peak, which it knows in part, uses the budget.
+
+    What it holds is lowered by what the peak is too high, and raised again where that was too much.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.least = 1.0  # nothing is feasible below
+        self.too_much = math.inf  # held so much, the peak did not fit
+
+    def after(self, held: float, peak: int) -> int | None:
+        """The next limit after a solution; None: that one will do."""
+        room = self.budget - peak
+        if room < 0:
+            self.too_much = min(self.too_much, held)
+            less = max(-1.02 * room, held * (1 - 0.98 * self.budget / peak))
+            limit = max(held - less, self.least)
+            return int(limit) if limit < 0.99 * self.too_much else None
+        limit = min(held + 0.95 * room, 0.98 * self.too_much)
+        tight = self.least > 1 or math.isfinite(self.too_much)
+        return int(limit) if tight and limit > 1.05 * held else None
+
+    def raised_to(self, least: int) -> int | None:
+        """The next limit after one that nothing satisfies."""
+        known, self.least = self.least, 1.01 * least
+        return int(self.least) if known < self.least < 0.99 * self.too_much else None

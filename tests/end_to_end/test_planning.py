@@ -13,6 +13,7 @@ from stepgraph import pipeline
 from stepgraph.errors import GraphBreakError, PlanError
 from stepgraph.frontends.launcher import launch
 from stepgraph.program import roles
+from stepgraph.program.collectives import KINDS, is_collective
 from tests.support import adamw
 
 ROWS, STEPS = 8, 3
@@ -162,6 +163,30 @@ def test_auto_is_what_real_ranks_run(tmp_path):
         assert len(results) == len(paths) + 3
         for losses in results:
             assert losses == pytest.approx(expected, rel=TOLERANCE)
+
+
+def exchange(path):
+    """(losses, kinds of collectives) under each lowering."""
+    found = []
+    for lowering in ("eager", "inductor"):
+        model = Blocks()
+        engine = stepgraph.Engine(
+            model, optimizer=adamw(model), mesh="dp=2", plan=path, lowering=lowering
+        )
+        losses = [engine.step(part(step, engine.plan.mesh)).item() for step in range(STEPS)]
+        step = engine.programs["step"]
+        found.append((losses, [KINDS[n.target] for n in step.operations() if is_collective(n)]))
+    return found
+
+
+def test_ranks_that_cut_another_dimension_exchange_parts(tmp_path):
+    asked = {"ups.0/output": "S(0)", "relu": "S(1)"}
+    path = make_plan(tmp_path / "p.json", "dp=2", "auto", constraints=asked)
+    expected = whole_losses()
+    for results in launch(exchange, path, ranks=2):
+        for losses, kinds in results:
+            assert losses == pytest.approx(expected, rel=TOLERANCE)
+            assert "all_to_all" in kinds
 
 
 def test_a_plan_brings_the_type_it_computes_in(tmp_path):

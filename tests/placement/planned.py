@@ -106,11 +106,11 @@ def place(
     constraints: dict[str, str] | None = None,
     memory_limit: int | None = None,
     chosen: list[int] | None = None,
+    memory: str = "none",
 ) -> Planned:
     """Places a global step; ``chosen``: so, and not as the solver would have it."""
-    plan = Plan(
-        "auto", parse_mesh(mesh), settings=Settings(device.name, constraints=constraints or {})
-    )
+    settings = Settings(device.name, constraints=constraints or {})
+    plan = Plan("auto", parse_mesh(mesh), memory, settings=settings)
     seen: list[Any] = []
 
     def model_of(*args: Any) -> Model:

@@ -109,8 +109,8 @@ def test_no_placement_of_a_small_step_is_better(mesh, device):
 # -------------------------------------------------------------- it is what the placed step costs
 
 
-def assert_counted_right(model, batch, mesh, device, tolerance=1e-9):
-    planned = place(global_step(model, batch, mesh), mesh, TOYS[device])
+def assert_counted_right(model, batch, mesh, device, tolerance=1e-9, memory="none"):
+    planned = place(global_step(model, batch, mesh), mesh, TOYS[device], memory=memory)
     assert planned.solution.gap <= 1e-5
     total = sum(recounted(planned).values())
     assert total == pytest.approx(planned.solution.cost, rel=tolerance)
@@ -128,6 +128,13 @@ def test_the_objective_is_what_the_placed_step_costs(mesh, device):
 def test_layers_that_share_a_choice_are_all_counted(make, layers):
     for device in ("slow math", "slow links"):
         assert_counted_right(*make(layers), "dp=2,tp=2", device)
+
+
+@pytest.mark.parametrize("device", ["slow math", "slow links"])
+def test_what_is_recomputed_is_counted_again(device):
+    """But for what is recomputed only to be exchanged: that is counted, and not done."""
+    assert_counted_right(*llama(2), "dp=2,tp=2", device, tolerance=1e-4, memory="full")
+    assert_counted_right(*chain(8, 16, 16, 8), "dp=2,tp=2", device, tolerance=0.03, memory="full")
 
 
 def test_each_further_layer_costs_the_same():

@@ -70,9 +70,17 @@ class Options:
         first = groups[0]
         total = len(groups) * self._inside(first, options)
         for i, node in enumerate(first.nodes):
-            runs = sum(1 + self.runs_again(group.nodes[i]) for group in groups)
+            again = sum(self.runs_again(group.nodes[i]) for group in groups)
+            runs = len(groups) + again * ~self._pending(node, first, options)  # sums are kept
             total = total + runs * self._node_seconds(node, first, options)
         return total
+
+    def _pending(
+        self, node: fx.Node, group: Group, options: Sequence[tuple[int, ...]], result: int = 0
+    ) -> np.ndarray:
+        """Under which options a result is still to be summed over ranks."""
+        column = [isinstance(option[node].outputs[result], Partial) for option in group.options]
+        return np.array(column)[np.array(options).reshape(len(options), -1)].any(axis=1)
 
     def runs_again(self, node: fx.Node) -> bool:
         """Whether an operation is recomputed in the backward."""
@@ -178,9 +186,8 @@ class Options:
                     if not isinstance(value, torch.Tensor):
                         continue
                     column = [option[node].outputs[i] for option in group.options]
-                    pending = np.array([isinstance(p, Partial) for p in column])[picked]
                     size = self._bytes(value, column, picked)
-                    total += np.where(pending.any(axis=1), 0.0, size)
+                    total += np.where(self._pending(node, group, options, i), 0.0, size)
         return total if total.any() else None
 
     def _inside(self, group: Group, options: Sequence[tuple[int, ...]]) -> np.ndarray:

@@ -327,7 +327,7 @@ def _decide_placement(program: Program, plan: Plan, memory_limit: int | None) ->
     assert plan.settings is not None, "a plan that is to be found says for which device"
     device = find_device(plan.settings.device)
     if memory_limit is None:
-        memory_limit = first_limit(plan.settings.memory_budget or device.capacity)
+        memory_limit = first_limit(plan.settings.memory_budget, device.capacity)
     recomputed = memory_policies.decide(program, plan.memory).recompute
     constraints = plan.settings.constraints
     return decide_automatically(

@@ -9,9 +9,12 @@ OVERCOUNT = (
 )
 
 
-def first_limit(budget: int) -> int:
-    """Bytes that a solver may hold before one has seen a peak."""
-    return int(OVERCOUNT * budget)
+def first_limit(budget: int | None, capacity: int) -> int:
+    """Bytes that a solver may hold before one has seen a peak.
+
+    Within a budget all of it is to be used; below the device's capacity it is enough to fit at once.
+    """
+    return capacity if budget is None else int(OVERCOUNT * budget)
 
 
 class Limits:

@@ -62,12 +62,19 @@ VALUES = {
 }
 
 
+def stored(parameter: dict[str, Any]) -> str:
+    """Where a parameter lives.
+
+    Cut over tp first and then over dp (``_S``), it is gathered over dp alone: here that is a cut of the
+    other dimension, of the same bytes.
+    """
+    first = parameter.get("applied", [""])[0]
+    return "S(1)S(0)" if first.startswith("_S(0") else "".join(parameter["placement"])
+
+
 def pinned(peer: dict[str, Any]) -> tuple[dict[str, str], list[str]]:
     """Constraints by our names, and what of the peer's answer has no counterpart here."""
-    asked = {
-        ours: "".join(peer["parameters"][theirs]["placement"])
-        for theirs, ours in PARAMETERS.items()
-    }
+    asked = {ours: stored(peer["parameters"][theirs]) for theirs, ours in PARAMETERS.items()}
     missing = [
         "the scheduling of its collectives, and what its selective checkpointing keeps",
         "placements inside a norm and of the rotary embedding (complex numbers there, pairs here)",

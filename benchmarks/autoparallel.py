@@ -18,12 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from plan import planner_of
 
-from stepgraph.capture.precision import Precision
-from stepgraph.cost.devices import find_device
 from stepgraph.errors import StepgraphError
-from stepgraph.frontends.models import build_model, language_model_loss
-from stepgraph.frontends.planner import Planner, make_optimizer
+from stepgraph.frontends.planner import Planner
 from stepgraph.runtime.ranks import parse_mesh
 
 MESH, BUDGET = "dp=16,tp=8", int(5.7 * 2**30)
@@ -104,17 +102,7 @@ def main() -> None:
     arguments = parser.parse_args()
     peer = json.loads(arguments.peer.read_text())
     asked, missing = pinned(peer)
-    with torch.device("meta"):
-        model = build_model("llama3-8b", 0).train()
-    ids = torch.empty(32, 8192, dtype=torch.long, device="meta")
-    planner = Planner(
-        model,
-        {"input_ids": ids, "labels": ids},
-        language_model_loss,
-        make_optimizer("adamw", model),
-        find_device("h100"),
-        Precision(torch.bfloat16, None),
-    )
+    planner = planner_of("llama3-8b", 0, MESH)
     results: dict[str, Any] = {"mesh": MESH, "torch": torch.__version__, "pinned": asked}
     plans = {"auto": ({}, None), "auto in 5.7 GiB": ({}, BUDGET), "AutoParallel's": (asked, None)}
     for name, (constraints, budget) in plans.items():

@@ -63,18 +63,14 @@ def plain(model: str, layers: int, mesh: str) -> dict[str, Any]:
 
 def planned(model: str, layers: int, mesh: str) -> dict[str, Any]:
     """The same, to a saved plan."""
-    import torch
-
-    from stepgraph.capture.precision import Precision
-    from stepgraph.cost.devices import find_device
-    from stepgraph.frontends.models import language_model_loss
-    from stepgraph.frontends.planner import Planner, make_optimizer
     from stepgraph.placement import solver
     from stepgraph.runtime.ranks import parse_mesh
 
-    module, rows = build(model, layers), rows_of(mesh)
-    ids = torch.empty(rows, LONGEST.get(model, SEQUENCE), dtype=torch.long, device="meta")
-    marks = [("imports and model", cpu_seconds())]
+    marks: list[tuple[str, float]] = []
+    planner = planner_of(
+        model, layers, mesh, stage=lambda name: marks.append((name, cpu_seconds()))
+    )
+    marks.append(("imports and model", cpu_seconds()))
     found: dict[str, Any] = {}
     solve = solver.solve
 
@@ -85,15 +81,6 @@ def planned(model: str, layers: int, mesh: str) -> dict[str, Any]:
         return solution
 
     solver.solve = counted
-    planner = Planner(
-        module,
-        {"input_ids": ids, "labels": ids},
-        language_model_loss,
-        make_optimizer("adamw", module),
-        find_device("h100"),
-        Precision(torch.bfloat16, None),
-        stage=lambda name: marks.append((name, cpu_seconds())),
-    )
     attempt = planner.plan(parse_mesh(mesh), "auto", "full")
     with tempfile.TemporaryDirectory() as folder:
         attempt.plan.save(Path(folder) / "plan.json")
@@ -115,6 +102,28 @@ def planned(model: str, layers: int, mesh: str) -> dict[str, Any]:
         "file_kib": size / 2**10,
         "resident_gib": resident_gib(),
     }
+
+
+def planner_of(model: str, layers: int, mesh: str, stage: Any = lambda name: None) -> Any:
+    """A planner of a built-in model's step: bf16 compute, AdamW, an H100 model."""
+    import torch
+
+    from stepgraph.capture.precision import Precision
+    from stepgraph.cost.devices import find_device
+    from stepgraph.frontends.models import language_model_loss
+    from stepgraph.frontends.planner import Planner, make_optimizer
+
+    module, rows = build(model, layers), rows_of(mesh)
+    ids = torch.empty(rows, LONGEST.get(model, SEQUENCE), dtype=torch.long, device="meta")
+    return Planner(
+        module,
+        {"input_ids": ids, "labels": ids},
+        language_model_loss,
+        make_optimizer("adamw", module),
+        find_device("h100"),
+        Precision(torch.bfloat16, None),
+        stage=stage,
+    )
 
 
 def build(model: str, layers: int) -> Any:

@@ -67,20 +67,14 @@ class Options:
         """Time of a class of groups on one rank under each option, with what ranks add up inside them."""
         if not options:
             return np.zeros(0)
-        first = groups[0]
+        first, picked = groups[0], np.array(options)
         total = len(groups) * self._inside(first, options)
         for i, node in enumerate(first.nodes):
-            again = sum(self.runs_again(group.nodes[i]) for group in groups)
-            runs = len(groups) + again * ~self._pending(node, first, options)  # sums are kept
+            runs: int | np.ndarray = len(groups)
+            if again := sum(self.runs_again(group.nodes[i]) for group in groups):
+                runs = runs + again * ~_pending(node, first, picked)  # sums are kept
             total = total + runs * self._node_seconds(node, first, options)
         return total
-
-    def _pending(
-        self, node: fx.Node, group: Group, options: Sequence[tuple[int, ...]], result: int = 0
-    ) -> np.ndarray:
-        """Under which options a result is still to be summed over ranks."""
-        column = [isinstance(option[node].outputs[result], Partial) for option in group.options]
-        return np.array(column)[np.array(options).reshape(len(options), -1)].any(axis=1)
 
     def runs_again(self, node: fx.Node) -> bool:
         """Whether an operation is recomputed in the backward."""
@@ -187,7 +181,7 @@ class Options:
                         continue
                     column = [option[node].outputs[i] for option in group.options]
                     size = self._bytes(value, column, picked)
-                    total += np.where(self._pending(node, group, options, i), 0.0, size)
+                    total += np.where(_pending(node, group, picked, i), 0.0, size)
         return total if total.any() else None
 
     def _inside(self, group: Group, options: Sequence[tuple[int, ...]]) -> np.ndarray:
@@ -222,6 +216,12 @@ class Options:
             size *= length if stride else 1
         cut = [isinstance(p, Shard) and value.stride()[p.dim] != 0 for p in column]
         return size / np.where(np.array(cut)[options], np.array(self.mesh.sizes), 1).prod(axis=1)
+
+
+def _pending(node: fx.Node, group: Group, picked: np.ndarray, result: int = 0) -> np.ndarray:
+    """Under which options (a row each) a result is still to be summed over ranks."""
+    column = [isinstance(option[node].outputs[result], Partial) for option in group.options]
+    return np.array(column)[picked].any(axis=1)
 
 
 def _nbytes(value: object) -> int:

@@ -70,24 +70,28 @@ def compare_with_classes(program: Program) -> Program:
     reads: shapes. writes: ``eq`` and ``where`` in place of ``scatter``. preserves: every result, bitwise.
     """
     for node in list(program.operations()):
-        if node.target is not aten.scatter.value or not _one_a_row(node):
-            continue
-        emit = Builder(program, node.meta["phase"], node)
-        emit.module = node.meta["module"]
-        value = node.meta["val"]
-        made: list[fx.Node] = []
-
-        def note(*args: Any, emit: Builder = emit, made: list = made, **kwargs: Any) -> fx.Node:
-            made.append(emit(*args, **kwargs))
-            return made[-1]
-
-        classes = note(aten.arange.default, value.shape[_class_dim(node)], device=value.device)
-        new = _chosen_by_class(note, classes, node.args)
-        new.meta["placements"] = node.meta.get("placements", ())
-        share_traffic(node, made, node.args[2])  # type: ignore[arg-type]
-        node.replace_all_uses_with(new)
+        if node.target is aten.scatter.value and _one_a_row(node):
+            node.replace_all_uses_with(_compared(program, node))
     name_operations(program.graph)
     return program.finish()
+
+
+def _compared(program: Program, node: fx.Node) -> fx.Node:
+    """What stands for a scatter of one number a row."""
+    builder = Builder(program, node.meta["phase"], node)
+    builder.module = node.meta["module"]
+    made: list[fx.Node] = []
+
+    def emit(*args: Any, **kwargs: Any) -> fx.Node:
+        made.append(builder(*args, **kwargs))
+        return made[-1]
+
+    value = node.meta["val"]
+    classes = emit(aten.arange.default, value.shape[_class_dim(node)], device=value.device)
+    new = _chosen_by_class(emit, classes, node.args)
+    new.meta["placements"] = node.meta.get("placements", ())
+    share_traffic(node, made, node.args[2])  # type: ignore[arg-type]
+    return new
 
 
 def share_traffic(old: fx.Node, nodes: list[fx.Node], index: fx.Node) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-OVERCOUNT = (
-    1.25  # a solver adds up gradients, activations and the largest step: not all alive at once
-)
+# A solver adds up gradients, activations and the largest step, which are not all alive at once.
+OVERCOUNT = 1.25
 
 
 def first_limit(budget: int | None, capacity: int) -> int:

@@ -13,6 +13,8 @@ from tests.cost.hand_made import Written
 from tests.support import adamw, compiled, mlp, regression_batch, tiny_llama, token_batch, values
 
 aten = torch.ops.aten
+# On one worker: what takes time is made once.
+pytestmark = pytest.mark.xdist_group(__name__)
 
 
 def measured_peak(program, model, batch, optimizer):

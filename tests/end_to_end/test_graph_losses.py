@@ -12,6 +12,8 @@ from stepgraph.frontends.launcher import launch
 from tests.end_to_end.test_balance import Model
 
 ROWS = 8
+# On one worker: what takes time is made once.
+pytestmark = pytest.mark.xdist_group(__name__)
 
 
 @torch._dynamo.disable

@@ -232,7 +232,7 @@ class Planner:
         result: dict[str, Program] = {}
         for policy in policies:
             plan = replace(first, memory=policy, recomputation={}, notes=[])
-            only = policy == policies[-1] and plan.placement != AUTO
+            only = policy == policies[-1] or plan.placement == AUTO  # which places anew
             try:
                 attempt, done = self._try(plan, programs, budget, placed, only)
             except (MemoryPolicyError, BudgetError) as error:

@@ -174,29 +174,71 @@ class _Solver:
                 self.program.put(row, column, -cost * float(part) * self.scale)
 
     def run(self) -> Solution:
+        """The relaxation, rounded; where its bound does not certify that, branches and cuts."""
+        found = self._relaxed()
+        if found is not None and found.gap <= self.goal:
+            return found
+        return self._branched(found)
+
+    def _relaxed(self) -> Solution | None:
+        """None: the relaxation was not solved in time, or what it rounds to does not fit."""
+        highs = self._highs()
+        highs.setOptionValue("solve_relaxation", True)
+        highs.run()
+        self._is_feasible(highs)
+        if highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            return None
+        chosen, cost = descend(self.problem, self._rounded(highs))
+        if not np.isfinite(cost):
+            return None
+        bound = highs.getInfo().objective_function_value / self.scale
+        return Solution(chosen, cost, min(bound, cost), len(self.program.costs))
+
+    def _branched(self, start: Solution | None) -> Solution:
+        highs = self._highs()
+        highs.setOptionValue("mip_rel_gap", self.goal)
+        if start is not None:
+            columns = np.arange(self.options, dtype=np.int32)
+            values = np.zeros(self.options)
+            for block, option in zip(self.problem.blocks, start.chosen, strict=True):
+                values[self.first[block] + option] = 1.0
+            highs.setSolution(self.options, columns, values)
+        highs.run()
+        self._is_feasible(highs)
+        info = highs.getInfo()
+        bound = info.mip_dual_bound / self.scale
+        found: list[tuple[float, list[int]]] = []
+        if info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:
+            chosen = self._rounded(highs)
+            better, its_cost = descend(self.problem, chosen)
+            found += [(self.problem.cost(chosen), chosen), (its_cost, better)]
+        if start is not None:
+            found.append((start.cost, start.chosen))
+            bound = max(bound, start.bound)
+        if not found:
+            raise InfeasibleError(1.1 * (self.problem.memory_limit or 0))  # none found in time
+        cost, chosen = min(found, key=lambda pair: pair[0])
+        return Solution(chosen, cost, min(bound, cost), len(self.program.costs))
+
+    def _highs(self) -> highspy.Highs:
         highs = highspy.Highs()
         highs.silent()
         highs.setOptionValue("threads", 1)
         highs.setOptionValue("random_seed", 0)
-        highs.setOptionValue("mip_rel_gap", self.goal)
         highs.setOptionValue("time_limit", max(1.0, self.deadline - time.monotonic()))
         self.program.pass_to(highs, self.options)
-        highs.run()
-        values = np.asarray(highs.getSolution().col_value)
+        return highs
+
+    def _is_feasible(self, highs: highspy.Highs) -> None:
         if highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
             raise InfeasibleError(self._least_memory())
-        if highs.getInfo().primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-            raise InfeasibleError(1.1 * (self.problem.memory_limit or 0))  # none found in time
-        bound = highs.getInfo().mip_dual_bound / self.scale
-        chosen = [
+
+    def _rounded(self, highs: highspy.Highs) -> list[int]:
+        values = np.asarray(highs.getSolution().col_value)
+        return [
             int(np.argmax(values[self.first[b] : self.first[b] + len(b.cost)]))
             for b in self.problem.blocks
         ]
-        cost = self.problem.cost(chosen)
-        better, its_cost = descend(self.problem, chosen)
-        if its_cost < cost:
-            chosen, cost = better, its_cost
-        return Solution(chosen, cost, min(bound, cost), len(self.program.costs))
 
     def _least_memory(self) -> float:
         """The smallest number of bytes that any choice takes; infinite: there is no choice."""

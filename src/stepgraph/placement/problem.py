@@ -264,10 +264,11 @@ class Model:
         again, kept, temporary = (np.zeros_like(once) for _ in range(3))
         stays = node in self.ways.needed
         rows = sorted({index[p] for p in made})
+        columns = sorted({index[p] for *_, ps in wanted for p in ps})
         for p in rows:
-            for q, wanted_so in enumerate(every):
+            for q in columns:
                 cost = self.moves.cost(
-                    tuple(value.shape), value.dtype, every[p], wanted_so, value.stride()
+                    tuple(value.shape), value.dtype, every[p], every[q], value.stride()
                 )
                 once[p, q], again[p, q] = count * cost.once, count * cost.again
                 temporary[p, q] = cost.temporary

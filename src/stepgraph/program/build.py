@@ -17,7 +17,7 @@ class ShapeRunner:
     """Computes the ``val`` of operations on fake tensors; repeated layers cost one run."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        values = [node.meta.get("val") for node in graph.nodes]
+        values = (node.meta.get("val") for node in graph.nodes)  # the first few say it
         self.mode = torch_internals.fake_mode_of(values) or torch_internals.new_fake_mode()
         self._known: dict[Any, Any] = {}
 

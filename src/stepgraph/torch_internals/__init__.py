@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ def host_device() -> torch.device:
     return torch.Generator().device
 
 
-def fake_mode_of(values: Sequence[object]) -> FakeTensorMode | None:
+def fake_mode_of(values: Iterable[object]) -> FakeTensorMode | None:
     """The fake mode that the first fake tensor of ``values`` belongs to."""
     return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
 

@@ -57,8 +57,11 @@ MODELS = {
 }  # fmt: skip
 
 
+MESHES = ["dp=2", "dp=2,tp=2", "dp=2,tp=4", "replicate=2,shard=2,tp=2"]
+
+
 @pytest.mark.parametrize("device", TOYS)
-@pytest.mark.parametrize("mesh", ["dp=2", "dp=2,tp=2", "dp=2,tp=4"])
+@pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", [
     name if name == "chain" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS
 ])  # fmt: skip

@@ -10,6 +10,7 @@ number of layers.
 
 from __future__ import annotations
 
+import itertools
 import operator
 import re
 from collections.abc import Callable, Hashable, Iterable
@@ -41,6 +42,9 @@ class Group:
     options: list[dict[fx.Node, Strategy]] = field(default_factory=list)
 
 
+# A kernel may do several things that have little to do with each other (the sums of a batch norm's
+# backward): how each could be done multiplies. Beyond this it is decided part by part.
+_MOST_OPTIONS, _MOST_WAYS = 32, 20_000
 # Tags of what is done to a gradient on its way into the update.
 _OF_GRADIENTS = ("reduced_before", "accumulates", "accumulated_next")
 
@@ -117,22 +121,63 @@ def find_groups(program: Program, strategies: dict[fx.Node, list[Strategy]]) -> 
     order = {node: i for i, node in enumerate(strategies)}
     for group in set(group_of.values()):
         group.nodes.sort(key=order.__getitem__)
-    groups = list(dict.fromkeys(group_of[node] for node in strategies))
-    known: dict[Any, list[list[Strategy]]] = {}
-    for group in groups:
-        inside = set(group.nodes)
-        group.ports = [
-            (node, position)
-            for node in group.nodes
-            for position, argument in enumerate(tensor_arguments(node))
-            if argument not in inside
-        ]
-        visible = [n for n in group.nodes if n in results or not inside.issuperset(n.users)]
-        key = (_signature(group), tuple(group.nodes.index(n) for n in visible))
-        if key not in known:
-            known[key] = _best_of(group, visible, _options(group, strategies))
-        group.options = [dict(zip(group.nodes, option, strict=True)) for option in known[key]]
-    return groups
+    known: dict[Any, list[list[Strategy]] | None] = {}
+    return [
+        settled
+        for group in dict.fromkeys(group_of[node] for node in strategies)
+        for settled in _settled(group, strategies, results, known)
+    ]
+
+
+def _settled(
+    group: Group, strategies: dict[fx.Node, list[Strategy]], results: set[fx.Node], known: dict
+) -> list[Group]:
+    """A group with its ports and options; the parts of one that has too many of them."""
+    inside = set(group.nodes)
+    visible = [n for n in group.nodes if n in results or not inside.issuperset(n.users)]
+    group.ports = [
+        (node, position)
+        for node in group.nodes
+        for position, argument in enumerate(tensor_arguments(node))
+        if argument not in inside
+    ]
+    parts = next((found for keep in _BONDS if len(found := _parts(group, keep)) > 1), None)
+    key = (_signature(group), tuple(group.nodes.index(n) for n in visible))
+    if key not in known:
+        ways = _options(group, strategies)
+        some = list(ways if parts is None else itertools.islice(ways, _MOST_WAYS + 1))
+        best = _best_of(group, visible, some)
+        many = parts is not None and (len(some) > _MOST_WAYS or len(best) > _MOST_OPTIONS)
+        known[key] = None if many else best
+    options = known[key]
+    if options is None:
+        assert parts is not None
+        return [one for part in parts for one in _settled(part, strategies, results, known)]
+    group.options = [dict(zip(group.nodes, option, strict=True)) for option in options]
+    return [group]
+
+
+# What still holds a group together when it is taken apart, more and more.
+_BONDS: tuple[Callable[[fx.Node], bool], ...] = (
+    lambda reader: True,
+    lambda reader: reader.target is operator.getitem or reader.target in VIEWS,
+    lambda reader: reader.target is operator.getitem,
+)
+
+
+def _parts(group: Group, keep: Callable[[fx.Node], bool]) -> list[Group]:
+    """A group's operations, together where one reads another and ``keep`` says so; in graph order."""
+    part_of: dict[fx.Node, Group] = {}
+    for node in group.nodes:
+        part_of[node] = Group([node])
+        for argument in node.all_input_nodes:
+            if argument in part_of and keep(node) and part_of[argument] is not part_of[node]:
+                _merge(part_of, part_of[argument], part_of[node])
+    parts = list(dict.fromkeys(part_of.values()))
+    order = {node: i for i, node in enumerate(group.nodes)}
+    for part in parts:
+        part.nodes.sort(key=order.__getitem__)
+    return parts
 
 
 def _spans(nodes: Iterable[fx.Node]) -> dict[Any, int]:

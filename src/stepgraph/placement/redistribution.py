@@ -360,8 +360,11 @@ def _result(target: Any, part: _Part, args: tuple) -> _Part:
         shape[dim] = end - start
         return _Part(tuple(shape), part.strides, part.itemsize)
     if target is aten.view.default and not part.is_contiguous():  # one dimension in two
-        dim = next(i for i, size in enumerate(args[0]) if i == len(shape) or size != shape[i])
-        strides.insert(dim, strides[dim] * args[0][dim + 1])
+        new = list(args[0])
+        dim = next(
+            i for i in range(len(shape)) if [*new[:i], new[i] * new[i + 1], *new[i + 2 :]] == shape
+        )
+        strides.insert(dim, strides[dim] * new[dim + 1])
         return _Part(tuple(args[0]), tuple(strides), part.itemsize)
     if target is torch_internals.ALL_GATHER:
         shape[0] *= args[0]

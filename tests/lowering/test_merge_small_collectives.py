@@ -103,3 +103,25 @@ def test_a_wait_stands_right_before_the_first_reader():
         if node.target is torch_internals.WAIT and after.graph.output_node() not in node.users:
             between = nodes[nodes.index(node) + 1 : min(nodes.index(user) for user in node.users)]
             assert all(other.target in moved for other in between)
+
+
+class Viewed(nn.Module):
+    """Parameters of as many rows as there are ranks, read through views."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(2, 4, 3))
+        self.b = nn.Parameter(torch.randn(2, 2, 3))
+
+    def forward(self, x):
+        return (x @ self.a.view(8, 3).t()).square().sum() + (x @ self.b.view(4, 3).t()).sum()
+
+
+def test_what_a_flat_gather_brings_lies_in_memory_as_a_gather_does():
+    torch.manual_seed(0)
+    model, batch = Viewed(), torch.randn(4, 3)
+    before = bound(compiled(model, batch, adamw(model), ranks=2, plan="zero3").programs["step"])
+    after = merged(before)
+    assert calls(after[0]) < calls(before[0])
+    inputs = values(model, batch, adamw(model))
+    assert_bitwise(inputs.execute(before), inputs.execute(after))

@@ -18,6 +18,7 @@ from torch import fx
 
 from stepgraph import torch_internals
 from stepgraph.program.build import Builder
+from stepgraph.program.collectives import contiguous
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
 
@@ -153,7 +154,8 @@ def _cut(emit: Builder, flat: fx.Node, shapes: list[list[int]], dim: int) -> lis
     for shape in shapes:
         length = torch.Size(shape).numel() // across
         piece = emit(aten.slice.Tensor, flat, dim, start, start + length)
-        parts.append(emit(aten.reshape.default, piece, shape))
+        # As a collective gives it: a reader may view it.
+        parts.append(contiguous(emit, emit(aten.reshape.default, piece, shape)))
         start += length
     return parts
 

@@ -149,14 +149,15 @@ def _swapped_with_first(emit, node: fx.Node, dim: int) -> fx.Node:
     return emit(aten.clone.default, moved, memory_format=torch.contiguous_format)
 
 
-def _contiguous(emit, node: fx.Node) -> fx.Node:
+def contiguous(emit, node: fx.Node) -> fx.Node:
+    """The node, copied where it does not lie in memory as it is indexed."""
     if node.meta["val"].is_contiguous():
         return node
     return emit(aten.clone.default, node, memory_format=torch.contiguous_format)
 
 
 def _all_gather(emit, node: fx.Node, dim: int, mesh_dim: str, ranks: int, size: int) -> fx.Node:
-    front = _contiguous(emit, _swapped_with_first(emit, node, dim))
+    front = contiguous(emit, _swapped_with_first(emit, node, dim))
     gathered = emit(torch_internals.ALL_GATHER, front, ranks, mesh_dim)
     whole = emit(torch_internals.WAIT, gathered)
     if whole.meta["val"].shape[0] != size:
@@ -171,7 +172,7 @@ def _reduce_scatter(emit, node: fx.Node, op: str, dim: int, mesh_dim: str, ranks
     if missing:
         pads = [0, 0] * (front.meta["val"].dim() - 1) + [0, missing]
         front = emit(aten.constant_pad_nd.default, front, pads, 0.0)
-    front = _contiguous(emit, front)
+    front = contiguous(emit, front)
     kind = "sum" if op == "avg" else op
     scattered = emit(torch_internals.REDUCE_SCATTER, front, kind, ranks, mesh_dim)
     return _swapped_with_first(emit, emit(torch_internals.WAIT, scattered), dim)
@@ -194,11 +195,11 @@ def _all_to_all(
     whole = emit(aten.view.default, arrived, shape)
     if shape[source] != size:
         whole = emit(aten.slice.Tensor, whole, source, 0, size)
-    return _contiguous(emit, whole)
+    return contiguous(emit, whole)
 
 
 def _moved(emit, node: fx.Node, dim: int, to: int) -> fx.Node:
     """Dimension ``dim`` at position ``to``, in memory as well."""
     order = list(range(node.meta["val"].dim()))
     order.insert(to, order.pop(dim))
-    return _contiguous(emit, node if dim == to else emit(aten.permute.default, node, order))
+    return contiguous(emit, node if dim == to else emit(aten.permute.default, node, order))

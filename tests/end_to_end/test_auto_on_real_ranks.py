@@ -21,7 +21,7 @@ TOLERANCE = 256 * torch.finfo(torch.float32).eps
 
 
 def trained(mesh: str) -> dict[str, tuple]:
-    """One rank: losses, whole parameters and their placements of each model."""
+    """One rank: losses, whole parameters and gaps of each model."""
     shape, rank, found = parse_mesh(mesh), int(os.environ["RANK"]), {}
     for name in NAMES:
         model, batch = MODELS[name]()

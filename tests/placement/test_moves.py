@@ -8,15 +8,11 @@ import torch
 from torch.distributed.tensor import Shard
 
 from stepgraph.cost.simulate import simulate
-from stepgraph.placement.apply import place_values
 from stepgraph.placement.redistribution import Moves, _Part, _result
-from stepgraph.planning.decisions import OperationPlacement, PlacementDecision
-from stepgraph.program import roles
 from stepgraph.program.layout import show
 from stepgraph.runtime.ranks import parse_mesh
 from tests.placement.planned import TOYS
-from tests.placement.test_redistribution import FROM, INTO
-from tests.placement.test_rules import one_operation
+from tests.placement.test_redistribution import FROM, INTO, one_move
 
 PAIRS = list(itertools.product(FROM, INTO))[::23]
 
@@ -51,20 +47,11 @@ def test_a_view_of_a_strided_value_has_torchs_strides(dim, order):
 def check(mesh, value, have, want):
     """Holds what a move is said to take against what its operations take."""
     mesh, device = parse_mesh(mesh), TOYS["balanced"]
-    said = (
-        Moves(mesh, device)
-        .cost(tuple(value.shape), torch.float32, have, want, value.stride())
-        .seconds
-    )
+    said = Moves(mesh, device).cost(tuple(value.shape), torch.float32, have, want).seconds
     if math.isinf(said):
         return
-    program, node, _ = one_operation(torch.ops.aten.clone.default, (value,), {})
-    decision = PlacementDecision("test")
-    decision.inputs = {roles.label(program.inputs[0]): have}
-    decision.operations[node.meta["name"]] = OperationPlacement((want,), (want,))
-    decision.outputs = {roles.label(program.outputs[0]): want}
-    placed = place_values(program, decision, mesh)
-    (own,) = (n for n in placed.operations() if n.meta["name"] == node.meta["name"])
+    placed, name = one_move(value, have, want, mesh)
+    (own,) = (n for n in placed.operations() if n.meta["name"] == name)
     line = simulate(placed, device)
     rest = sum(event.seconds for event in line.events if event.node is not own)
     assert rest == pytest.approx(said, abs=1e-15), show(want)

@@ -41,17 +41,22 @@ def test_inner_shards_survive_text_and_copies():
     assert InnerShard(0, 6) != Shard(0) and Shard(0) != InnerShard(0, 6)
 
 
+def one_move(value, have, want, mesh):
+    """A placed program that changes a value's placements for one copy, and the copy's stable name."""
+    program, node, _ = one_operation(torch.ops.aten.clone.default, (value,), {})
+    decision = PlacementDecision("test")
+    decision.inputs = {roles.label(program.inputs[0]): have}
+    decision.operations[node.meta["name"]] = OperationPlacement((want,), (want,))
+    decision.outputs = {roles.label(program.outputs[0]): want}
+    return place_values(program, decision, mesh), node.meta["name"]
+
+
 @pytest.mark.parametrize("have", FROM, ids=show)
 def test_every_redistribution_keeps_the_value(have):
     mesh = parse_mesh("a=2,b=2")
     value = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
     for want in INTO:
-        program, node, _ = one_operation(torch.ops.aten.clone.default, (value,), {})
-        decision = PlacementDecision("test")
-        decision.inputs = {roles.label(program.inputs[0]): have}
-        decision.operations[node.meta["name"]] = OperationPlacement((want,), (want,))
-        decision.outputs = {roles.label(program.outputs[0]): want}
-        placed = place_values(program, decision, mesh)
+        placed, _ = one_move(value, have, want, mesh)
         check_invariants(placed)
         results = run_lockstep(placed, [[part] for part in split(value, have, mesh)])
         whole = join([result[0] for result in results], value.shape, want, mesh)

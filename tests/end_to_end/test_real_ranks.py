@@ -3,10 +3,12 @@
 import json
 import os
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 import stepgraph
 from stepgraph.errors import LaunchError
@@ -58,13 +60,21 @@ def train_one_after_the_other(cells, *options):
     return [train(*cell, *options) for cell in cells]
 
 
+def train_and_count(cells, *options):
+    """:func:`train_one_after_the_other`, and what came of inductor's cache."""
+    return train_one_after_the_other(cells, *options), dict(counters["inductor"])
+
+
 def check_cells(cells, ranks, lowering, layers=2):
     """In one launch: what takes time is starting ranks and compiling for the first time."""
-    results = launch(train_one_after_the_other, cells, lowering, layers, ranks=ranks)
+    results, counts = zip(
+        *launch(train_and_count, cells, lowering, layers, ranks=ranks), strict=True
+    )
     for cell, found in zip(cells, zip(*results, strict=True), strict=True):
         for losses, parameters, evaluated in found:
             compare(losses, parameters, layers=layers)
             assert evaluated == found[0][2], cell
+    return [Counter(count) for count in counts]
 
 
 def test_two_ranks_under_the_eager_lowering():
@@ -82,7 +92,10 @@ IN_CI = [
 
 
 def test_two_ranks_under_inductor():
-    check_cells(IN_CI, 2, "inductor", layers=1)
+    counts = check_cells(IN_CI, 2, "inductor", layers=1)
+    assert not any(count["fxgraph_cache_bypass"] for count in counts)
+    # One rank compiles what is the same on both: ddp's step, zero3's step and evaluation.
+    assert sum(count["fxgraph_cache_hit"] for count in counts) >= 3
 
 
 # Every pair of settings of (preset, memory, micro-batches, ranks) occurs.

@@ -13,6 +13,7 @@ import torch
 
 from stepgraph import torch_internals
 from stepgraph.errors import UsageError, near_misses
+from stepgraph.lowering.once import compiled_once
 from stepgraph.program.program import Program, runnable
 from stepgraph.program.randomness import RANDOM, fused_random
 from stepgraph.torch_internals.inductor import compile_with_inductor
@@ -44,9 +45,10 @@ INDUCTOR_SETTINGS: dict[str, Any] = {
 def _lower_inductor(program: Program, collectives_overlap: bool) -> Executable:
     program.module.recompile()
     examples = [node.meta["val"] for node in program.placeholders]
-    run = compile_with_inductor(
-        program.module, examples, INDUCTOR_SETTINGS, collectives_overlap, {RANDOM: fused_random}
-    )
+    with compiled_once(program.module.code):
+        run = compile_with_inductor(
+            program.module, examples, INDUCTOR_SETTINGS, collectives_overlap, {RANDOM: fused_random}
+        )
 
     def execute(inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
         return run(list(inputs))

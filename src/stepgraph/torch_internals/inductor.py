@@ -41,6 +41,24 @@ def _one_collective_at_a_time(nodes: list) -> list:
     return scheduler.nodes
 
 
+def _in_order() -> Any:
+    """:func:`_one_collective_at_a_time`, so that inductor can cache what it compiles with it."""
+    from torch._inductor import custom_graph_pass
+
+    if not hasattr(custom_graph_pass, "CustomSchedulerPass"):  # a torch that caches nothing then
+        return _one_collective_at_a_time
+    name = custom_graph_pass.get_hash_for_files((__file__,))
+
+    class InOrder(custom_graph_pass.CustomSchedulerPass):
+        def __call__(self, nodes: list) -> list:
+            return _one_collective_at_a_time(nodes)
+
+        def uuid(self) -> Any:
+            return name
+
+    return InOrder()
+
+
 def _compute_numbers_once(graph: fx.GraphModule) -> None:
     """Keeps 0-dim arithmetic out of the loops over tensors that read its result.
 
@@ -75,14 +93,21 @@ def _keep_strides(module: fx.GraphModule, graph: fx.GraphModule) -> None:
 
 
 @contextlib.contextmanager
-def _taking_real_tensors(mode: Any) -> Iterator[None]:
-    """Constants of a graph that dynamo captured are real, and its mode would not mix them with fakes."""
-    before = mode.allow_non_fake_inputs
+def _for_inductor(mode: Any) -> Iterator[None]:
+    """A fake mode as inductor wants it.
+
+    Constants of a graph that dynamo captured are real, and the mode would not mix them with fakes. Without
+    an environment of shapes (it stays empty) nothing is cached.
+    """
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    before = mode.allow_non_fake_inputs, mode.shape_env
     mode.allow_non_fake_inputs = True
+    mode.shape_env = mode.shape_env or ShapeEnv()
     try:
         yield
     finally:
-        mode.allow_non_fake_inputs = before
+        mode.allow_non_fake_inputs, mode.shape_env = before
 
 
 def compile_with_inductor(
@@ -115,7 +140,7 @@ def compile_with_inductor(
     from torch.fx.experimental.proxy_tensor import make_fx
 
     if not collectives_overlap:
-        settings = {**settings, "_pre_fusion_custom_pass": _one_collective_at_a_time}
+        settings = {**settings, "_pre_fusion_custom_pass": _in_order()}
     mode = fake_mode_of(examples) or new_fake_mode()
     with mode:  # a tensor that is given twice would be traced as one input
         examples = [
@@ -123,7 +148,7 @@ def compile_with_inductor(
             for e in examples
         ]
     with (
-        _taking_real_tensors(mode),
+        _for_inductor(mode),
         torch.no_grad(),
         V.set_fake_mode(mode),
         tracing(TracingContext(mode)),
@@ -157,6 +182,11 @@ def cache_directory() -> str:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return cache_dir()
+
+
+def caches() -> bool:
+    """Whether inductor keeps what it compiles, for other processes too."""
+    return bool(_inductor_config.fx_graph_cache) and not _inductor_config.force_disable_caches
 
 
 def cuda_driver_version() -> str:

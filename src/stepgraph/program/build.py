@@ -1,4 +1,4 @@
-"""Adding operations to a graph, with shapes computed on fake tensors once per distinct call."""
+"""Adding operations to a graph, with shapes computed on fake tensors once per distinct call and mode."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ aten = torch.ops.aten
 
 
 class ShapeRunner:
-    """Computes the ``val`` of operations on fake tensors; repeated layers cost one run."""
+    """Computes the ``val`` of operations on fake tensors; repeated layers, and passes, cost one run."""
 
     def __init__(self, graph: fx.Graph) -> None:
         values = (node.meta.get("val") for node in graph.nodes)  # the first few say it
         self.mode = torch_internals.fake_mode_of(values) or torch_internals.new_fake_mode()
-        self._known: dict[Any, Any] = {}
+        self._known = torch_internals.known_shapes(self.mode)
 
     def run(self, target: Any, args: Any, kwargs: Any) -> Any:
         """The result of ``target`` on the ``val`` of the nodes among its arguments."""

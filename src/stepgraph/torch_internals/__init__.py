@@ -72,6 +72,11 @@ def fake_mode_of(values: Iterable[object]) -> FakeTensorMode | None:
     return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
 
 
+def known_shapes(mode: FakeTensorMode) -> dict[Any, Any]:
+    """A place for what was computed under a fake mode, which lives as long: values hold their mode."""
+    return mode.__dict__.setdefault("_stepgraph_known", {})
+
+
 # ------------------------------------------------------------------------------------- capture
 
 

@@ -165,28 +165,25 @@ def test_auto_is_what_real_ranks_run(tmp_path):
             assert losses == pytest.approx(expected, rel=TOLERANCE)
 
 
-def exchange(path):
-    """(losses, kinds of collectives) under each lowering."""
-    found = []
-    for lowering in ("eager", "inductor"):
-        model = Blocks()
-        engine = stepgraph.Engine(
-            model, optimizer=adamw(model), mesh="dp=2", plan=path, lowering=lowering
-        )
-        losses = [engine.step(part(step, engine.plan.mesh)).item() for step in range(STEPS)]
-        step = engine.programs["step"]
-        found.append((losses, [KINDS[n.target] for n in step.operations() if is_collective(n)]))
-    return found
+def exchange(path, lowering):
+    """(losses, kinds of collectives)."""
+    model = Blocks()
+    engine = stepgraph.Engine(
+        model, optimizer=adamw(model), mesh="dp=2", plan=path, lowering=lowering
+    )
+    losses = [engine.step(part(step, engine.plan.mesh)).item() for step in range(STEPS)]
+    step = engine.programs["step"]
+    return losses, [KINDS[n.target] for n in step.operations() if is_collective(n)]
 
 
-def test_ranks_that_cut_another_dimension_exchange_parts(tmp_path):
+@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_ranks_that_cut_another_dimension_exchange_parts(tmp_path, lowering):
     asked = {"ups.0/output": "S(0)", "relu": "S(1)"}
     path = make_plan(tmp_path / "p.json", "dp=2", "auto", constraints=asked)
     expected = whole_losses()
-    for results in launch(exchange, path, ranks=2):
-        for losses, kinds in results:
-            assert losses == pytest.approx(expected, rel=TOLERANCE)
-            assert "all_to_all" in kinds
+    for losses, kinds in launch(exchange, path, lowering, ranks=2):
+        assert losses == pytest.approx(expected, rel=TOLERANCE)
+        assert "all_to_all" in kinds
 
 
 def test_a_plan_brings_the_type_it_computes_in(tmp_path):

@@ -16,6 +16,7 @@ from torch import fx
 
 from stepgraph import torch_internals
 from stepgraph.capture.module import annotate, value_of
+from stepgraph.capture.phases import settle_phases
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
 from stepgraph.program.markers import UNSHARD
@@ -113,6 +114,7 @@ class GraphProgram:
         described = {node: dict(node.meta) for node in [*placeholders, self._output]}
         for node in joint.graph.nodes:
             annotate(node, _ROOT)
+        settle_phases(program)
         for node, meta in described.items():
             node.meta = meta
         for node, role in zip(placeholders, inputs, strict=True):

@@ -18,11 +18,12 @@ from torch import fx, nn
 
 from stepgraph import torch_internals
 from stepgraph.capture.decompositions import decomposition_table
+from stepgraph.capture.phases import settle_phases, tagged_phase
 from stepgraph.capture.refusals import check_hooks, check_parameter_hooks, graph_break_error
 from stepgraph.errors import CaptureError, LossError
 from stepgraph.program import roles
 from stepgraph.program.names import name_operations
-from stepgraph.program.program import BACKWARD, FORWARD, Program, Value
+from stepgraph.program.program import Program, Value
 from stepgraph.torch_internals import pytree
 
 LossFunction = Callable[[nn.Module, Any], Any]
@@ -288,6 +289,7 @@ def _describe(
     program = Program("joint", joint, inputs, outputs, input_values, output_values)
     for node in joint.graph.nodes:
         annotate(node, _STEP_PATH)
+    settle_phases(program)
     _drop_unused_inputs(program)
     program.finish()
     name_operations(program.graph)
@@ -362,7 +364,7 @@ def annotate(node: fx.Node, root: re.Pattern) -> None:
     if "name" in meta:
         kept["name"] = meta["name"]
     if node.op in ("call_function", "get_attr"):
-        kept["phase"] = BACKWARD if meta.get("partitioner_tag") == "is_backward" else FORWARD
+        kept["phase"] = tagged_phase(node)
         kept["module"] = root.sub("", path) if root.match(path) else ""
         if meta.get("stack_trace"):
             kept["source"] = _source_line(meta["stack_trace"])

@@ -85,7 +85,7 @@ def simulate(
             kind, size, mesh_dim = collective_of(node)
             wires = wiring[mesh_dim].crosses
             start = max(compute, communication[wires])
-            took = collective_seconds(kind, size, wiring[mesh_dim])
+            took = float(collective_seconds(kind, size, wiring[mesh_dim]))
             communication[wires] = done[node] = start + took
             line.communication_seconds += took
             line.events.append(Event(node, COMMUNICATION, start, took))

@@ -28,7 +28,7 @@ def generated_code(preset: str, apart: bool, llama: bool = False) -> str:
     """Trains a step on this rank and returns the code that inductor generated for it."""
     rank = int(os.environ.get("RANK", "0"))
     if llama:
-        model, batch = tiny_llama(layers=1), token_batch(seed=rank)
+        model, batch = tiny_llama(), token_batch(seed=rank)
     else:
         model, batch = Regression(width=WIDTH), pairs(seed=rank)
         model.second = torch.nn.Linear(WIDTH, 2)  # every parameter divides over two ranks
@@ -97,7 +97,7 @@ def test_merged_collectives_copy_each_gradient_once(codes):
 def check_order(code: str) -> None:
     body = code.split("def call(self, args):")[-1]
     calls = re.findall(r"torch\.ops\._c10d_functional\.(wait)?\w*\.default\(", body)
-    assert len(calls) > 30
+    assert len(calls) > 40
     assert calls == ["", "wait"] * (len(calls) // 2)
 
 

@@ -56,13 +56,9 @@ def train(preset, memory, micro_batches, lowering, layers):
     return losses, parameters, evaluated
 
 
-def train_one_after_the_other(cells, *options):
-    return [train(*cell, *options) for cell in cells]
-
-
 def train_and_count(cells, *options):
-    """:func:`train_one_after_the_other`, and what came of inductor's cache."""
-    return train_one_after_the_other(cells, *options), dict(counters["inductor"])
+    """One rank: every cell in turn, and what came of inductor's cache."""
+    return [train(*cell, *options) for cell in cells], Counter(counters["inductor"])
 
 
 def check_cells(cells, ranks, lowering, layers=2):
@@ -74,11 +70,17 @@ def check_cells(cells, ranks, lowering, layers=2):
         for losses, parameters, evaluated in found:
             compare(losses, parameters, layers=layers)
             assert evaluated == found[0][2], cell
-    return [Counter(count) for count in counts]
+    return counts
 
 
-def test_two_ranks_under_the_eager_lowering():
-    check_cells([("zero1", "full", 1), ("zero2", "checkpoint", 4)], 2, "eager", layers=1)
+EAGER = [("ddp", "none", 4), ("zero1", "full", 1), ("zero2", "checkpoint", 4), ("zero3", "full", 4)]
+
+
+@pytest.mark.parametrize(
+    ("cells", "layers"), [(EAGER[1:3], 1), pytest.param(EAGER, 2, marks=pytest.mark.slow)]
+)
+def test_two_ranks_under_the_eager_lowering(cells, layers):
+    check_cells(cells, 2, "eager", layers)
 
 
 # Every single setting occurs; of one layer, for compiling takes long.

@@ -1,6 +1,7 @@
 """Settings that every test shares."""
 
 import gc
+import multiprocessing
 import os
 
 # Before torch and transformers are imported; rank processes that a test starts inherit them.
@@ -12,6 +13,18 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+
+# Ranks that tests launch are forked from one server that has imported what they need: the import
+# takes seconds, and there are some sixty launches.
+multiprocessing.set_start_method("forkserver")
+multiprocessing.set_forkserver_preload(
+    [
+        "stepgraph",
+        "torch._inductor.compile_fx",
+        "transformers.models.llama.modeling_llama",
+        "tests.support",
+    ]
+)
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=20)
 settings.register_profile("nightly", deadline=None, max_examples=300, print_blob=True)

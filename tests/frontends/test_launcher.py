@@ -1,3 +1,4 @@
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -35,9 +36,24 @@ def fail_on_the_last_rank(kind):
 
 
 def running_children():
-    """All but multiprocessing's own tracker, which lives as long as this process."""
+    """All but multiprocessing's own two, which live as long as this process."""
+    # Ranks that a server forks have its name.
     children = psutil.Process().children(recursive=True)
-    return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+    servers = [c for c in children if c.ppid() == os.getpid() and "forkserver" in command_of(c)]
+    return [c for c in children if c not in servers and "resource_tracker" not in command_of(c)]
+
+
+def command_of(process):
+    return " ".join(process.cmdline())
+
+
+@pytest.fixture(params=["spawn", "forkserver"])
+def start_method(request):
+    """Each of the two ways that ranks begin; every test's own is set again."""
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method(request.param, force=True)
+    yield request.param
+    multiprocessing.set_start_method(before, force=True)
 
 
 def failure_of(kind):
@@ -49,7 +65,7 @@ def failure_of(kind):
     return caught.value
 
 
-def test_ranks_share_a_group_and_the_cores():
+def test_ranks_share_a_group_and_the_cores(start_method):
     environment, handler = dict(os.environ), signal.getsignal(signal.SIGINT)
     threads = os.environ["OMP_NUM_THREADS"]
     results = launch(add_up_ranks, 10, ranks=2)
@@ -57,6 +73,17 @@ def test_ranks_share_a_group_and_the_cores():
     assert not running_children()
     assert dict(os.environ) == environment
     assert signal.getsignal(signal.SIGINT) == handler
+
+
+def read_setting():
+    return os.environ["STEPGRAPH_TRIED"], os.environ["WORLD_SIZE"]
+
+
+def test_ranks_get_the_environment_of_now_and_their_own_world(start_method, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "7")
+    for value in ("one", "two"):
+        monkeypatch.setenv("STEPGRAPH_TRIED", value)
+        assert launch(read_setting, ranks=2) == [(value, "2")] * 2
 
 
 def test_one_rank_runs_in_this_process():
@@ -86,7 +113,7 @@ def test_an_error_of_our_own_keeps_its_parts():
     assert isinstance(error.__cause__, BatchError)
 
 
-def test_a_killed_rank_is_named_not_the_one_that_lost_its_connection():
+def test_a_killed_rank_is_named_not_the_one_that_lost_its_connection(start_method):
     error = failure_of("kill")
     assert error.what == "rank 1 was killed by signal 9 (SIGKILL)"
     assert "out of memory" in str(error)

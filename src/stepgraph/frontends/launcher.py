@@ -41,6 +41,8 @@ LINGER_SECONDS = 3 * MONITOR_SECONDS
 SHUTDOWN_SECONDS = 3
 # What SIGINT and SIGTERM do: the words are the launcher's, of the signals that it ends ranks by.
 END_RANKS, PASS_ON = "SIGTERM,SIGINT,SIGHUP,SIGQUIT", "SIGHUP,SIGQUIT"
+# What torch's launcher tells each rank, which no other environment may overwrite.
+_TOLD_TO_RANKS = ("RANK", "WORLD_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 _NOISY_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
 
 
@@ -48,6 +50,9 @@ def launch(
     function: Callable[..., Any], *args: Any, ranks: int = 1, signals: str = END_RANKS
 ) -> list[Any]:
     """Runs ``function(*args)`` on every rank.
+
+    A rank is a new Python that imports everything, some seconds; where many runs are launched,
+    ``multiprocessing.set_start_method("forkserver")`` has ranks forked from a server that did.
 
     Args:
         function: importable by name, as its arguments and result must be picklable.
@@ -80,7 +85,7 @@ def launch(
             local_addr=LOCALHOST,
             max_restarts=0,
             monitor_interval=MONITOR_SECONDS,
-            start_method="spawn",
+            start_method=_start_method(),
             shutdown_timeout=SHUTDOWN_SECONDS,
             logs_specs=DefaultLogsSpecs(log_dir=directory),
             signals_to_handle=signals,
@@ -92,7 +97,13 @@ def launch(
             _quiet_loggers(),
         ):
             try:
-                results = elastic_launch(config, _run_rank)(directory, function, args)
+                run = elastic_launch(config, _run_rank)
+                environment = {
+                    name: value
+                    for name, value in os.environ.items()
+                    if not name.startswith(_TOLD_TO_RANKS)
+                }
+                results = run(directory, environment, function, args)
             except ChildFailedError as error:
                 codes = {failure.exitcode for failure in error.failures.values()}
                 if stopped := [number for number in passed_on if -number in codes]:
@@ -172,7 +183,10 @@ class _Failure:
     error: StepgraphError | None
 
 
-def _run_rank(directory: str, function: Callable[..., Any], args: tuple) -> Any:
+def _run_rank(
+    directory: str, environment: dict[str, str], function: Callable[..., Any], args: tuple
+) -> Any:
+    os.environ.update(environment)
     # A Python handler would wait for a collective to return, which may never happen.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -227,6 +241,12 @@ def _failure_file(directory: Path, rank: int) -> Path:
 
 
 # -- in the parent
+
+
+def _start_method() -> str:
+    """Ranks start anew, unless this program asked multiprocessing for a server to fork them from."""
+    chosen = multiprocessing.get_start_method(allow_none=True)
+    return "forkserver" if chosen == "forkserver" else "spawn"
 
 
 def _launch_error(directory: Path, rank: int, seen: ProcessFailure) -> LaunchError:

@@ -65,14 +65,33 @@ class Blocks(nn.Module):
         return x.square().mean()
 
 
-def ours(whole, **shape):
+class Transformer(nn.Module):
+    """Encoder layers, large graphs of large operations, with a graph break in the middle."""
+
+    def __init__(self, layers, width):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+            for _ in range(layers)
+        )
+
+    def forward(self, x):
+        """The sum of squares, to be minimised."""
+        for index, layer in enumerate(self.layers, 1):
+            x = layer(x)
+            if 2 * index == len(self.layers):
+                torch._dynamo.graph_break()
+        return x.square().mean()
+
+
+def ours(whole, model_class=Blocks, **shape):
     """stepgraph's engine, graph by graph."""
 
     def build():
         import stepgraph
 
         torch.manual_seed(0)
-        model = Blocks(**shape)
+        model = model_class(**shape)
         engine = stepgraph.Engine(
             model,
             loss=lambda model, batch: model(batch),
@@ -122,18 +141,32 @@ def fsdp2(**shape):
 
 HOOKED = {"layers": 16, "breaks": 16}
 PLAIN = {"layers": 16, "breaks": 1, "width": 256, "hooks": False}
+LARGE = {"model_class": Transformer, "layers": 4, "width": 256}
 GAIN = {
     "blocks": (ours(False, **HOOKED), None),
     "blocks, compiled autograd": (ours(True, **HOOKED), "blocks"),
     "blocks again": (ours(False, **HOOKED), "blocks"),
     "plain": (ours(False, **PLAIN), None),
     "plain, compiled autograd": (ours(True, **PLAIN), "plain"),
+    "transformer": (ours(False, **LARGE), None),
+    "transformer, compiled autograd": (ours(True, **LARGE), "transformer"),
 }
 BREAKS = {}
 for count in (0, 1, 2, 8):
     kind = {"layers": 8, "breaks": count, "width": 128, "hooks": False}
     BREAKS[f"fsdp2, {count} breaks"] = (fsdp2(**kind), None)
     BREAKS[f"stepgraph, {count} breaks"] = (ours(False, **kind), f"fsdp2, {count} breaks")
+
+
+# What a rank's batch looks like.
+BATCHES = {
+    ("gain", "blocks"): (ROWS, WIDTH),
+    ("gain", "blocks again"): (ROWS, WIDTH),
+    ("gain", "plain"): (ROWS, PLAIN["width"]),
+    ("gain", "transformer"): (8, 64, LARGE["width"]),
+    ("breaks", "fsdp2"): (ROWS, 128),
+    ("breaks", "stepgraph"): (ROWS, 128),
+}
 
 
 def run_rank(which, rounds, steps):
@@ -146,9 +179,8 @@ def run_rank(which, rounds, steps):
     contestants = {"gain": GAIN, "breaks": BREAKS}[which]
     built, losses = {}, {}
     for name, (builder, _) in contestants.items():
-        width = PLAIN["width"] if "plain" in name else 128 if which == "breaks" else WIDTH
         generator = torch.Generator().manual_seed(1 + rank)
-        batch = torch.randn(ROWS, width, generator=generator)
+        batch = torch.randn(BATCHES[which, name.split(",")[0]], generator=generator)
         step = builder()
         for _ in range(3):
             losses[name] = float(step(batch))

@@ -96,14 +96,14 @@ def optimizer_of(cell: Cell, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def loss_of(cell: Cell):
+def loss_of(cell: Cell, ignored: int = 0):
     """A loss over tokens that are not ignored: ranks have different numbers of them."""
 
     def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=cell.precision == "autocast"):
             scores = model(batch[0])
         return nn.functional.cross_entropy(
-            scores.flatten(0, 1).float(), batch[1].flatten(), ignore_index=0
+            scores.flatten(0, 1).float(), batch[1].flatten(), ignore_index=ignored
         )
 
     return loss
@@ -125,9 +125,9 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def plain(cell: Cell) -> list[tuple[float, dict[str, torch.Tensor]]]:
+def plain(cell: Cell, ignored: int = 0) -> list[tuple[float, dict[str, torch.Tensor]]]:
     """Loss and gradients of the first steps, in one process, by plain torch."""
-    model, loss = make_model(cell), loss_of(cell)
+    model, loss = make_model(cell), loss_of(cell, ignored)
     optimizer, found = optimizer_of(cell, model), []
     for step in range(COMPARED):
         value = loss(model, batch_of(step))

@@ -1,7 +1,7 @@
 """The time of one Program: streams of compute and communication, walked in graph order.
 
-Communication inside nodes and between them goes over different wires, by different communicators: each is
-a stream of its own.
+Each mesh dimension has a communicator, a stream of its own; those that go over the same wires, inside nodes
+or between them, share these (:mod:`stepgraph.cost.wires`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from stepgraph import torch_internals
 from stepgraph.cost.collectives import collective_of, collective_seconds, links
 from stepgraph.cost.devices import Device
 from stepgraph.cost.traffic import is_view
+from stepgraph.cost.wires import Flight, Wires
 from stepgraph.cost.work import node_flops, operation_seconds, runs_no_kernel
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.program import PHASES, Program
@@ -56,9 +57,9 @@ def simulate(
 ) -> StepTimeline:
     """Walks a placed Program in graph order.
 
-    A collective starts when compute has reached it and its communication stream is free. Compute stops
-    at the first reader of its result until it is done: waits are delayed to their readers when the
-    Program is lowered. Where the device does not overlap, compute waits for a collective at once.
+    A collective is queued when compute has reached it. Compute stops at the first reader of its result
+    until it is done: waits are delayed to their readers when the Program is lowered. Where the device does
+    not overlap, compute waits for a collective at once.
 
     Args:
         program: placed; may be lowered already, with its mesh dimensions' names for groups.
@@ -69,29 +70,27 @@ def simulate(
     crowding = 1.0 if alone else device.crowding
     line = StepTimeline()
     compute = 0.0
-    communication = {True: 0.0, False: 0.0}  # between nodes, inside one
-    done: dict[fx.Node, float] = {}  # what is still in flight where a value is read
+    wires = Wires({mesh_dim: group.crosses for mesh_dim, group in wiring.items()})
+    pending: dict[fx.Node, list[Flight]] = {}  # what may be in flight where a value is read
     for node in program.operations():
         phase = node.meta["phase"]
         before = compute
         reads_now = not runs_no_kernel(node) or is_collective(node)
-        pending = max((done.get(source, 0.0) for source in node.all_input_nodes), default=0.0)
-        if reads_now and pending > compute:
-            line.exposed_seconds += pending - compute
-            compute = pending
-        elif pending and (node.target is torch_internals.WAIT or is_view(node)):
-            done[node] = pending
+        read = [flight for source in node.all_input_nodes for flight in pending.get(source, ())]
+        if read and reads_now:
+            compute = max(compute, *map(wires.end_of, read))
+        elif read and (node.target is torch_internals.WAIT or is_view(node)):
+            pending[node] = read
+        line.exposed_seconds += compute - before
         if is_collective(node):
             kind, size, mesh_dim = collective_of(node)
-            wires = wiring[mesh_dim].crosses
-            start = max(compute, communication[wires])
             took = float(collective_seconds(kind, size, wiring[mesh_dim]))
-            communication[wires] = done[node] = start + took
+            flight = wires.start(node, mesh_dim, took, compute)
+            pending[node] = [flight]
             line.communication_seconds += took
-            line.events.append(Event(node, COMMUNICATION, start, took))
             if not device.overlaps:
-                line.exposed_seconds += done[node] - compute
-                compute = done[node]
+                line.exposed_seconds += wires.end_of(flight) - compute
+                compute = flight.end
         else:
             took = operation_time(node, device) * crowding
             line.compute_seconds += took
@@ -100,12 +99,15 @@ def simulate(
                 line.events.append(Event(node, COMPUTE, compute, took))
             compute += took
         line.seconds_by_phase[phase] += compute - before
-    end = max(
-        [compute, *(done.get(node, 0.0) for node in program.results), *communication.values()]
-    )
+    end = max(compute, wires.end())
+    for flight in wires.flights:
+        line.events.append(
+            Event(flight.node, COMMUNICATION, flight.start, flight.end - flight.start)
+        )
+    line.events.sort(key=lambda event: event.start)
     if end > compute:  # the step is over when its last collective is
         line.exposed_seconds += end - compute
-        last = next((e.node.meta["phase"] for e in reversed(line.events)), PHASES[0])
+        last = max(wires.flights, key=lambda flight: flight.end).node.meta["phase"]
         line.seconds_by_phase[last] += end - compute
     line.seconds = end
     return line

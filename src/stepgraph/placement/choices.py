@@ -48,9 +48,13 @@ class Link:
     """One value: ``makes[o]`` is the placement in which the producer's option ``o`` makes it.
 
     ``once[p, q]`` is what changing ``p`` into ``q`` costs, ``again[p, q]`` what it costs besides in each
-    phase that wants it. ``later``: the change may run beside work that comes after it; the part of it that
-    begins after each of those moments. ``kept[p, q]``: bytes that what is not made again takes until the
-    backward; ``temporary[p, q]``: those that a change takes while it runs.
+    phase that wants it. ``kept[p, q]``: bytes that what is not made again takes until the backward;
+    ``temporary[p, q]``: those that a change takes while it runs.
+
+    ``later``, of a value of the backward, and with it the two below: the part of the changes that begins
+    after each of those moments.
+    ``runs[w, p, q]``: of the cost, what goes over wires ``w`` beside the work that comes after it;
+    ``stalls[w, p, q]``: what it goes over them for while that work waits, and other wires are free.
     """
 
     name: str
@@ -62,6 +66,17 @@ class Link:
     later: np.ndarray | None = None
     kept: np.ndarray | None = None
     temporary: np.ndarray | None = None
+    runs: np.ndarray | None = None
+    stalls: np.ndarray | None = None
+
+    def beside(self, made: int, wanted: Collection[int]) -> tuple[float, np.ndarray | float]:
+        """What runs beside other work, and how much longer that makes it on each wire: [wires, moments]."""
+        if self.later is None:
+            return 0.0, 0.0
+        assert self.runs is not None and self.stalls is not None
+        others = sorted({*wanted} - {made})
+        runs, stalls = (x[:, made, others].sum(axis=1) for x in (self.runs, self.stalls))
+        return float(runs.sum()), np.outer(runs - (stalls.sum() - stalls), self.later)
 
     def cost_of(self, made: int, forward: Collection[int], backward: Collection[int]) -> float:
         """Of changing into these placements."""
@@ -87,13 +102,12 @@ class Problem:
         """Of one option per block, in order of the blocks."""
         option = dict(zip(self.blocks, chosen, strict=True))
         total = sum(float(block.cost[o]) for block, o in option.items())
-        beside = np.zeros(1)
+        beside: np.ndarray | float = np.zeros(1)
         for link in self.links:
-            cost = link.cost_of(*used_of(link, option))
-            if link.later is None:
-                total += cost
-            else:
-                beside = beside + link.later * cost
+            made, forward, backward = used_of(link, option)
+            runs, longer = link.beside(made, forward | backward)
+            total += link.cost_of(made, forward, backward) - runs
+            beside = beside + longer
         for block, o in option.items():
             if block.later is not None:
                 beside = beside - block.later * float(block.cost[o])

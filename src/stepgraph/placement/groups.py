@@ -232,9 +232,12 @@ def _follows(strategies: dict[fx.Node, list[Strategy]], source: fx.Node, view: f
 def _options(group: Group, strategies: dict[fx.Node, list[Strategy]]) -> Iterable[list[Strategy]]:
     """All choices of one strategy per operation that agree inside the group.
 
-    Sums may be added up over ranks inside it: a norm, or a loss, whose rows are cut.
+    Sums may be added up over ranks inside it: a norm, or a loss, whose rows are cut; or several of them
+    together. Not before its last view: behind it they are added up as cheaply, and a gradient's with no one
+    waiting.
     """
     inside = {node: i for i, node in enumerate(group.nodes)}
+    hidden = {node for node in inside if inside.keys() >= node.users.keys()}
 
     def extend(chosen: list[Strategy]) -> Iterable[list[Strategy]]:
         if len(chosen) == len(group.nodes):
@@ -242,6 +245,7 @@ def _options(group: Group, strategies: dict[fx.Node, list[Strategy]]) -> Iterabl
             return
         node = group.nodes[len(chosen)]
         arguments = tensor_arguments(node)
+        leaves = node.target in VIEWS and inside.keys().isdisjoint(node.users)
         for strategy in strategies[node]:
             agrees = True
             for argument, placement in zip(arguments, strategy.inputs, strict=True):
@@ -250,7 +254,8 @@ def _options(group: Group, strategies: dict[fx.Node, list[Strategy]]) -> Iterabl
                     index = node.args[1] if node.target is operator.getitem else 0
                     agrees = agrees and (
                         outputs[index] == placement  # type: ignore[index]
-                        or _added_up(chosen[inside[argument]], placement)
+                        or (not leaves and _added_up(chosen[inside[argument]], placement))
+                        or (argument in hidden and _collected(chosen[inside[argument]], placement))
                     )
             if agrees:
                 yield from extend([*chosen, strategy])
@@ -262,6 +267,12 @@ def _added_up(strategy: Strategy, wanted: Placement) -> bool:
     """Whether what an operation begins to sum over ranks is wanted summed."""
     begins = not any(isinstance(p, Partial) for p in strategy.inputs)
     return begins and isinstance(strategy.outputs[0], Partial) and not isinstance(wanted, Partial)
+
+
+def _collected(strategy: Strategy, wanted: Placement) -> bool:
+    """Whether several sums over ranks, added up first, are wanted summed."""
+    pending = [isinstance(p, Partial) for p in (*strategy.inputs, strategy.outputs[0])]
+    return len(pending) > 2 and all(pending) and not isinstance(wanted, Partial)
 
 
 def _signature(group: Group) -> tuple:

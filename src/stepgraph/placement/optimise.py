@@ -76,17 +76,18 @@ class _Solver:
             self._count_what_runs()
         if problem.memory_limit is not None:
             self._limit_memory(problem.memory_limit)
-        # The step is longer by what no later work hides, seen from whatever moment.
-        moments = max((len(x.later) for x in problem.links if x.later is not None), default=0)
-        self.beside = [program.row(0.0, infinity) for _ in range(moments)]
+        # The step is longer by what no later work hides, on whichever wires, seen from whatever moment.
+        shapes = [(len(x.runs), len(x.later)) for x in problem.links if x.later is not None]
+        wires, moments = max(shapes, default=(0, 0))
+        self.beside = [[program.row(0.0, infinity) for _ in range(moments)] for _ in range(wires)]
         longer = program.column(1.0, infinity)
-        for moment, row in enumerate(self.beside):
+        for row in (row for rows in self.beside for row in rows):
             program.put(row, longer, 1.0)
-            for block in problem.blocks:
-                if block.later is not None and block.later[moment]:
-                    for option, cost in enumerate(block.cost):
-                        value = float(cost) * float(block.later[moment]) * self.scale
-                        program.put(row, self.first[block] + option, value)
+        for block in problem.blocks:
+            if block.later is not None:
+                for option, cost in enumerate(block.cost):
+                    hides = np.tile(-float(cost) * block.later, (wires, 1))
+                    self._lengthen(self.first[block] + option, hides)
         for link in problem.links:
             if len(link.readers) == 1:
                 self._flow(link, link.readers[0], None)
@@ -148,9 +149,8 @@ class _Solver:
                             program.put(runs, self.most, 1.0)
                         program.put(runs, column, -running)
                 once, again = float(link.once[p, q]), float(link.again[p, q])
-                kept = float(link.kept[p, q]) if link.kept is not None else 0.0
                 if paid is None or not cost:
-                    self._charge(link, column, cost, kept)
+                    self._charge(link, (p, q), column, cost, once=True)
                     continue
                 parts = [(None, once), *((phase, again) for phase in reader.phases)]
                 for phase, part in parts:
@@ -159,19 +159,31 @@ class _Solver:
                     key = (p, q, phase)
                     if key not in paid:
                         paid[key] = program.column(0.0)
-                        self._charge(link, paid[key], part, kept if phase is None else 0.0)
+                        self._charge(link, (p, q), paid[key], part, once=phase is None)
                     covered = program.row(0.0, highspy.kHighsInf)
                     program.put(covered, paid[key], 1.0)
                     program.put(covered, column, -1.0)
 
-    def _charge(self, link: Link, column: int, cost: float, kept: float) -> None:
+    def _charge(
+        self, link: Link, change: tuple[int, int], column: int, cost: float, once: bool
+    ) -> None:
+        if not once:
+            self.program.costs[column] = cost * self.scale
+            return
+        kept = float(link.kept[change]) if link.kept is not None else 0.0
         if self.limit is not None and kept:
             self.program.put(self.limit, column, kept / self.unit)
-        if link.later is None:
-            self.program.costs[column] = cost * self.scale
-        elif cost:
-            for row, part in zip(self.beside, link.later, strict=True):
-                self.program.put(row, column, -cost * float(part) * self.scale)
+        runs, longer = link.beside(change[0], (change[1],))
+        self.program.costs[column] = (cost - runs) * self.scale
+        if link.later is not None:
+            self._lengthen(column, longer)
+
+    def _lengthen(self, column: int, seconds: np.ndarray) -> None:
+        """A column adds to what is left to do on each wire after each moment."""
+        for rows, parts in zip(self.beside, seconds, strict=True):
+            for row, part in zip(rows, parts, strict=True):
+                if part:
+                    self.program.put(row, column, -float(part) * self.scale)
 
     def run(self) -> Solution:
         """The relaxation, rounded; where its bound does not certify that, branches and cuts."""
@@ -262,7 +274,7 @@ def _of_memory(problem: Problem) -> Problem:
         readers = [Reader(stands_for[r.block], r.wants, r.phases) for r in link.readers]
         producer, free = stands_for[link.producer], np.zeros_like(once)
         changed = {"readers": readers, "producer": producer, "once": once, "again": free}
-        links.append(replace(link, **changed, later=None, kept=None))
+        links.append(replace(link, **changed, later=None, runs=None, stalls=None, kept=None))
     return Problem(list(stands_for.values()), links, running_cost=1.0)
 
 

@@ -32,7 +32,7 @@ from stepgraph.program.program import OPTIMIZER, Program, tensor_arguments
 
 REPLICATE = Replicate()
 # Parts of the backward after which one looks at what is still to be reduced, and what is left to hide it.
-MOMENTS = np.array([0.0, 0.25, 0.5, 0.75, 0.9, 0.97, 0.99])
+MOMENTS = (0.0, 0.4, 0.75)
 
 
 @dataclass(eq=False)
@@ -84,12 +84,14 @@ class Model:
         self.program, self.mesh, self.device, self.pins = program, mesh, device, pins
         self.storage_allowed, self.option_allowed = storage_allowed, option_allowed
         self.moves = Moves(mesh, device)
+        # Inside nodes, between them: those that this mesh uses.
+        self._wires = sorted({int(g.crosses) for g in self.moves.groups.values() if g.ranks > 1})
         self.choices: list[Choice] = []
         self.choice_of: dict[fx.Node, Choice] = {}
         self._group_of: dict[fx.Node, Group] = {}
         self.gradient_of = find_gradients(program)
-        self._place = {node: i for i, node in enumerate(program.operations(BACKWARD_PHASE))}
         self.ways = Options(program, self.moves, recomputed, free=option_allowed is None)
+        self._place = self._places()
         self._storages()
         self._fixed()
         self._groups()
@@ -111,8 +113,7 @@ class Model:
             cost = self.ways.seconds(groups, options)
             memory = self.ways.kept_bytes(groups, options)
             last = [group.nodes[-1] for group in groups]
-            backward = last[0].meta["phase"] == BACKWARD_PHASE
-            later = self._after_moments(last) if backward else None
+            later = self._after_moments(last)
             temporary = self.ways.temporary_bytes(first, options)
             block = Block(last[0].meta["name"], cost, memory, later, temporary)
             choice = Choice(block, groups, options)
@@ -121,10 +122,26 @@ class Model:
                 for node in group.nodes:
                     self.choice_of[node], self._group_of[node] = choice, group
 
-    def _after_moments(self, nodes: Sequence[fx.Node]) -> np.ndarray:
-        """The part of some operations of the backward that comes after each of :data:`MOMENTS`."""
-        places = np.array([self._place[node] for node in nodes])
-        return (places[None] >= MOMENTS[:, None] * len(self._place)).mean(axis=1)
+    def _after_moments(self, nodes: Sequence[fx.Node]) -> np.ndarray | None:
+        """The part of what some operations do that comes after each of the moments; None: nothing."""
+        places = np.array([self._place[node] for node in nodes if node in self._place])
+        if not len(places):
+            return None
+        runs = len(nodes) + sum(self.ways.runs_again(node) for node in nodes)
+        return (places[None] > self._moments[:, None]).sum(axis=1) / runs
+
+    def _places(self) -> dict[fx.Node, int]:
+        """When operations run in the backward: its own, and what is recomputed, just before it is read."""
+        places = {node: i for i, node in enumerate(self.program.operations(BACKWARD_PHASE))}
+        gradients = [places[node] for node in self.gradient_of if node in places]
+        last = max(gradients, default=0)  # nothing hides what comes before it
+        self._moments = np.array([*(part * len(places) for part in MOMENTS), last])
+        for node in reversed(list(self.program.operations())):
+            if node not in places and self.ways.runs_again(node):
+                readers = [places[user] for user in node.users if user in places]
+                if readers:
+                    places[node] = min(readers)
+        return places
 
     def _is_allowed(self, group: Group, option: tuple[int, ...]) -> bool:
         assert self.option_allowed is not None
@@ -262,6 +279,7 @@ class Model:
         every = list(index)
         once = np.full((len(every), len(every)), np.inf)
         again, kept, temporary = (np.zeros_like(once) for _ in range(3))
+        wires, last = (np.zeros((2, *once.shape)) for _ in range(2))
         stays = node in self.ways.needed
         rows = sorted({index[p] for p in made})
         columns = sorted({index[p] for *_, ps in wanted for p in ps})
@@ -273,8 +291,17 @@ class Model:
                 once[p, q], again[p, q] = count * cost.once, count * cost.again
                 temporary[p, q] = cost.temporary
                 kept[p, q] = count * cost.kept if stays else 0
-        beside = self.device.overlaps and any(w == "gradient" for *_, w in readers)
-        beside = beside and node in self._place
+                wires[:, p, q], last[:, p, q] = count * np.array((cost.wires, cost.last))
+        later = runs = stalls = None
+        if node.meta.get("phase") == BACKWARD_PHASE:
+            once, again = once + again, np.zeros_like(again)  # it is read in one phase alone
+            is_gradient = any(w == "gradient" for *_, w in readers)
+            if self.device.overlaps and (is_gradient or len(self._wires) > 1):
+                places = np.array([self._place[node] for node in nodes])
+                later = (places[None] >= self._moments[:, None]).mean(axis=1)
+                # Nothing but the update waits for a gradient, or for the last step that reduces it.
+                runs = (last if is_gradient else np.zeros_like(last))[self._wires]
+                stalls = wires[self._wires] - runs
         return Link(
             node.meta.get("name", node.name),
             choice.block,
@@ -282,9 +309,11 @@ class Model:
             [Reader(r.block, np.array([index[p] for p in ps]), phase) for r, phase, ps in wanted],
             once,
             again,
-            later=self._after_moments(nodes) if beside else None,
+            later=later,
             kept=kept,
             temporary=temporary,
+            runs=runs,
+            stalls=stalls,
         )
 
     def _made(self, node: fx.Node, choice: Choice) -> list[Placements]:

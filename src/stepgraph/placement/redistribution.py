@@ -187,12 +187,16 @@ class Cost:
 
     What ranks gathered is gathered again for the backward, by every memory policy; what they added up or
     exchanged is kept: ``kept`` bytes. ``temporary``: bytes that its largest step reads and writes.
+    ``wires``: seconds of collectives inside nodes and between them; ``last``: of the last step of all,
+    where that is a collective.
     """
 
     once: float
     again: float = 0.0
     kept: int = 0
     temporary: int = 0
+    wires: tuple[float, float] = (0.0, 0.0)
+    last: tuple[float, float] = (0.0, 0.0)
 
     @property
     def seconds(self) -> float:
@@ -247,9 +251,10 @@ class Moves:
             return Cost(math.inf)
         once = again = 0.0
         kept = temporary = 0
+        wires = last = (0.0, 0.0)
 
         def emit(target: Any, node: _Sketch, *args: Any, **kwargs: Any) -> _Sketch:
-            nonlocal once, again, kept, temporary
+            nonlocal once, again, kept, temporary, wires, last
             before = node.meta["val"]
             after = _result(target, before, args)
             seconds = 0.0
@@ -257,8 +262,12 @@ class Moves:
                 temporary = max(temporary, before.bytes + after.bytes)
             if target in KINDS:
                 size = max(before.bytes, after.bytes)
-                seconds = float(collective_seconds(KINDS[target], size, self.groups[args[-1]]))
+                group = self.groups[args[-1]]
+                seconds = float(collective_seconds(KINDS[target], size, group))
+                last = (0.0, seconds) if group.crosses else (seconds, 0.0)
+                wires = (wires[0] + last[0], wires[1] + last[1])
             elif target in _COPIES:
+                last = (0.0, 0.0)
                 seconds = self.device.seconds(0.0, before.bytes + after.bytes, dtype)
             gathered = again > 0 and target not in KINDS
             if target is torch_internals.ALL_GATHER or gathered:
@@ -270,7 +279,7 @@ class Moves:
         own = local_shape(shape, have, self.mesh)
         start = _Sketch(_Part(own, local_strides(shape, strides, own), dtype.itemsize))
         redistribute_over(emit, start, shape, have, want, self.mesh)
-        return Cost(once, again, kept if once else 0, temporary)
+        return Cost(once, again, kept if once else 0, temporary, wires, last)
 
 
 WHOLE, PENDING, CUT = 0, 1, 2

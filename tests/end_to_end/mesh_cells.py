@@ -53,6 +53,7 @@ class Cell:
     dtype: str = "fp32"
     micro_batches: int = 1
     layers: int = 2
+    vocabulary: int = VOCABULARY
 
     @property
     def shape(self) -> MeshShape:
@@ -70,7 +71,7 @@ class Cell:
         return f"{self.plan}-{self.mesh}-{self.memory}-{self.dtype}-{self.micro_batches}"
 
     def model(self) -> torch.nn.Module:
-        return tiny_llama(self.layers, vocabulary=VOCABULARY)
+        return tiny_llama(self.layers, vocabulary=self.vocabulary)
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         if self.dtype == "bf16":
@@ -91,10 +92,11 @@ class Cell:
     def compare(self, losses: list[float], parameters: dict[str, torch.Tensor]) -> None:
         """Asserts that a run equals plain PyTorch in one process."""
         if self.dtype == "fp32":
-            compare(losses, parameters, VOCABULARY, self.rows, self.layers)
+            compare(losses, parameters, self.vocabulary, self.rows, self.layers)
             return
         start = dict(self.model().named_parameters())
-        compare_in_bf16((losses, parameters), bf16_reference(self.layers, self.rows), start)
+        expected = bf16_reference(self.layers, self.rows, self.vocabulary)
+        compare_in_bf16((losses, parameters), expected, start)
 
 
 Run = tuple[list[float], Mapping[str, torch.Tensor]]  # losses, final parameters
@@ -112,9 +114,9 @@ def compare_in_bf16(found: Run, expected: Run, start: Mapping[str, torch.Tensor]
 
 
 @functools.cache
-def bf16_reference(layers: int, rows: int) -> Run:
+def bf16_reference(layers: int, rows: int, vocabulary: int = VOCABULARY) -> Run:
     """A bf16 copy computes, its gradients are clipped and update the fp32 masters."""
-    masters = tiny_llama(layers, vocabulary=VOCABULARY)
+    masters = tiny_llama(layers, vocabulary=vocabulary)
     optimizer = torch.optim.SGD(masters.parameters(), lr=BF16_RATE)
     losses = []
     for step in range(STEPS):

@@ -44,7 +44,6 @@ def drawn(seed: int, limited: bool = False) -> Problem:
     def numbers(count: int, high: int) -> np.ndarray:
         return np.array([float(chance.randint(0, high)) for _ in range(count)])
 
-    wires = chance.randint(1, 2)
     blocks = []
     for i in range(chance.randint(2, 4)):
         count = chance.randint(1, 3)
@@ -83,13 +82,14 @@ def drawn(seed: int, limited: bool = False) -> Problem:
             numbers(PLACEMENTS**2, 9).reshape(PLACEMENTS, -1) if chance.random() < 0.3 else None
         )
         link = Link(f"l{i}", producer, made, readers, once, again, later, kept, temporary)
-        if later is not None:  # a part runs beside, on one wire; the rest stands still for others
+        if (
+            later is not None
+        ):  # a part runs beside; the rest may be time for what others have running
             link.once, link.again = once + again, np.zeros_like(again)
             seconds = np.where(np.isfinite(link.once), link.once, 0.0)
-            part, wire = chance.choice((0.0, 0.5, 1.0)), chance.randrange(wires)
-            link.runs, link.stalls = np.zeros((2, wires, PLACEMENTS, PLACEMENTS))
-            link.runs[wire] = part * seconds
-            link.stalls[chance.randrange(wires)] = (1 - part) * seconds
+            part = chance.choice((0.0, 0.5, 1.0))
+            link.runs = part * seconds
+            link.hides = (1 - part) * seconds * chance.choice((0, 1))
         links.append(link)
     problem = Problem(blocks, links)
     if limited:
@@ -174,7 +174,7 @@ def test_reductions_hide_behind_work():
     once = np.array([[0.0, 4.0], [0.0, 0.0]])
     link = Link(
         "gradient", work, np.array([0]), [Reader(stored, np.array([1]), (BACKWARD,))], once,
-        np.zeros((2, 2)), later=np.array([1.0, 0.0]), runs=once[None], stalls=0 * once[None],
+        np.zeros((2, 2)), later=np.array([1.0, 0.0]), runs=once, hides=0 * once,
     )  # fmt: skip
     assert solve(Problem([work, stored], [link])).cost == pytest.approx(3 + 1)
     link.later = np.array([1.0, 1.0])  # it begins when all work is done
@@ -191,17 +191,14 @@ def test_waiting_for_one_wire_lets_another_run():
         np.zeros((2, 2)),
     )
 
-    def link(name, seconds, **wires):
+    def link(name, seconds, runs, hides):
         once = np.array([[0.0, seconds], [0.0, 0.0]])
-        tables = {
-            kind: np.stack([once * (wires.get(kind) == i) for i in range(2)])
-            for kind in ("runs", "stalls")
-        }
+        tables = {"runs": runs * once, "hides": hides * once}
         return Link(name, work, np.array([0]), readers, once, none, np.ones(1), **tables)
 
-    gradient = link("gradient", 5.0, runs=1)
-    for wire, expected in ((0, 3 + 2 + 3), (1, 3 + 2 + 5)):
-        activation = link("activation", 2.0, stalls=wire)
+    gradient = link("gradient", 5.0, runs=1, hides=0)
+    for other, expected in ((1, 3 + 2 + 3), (0, 3 + 2 + 5)):
+        activation = link("activation", 2.0, runs=0, hides=other)
         problem = Problem([work, stored], [gradient, activation])
         assert solve(problem).cost == pytest.approx(expected)
 
@@ -216,8 +213,8 @@ def test_the_scale_of_costs_does_not_matter():
             block.cost = block.cost * factor
         for link in problem.links:
             link.once, link.again = link.once * factor, link.again * factor
-            if link.runs is not None and link.stalls is not None:
-                link.runs, link.stalls = link.runs * factor, link.stalls * factor
+            if link.runs is not None and link.hides is not None:
+                link.runs, link.hides = link.runs * factor, link.hides * factor
         assert solve(problem, goal=0.0).cost == pytest.approx(best * factor)
 
 

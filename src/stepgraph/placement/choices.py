@@ -53,8 +53,8 @@ class Link:
 
     ``later``, of a value of the backward, and with it the two below: the part of the changes that begins
     after each of those moments.
-    ``runs[w, p, q]``: of the cost, what goes over wires ``w`` beside the work that comes after it;
-    ``stalls[w, p, q]``: what it goes over them for while that work waits, and other wires are free.
+    ``runs[p, q]``: the part of the cost that runs beside the work that comes after it; ``hides[p, q]``: the
+    part for which that work waits, but not what runs beside it, over other wires.
     """
 
     name: str
@@ -67,16 +67,16 @@ class Link:
     kept: np.ndarray | None = None
     temporary: np.ndarray | None = None
     runs: np.ndarray | None = None
-    stalls: np.ndarray | None = None
+    hides: np.ndarray | None = None
 
     def beside(self, made: int, wanted: Collection[int]) -> tuple[float, np.ndarray | float]:
-        """What runs beside other work, and how much longer that makes it on each wire: [wires, moments]."""
+        """What runs beside other work, and how much more is left of that after each moment."""
         if self.later is None:
             return 0.0, 0.0
-        assert self.runs is not None and self.stalls is not None
+        assert self.runs is not None and self.hides is not None
         others = sorted({*wanted} - {made})
-        runs, stalls = (x[:, made, others].sum(axis=1) for x in (self.runs, self.stalls))
-        return float(runs.sum()), np.outer(runs - (stalls.sum() - stalls), self.later)
+        runs, hides = (float(x[made, others].sum()) for x in (self.runs, self.hides))
+        return runs, (runs - hides) * self.later
 
     def cost_of(self, made: int, forward: Collection[int], backward: Collection[int]) -> float:
         """Of changing into these placements."""

@@ -76,18 +76,16 @@ class _Solver:
             self._count_what_runs()
         if problem.memory_limit is not None:
             self._limit_memory(problem.memory_limit)
-        # The step is longer by what no later work hides, on whichever wires, seen from whatever moment.
-        shapes = [(len(x.runs), len(x.later)) for x in problem.links if x.later is not None]
-        wires, moments = max(shapes, default=(0, 0))
-        self.beside = [[program.row(0.0, infinity) for _ in range(moments)] for _ in range(wires)]
+        # The step is longer by what no later work hides, seen from whatever moment.
+        moments = max((len(x.later) for x in problem.links if x.later is not None), default=0)
+        self.beside = [program.row(0.0, infinity) for _ in range(moments)]
         longer = program.column(1.0, infinity)
-        for row in (row for rows in self.beside for row in rows):
+        for row in self.beside:
             program.put(row, longer, 1.0)
         for block in problem.blocks:
-            if block.later is not None:
+            if block.later is not None and moments:
                 for option, cost in enumerate(block.cost):
-                    hides = np.tile(-float(cost) * block.later, (wires, 1))
-                    self._lengthen(self.first[block] + option, hides)
+                    self._lengthen(self.first[block] + option, -float(cost) * block.later)
         for link in problem.links:
             if len(link.readers) == 1:
                 self._flow(link, link.readers[0], None)
@@ -179,11 +177,10 @@ class _Solver:
             self._lengthen(column, longer)
 
     def _lengthen(self, column: int, seconds: np.ndarray) -> None:
-        """A column adds to what is left to do on each wire after each moment."""
-        for rows, parts in zip(self.beside, seconds, strict=True):
-            for row, part in zip(rows, parts, strict=True):
-                if part:
-                    self.program.put(row, column, -float(part) * self.scale)
+        """A column adds to what is left to do beside other work after each moment."""
+        for row, part in zip(self.beside, seconds, strict=True):
+            if part:
+                self.program.put(row, column, -float(part) * self.scale)
 
     def run(self) -> Solution:
         """The relaxation, rounded; where its bound does not certify that, branches and cuts."""
@@ -274,7 +271,7 @@ def _of_memory(problem: Problem) -> Problem:
         readers = [Reader(stands_for[r.block], r.wants, r.phases) for r in link.readers]
         producer, free = stands_for[link.producer], np.zeros_like(once)
         changed = {"readers": readers, "producer": producer, "once": once, "again": free}
-        links.append(replace(link, **changed, later=None, runs=None, stalls=None, kept=None))
+        links.append(replace(link, **changed, later=None, runs=None, hides=None, kept=None))
     return Problem(list(stands_for.values()), links, running_cost=1.0)
 
 

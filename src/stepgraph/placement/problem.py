@@ -84,8 +84,9 @@ class Model:
         self.program, self.mesh, self.device, self.pins = program, mesh, device, pins
         self.storage_allowed, self.option_allowed = storage_allowed, option_allowed
         self.moves = Moves(mesh, device)
-        # Inside nodes, between them: those that this mesh uses.
-        self._wires = sorted({int(g.crosses) for g in self.moves.groups.values() if g.ranks > 1})
+        across = {group.crosses for group in self.moves.groups.values() if group.ranks > 1}
+        # Where there are wires inside nodes and between them, it is the latter that take long.
+        self._slow, self._two_wires = int(True in across), len(across) > 1
         self.choices: list[Choice] = []
         self.choice_of: dict[fx.Node, Choice] = {}
         self._group_of: dict[fx.Node, Group] = {}
@@ -292,16 +293,15 @@ class Model:
                 temporary[p, q] = cost.temporary
                 kept[p, q] = count * cost.kept if stays else 0
                 wires[:, p, q], last[:, p, q] = count * np.array((cost.wires, cost.last))
-        later = runs = stalls = None
+        later = runs = hides = None
         if node.meta.get("phase") == BACKWARD_PHASE:
             once, again = once + again, np.zeros_like(again)  # it is read in one phase alone
             is_gradient = any(w == "gradient" for *_, w in readers)
-            if self.device.overlaps and (is_gradient or len(self._wires) > 1):
+            if self.device.overlaps and (is_gradient or self._two_wires):
                 places = np.array([self._place[node] for node in nodes])
                 later = (places[None] >= self._moments[:, None]).mean(axis=1)
                 # Nothing but the update waits for a gradient, or for the last step that reduces it.
-                runs = (last if is_gradient else np.zeros_like(last))[self._wires]
-                stalls = wires[self._wires] - runs
+                runs, hides = last[self._slow] * is_gradient, wires[0] * self._two_wires
         return Link(
             node.meta.get("name", node.name),
             choice.block,
@@ -313,7 +313,7 @@ class Model:
             kept=kept,
             temporary=temporary,
             runs=runs,
-            stalls=stalls,
+            hides=hides,
         )
 
     def _made(self, node: fx.Node, choice: Choice) -> list[Placements]:

@@ -66,7 +66,7 @@ def trained_by_torch(cell):
         mesh = init_device_mesh("cpu", (ranks,))
         for part in (model.first, model.second, model):
             fully_shard(part, mesh=mesh)
-        # It has new parameters: a hook from before is gone, without a word.
+        # Its parameters are new ones: the hook once more, on these.
         model.second[0].weight.register_hook(lambda gradient: gradient * 2)
     else:
         model = DistributedDataParallel(model)

@@ -114,7 +114,7 @@ def compare_in_bf16(found: Run, expected: Run, start: Mapping[str, torch.Tensor]
 
 
 @functools.cache
-def bf16_reference(layers: int, rows: int, vocabulary: int = VOCABULARY) -> Run:
+def bf16_reference(layers: int, rows: int, vocabulary: int) -> Run:
     """A bf16 copy computes, its gradients are clipped and update the fp32 masters."""
     masters = tiny_llama(layers, vocabulary=vocabulary)
     optimizer = torch.optim.SGD(masters.parameters(), lr=BF16_RATE)

@@ -82,9 +82,8 @@ def drawn(seed: int, limited: bool = False) -> Problem:
             numbers(PLACEMENTS**2, 9).reshape(PLACEMENTS, -1) if chance.random() < 0.3 else None
         )
         link = Link(f"l{i}", producer, made, readers, once, again, later, kept, temporary)
-        if (
-            later is not None
-        ):  # a part runs beside; the rest may be time for what others have running
+        if later is not None:
+            # A part runs beside; the rest may be time for what others have running.
             link.once, link.again = once + again, np.zeros_like(again)
             seconds = np.where(np.isfinite(link.once), link.once, 0.0)
             part = chance.choice((0.0, 0.5, 1.0))
@@ -186,15 +185,12 @@ def test_reductions_hide_behind_work():
 def test_waiting_for_one_wire_lets_another_run():
     """Waiting inside a node hides as much of a reduction between nodes; on its own wires, nothing."""
     work, stored = Block("work", np.array([3.0]), later=np.zeros(1)), Block("stored", np.zeros(1))
-    readers, none = (
-        [Reader(stored, np.array([1]), (BACKWARD,))],
-        np.zeros((2, 2)),
-    )
+    readers = [Reader(stored, np.array([1]), (BACKWARD,))]
 
     def link(name, seconds, runs, hides):
         once = np.array([[0.0, seconds], [0.0, 0.0]])
         tables = {"runs": runs * once, "hides": hides * once}
-        return Link(name, work, np.array([0]), readers, once, none, np.ones(1), **tables)
+        return Link(name, work, np.array([0]), readers, once, 0 * once, np.ones(1), **tables)
 
     gradient = link("gradient", 5.0, runs=1, hides=0)
     for other, expected in ((1, 3 + 2 + 3), (0, 3 + 2 + 5)):

@@ -92,7 +92,7 @@ class Model:
         self._group_of: dict[fx.Node, Group] = {}
         self.gradient_of = find_gradients(program)
         self.ways = Options(program, self.moves, recomputed, free=option_allowed is None)
-        self._place = self._places()
+        self._place, self._moments = self._places()
         self._storages()
         self._fixed()
         self._groups()
@@ -114,7 +114,7 @@ class Model:
             cost = self.ways.seconds(groups, options)
             memory = self.ways.kept_bytes(groups, options)
             last = [group.nodes[-1] for group in groups]
-            later = self._after_moments(last)
+            later = self._after_moments(last, begins=False)
             temporary = self.ways.temporary_bytes(first, options)
             block = Block(last[0].meta["name"], cost, memory, later, temporary)
             choice = Choice(block, groups, options)
@@ -123,26 +123,34 @@ class Model:
                 for node in group.nodes:
                     self.choice_of[node], self._group_of[node] = choice, group
 
-    def _after_moments(self, nodes: Sequence[fx.Node]) -> np.ndarray | None:
-        """The part of what some operations do that comes after each of the moments; None: nothing."""
+    def _after_moments(self, nodes: Sequence[fx.Node], begins: bool) -> np.ndarray | None:
+        """The part of what some operations do that comes after each of the moments; None: nothing.
+
+        Args:
+            begins: what begins at a moment, with the result of such an operation, comes after it.
+        """
         places = np.array([self._place[node] for node in nodes if node in self._place])
         if not len(places):
             return None
         runs = len(nodes) + sum(self.ways.runs_again(node) for node in nodes)
-        return (places[None] > self._moments[:, None]).sum(axis=1) / runs
+        after = np.greater_equal if begins else np.greater
+        return after(places[None], self._moments[:, None]).sum(axis=1) / runs
 
-    def _places(self) -> dict[fx.Node, int]:
-        """When operations run in the backward: its own, and what is recomputed, just before it is read."""
+    def _places(self) -> tuple[dict[fx.Node, int], np.ndarray]:
+        """When operations run in the backward, and its moments.
+
+        What is recomputed runs just before it is read.
+        """
         places = {node: i for i, node in enumerate(self.program.operations(BACKWARD_PHASE))}
         gradients = [places[node] for node in self.gradient_of if node in places]
         last = max(gradients, default=0)  # nothing hides what comes before it
-        self._moments = np.array([*(part * len(places) for part in MOMENTS), last])
+        moments = np.array([*(part * len(places) for part in MOMENTS), last])
         for node in reversed(list(self.program.operations())):
             if node not in places and self.ways.runs_again(node):
                 readers = [places[user] for user in node.users if user in places]
                 if readers:
                     places[node] = min(readers)
-        return places
+        return places, moments
 
     def _is_allowed(self, group: Group, option: tuple[int, ...]) -> bool:
         assert self.option_allowed is not None
@@ -298,8 +306,7 @@ class Model:
             once, again = once + again, np.zeros_like(again)  # it is read in one phase alone
             is_gradient = any(w == "gradient" for *_, w in readers)
             if self.device.overlaps and (is_gradient or self._two_wires):
-                places = np.array([self._place[node] for node in nodes])
-                later = (places[None] >= self._moments[:, None]).mean(axis=1)
+                later = self._after_moments(nodes, begins=True)
                 # Nothing but the update waits for a gradient, or for the last step that reduces it.
                 runs, hides = last[self._slow] * is_gradient, wires[0] * self._two_wires
         return Link(

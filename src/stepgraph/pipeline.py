@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -129,21 +129,35 @@ class StepRequest:
 
 @dataclass
 class StepPrograms:
-    """The compiled step before lowering: programs by name, and what runtime needs beside them."""
+    """The compiled step before lowering: programs by name, and what runtime needs beside them.
+
+    ``reduces_each``: gradients are reduced, in a type of their own, for every micro-batch, because the
+    plan that it was captured under accumulates shards.
+    """
 
     programs: dict[str, Program]
     optimizer: FunctionalOptimizer | None
     normalisation: Normalisation | None
+    counters: SharedCounters
+    reduces_each: bool
     notes: list[str]
 
 
-def compile_step(request: StepRequest, driver: PassDriver) -> StepPrograms:
-    """From a module to one rank's programs: ``step``, and ``accumulate`` with micro-batches."""
-    step = capture_step(request, driver)
-    for name in sorted(
-        step.programs, key=lambda name: name != "step"
-    ):  # it has all there is to decide
-        program = step.programs[name]
+def compile_step(
+    request: StepRequest, driver: PassDriver, captured: StepPrograms | None = None
+) -> StepPrograms:
+    """From a module to one rank's programs: ``step``, and ``accumulate`` with micro-batches.
+
+    Args:
+        captured: what :func:`capture_step` gave for this request, whatever the plan was; not changed,
+            and not used where this plan reduces gradients at other moments.
+    """
+    if captured is None or captured.reduces_each != _reduces_each_micro_batch(request):
+        step = capture_step(request, driver)
+    else:
+        programs = {name: program.copy() for name, program in captured.programs.items()}
+        step = replace(captured, programs=programs, notes=[*captured.notes])
+    for name, program in in_order(step.programs):
         step.programs[name] = apply_plan(program, request.plan, driver, request.micro_batches)
     for program in step.programs.values():
         step.notes += [note for note in program.notes if note not in step.notes]
@@ -182,7 +196,8 @@ def capture_step(request: StepRequest, driver: PassDriver) -> StepPrograms:
         step = driver.run(finish_accumulation, step, normalisation, request.micro_batches)
     else:
         step = driver.run(start_backward_at_one, _named(joint, "step"))
-    if request.precision != AS_IT_IS and not _reduces_each_micro_batch(request):
+    reduces_each = _reduces_each_micro_batch(request)
+    if request.precision != AS_IT_IS and not reduces_each:
         masters = _master_types(request.model)
         step = driver.run(reduce_gradients_in, step, masters, request.precision)
     if request.clip:
@@ -190,7 +205,7 @@ def capture_step(request: StepRequest, driver: PassDriver) -> StepPrograms:
     if optimizer is not None:
         step = driver.run(update_parameters, step, optimizer, request.counters)
     programs["step"] = step
-    return StepPrograms(programs, optimizer, normalisation, notes)
+    return StepPrograms(programs, optimizer, normalisation, request.counters, reduces_each, notes)
 
 
 def _normalisation(request: StepRequest, joint: Program) -> Normalisation:
@@ -355,8 +370,11 @@ def _master_types(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def _reduces_each_micro_batch(request: StepRequest) -> bool:
+    """Whether gradients are reduced, in a type of their own, for every micro-batch."""
+    if request.precision == AS_IT_IS or request.micro_batches == 1:
+        return False
     storages = placement_policies.check_preset(request.plan.placement, request.plan.mesh).values()
-    return request.micro_batches > 1 and any(s.accumulate_sharded for s in storages)
+    return any(s.accumulate_sharded for s in storages)
 
 
 def _named(program: Program, name: str) -> Program:

@@ -13,6 +13,7 @@ import torch
 import stepgraph
 from stepgraph.capture.precision import AS_IT_IS, Precision
 from stepgraph.equivalence.one_process import OneProcessRun
+from stepgraph.pipeline import StepPrograms
 from stepgraph.program.layout import MeshShape
 from stepgraph.runtime.ranks import parse_mesh
 from tests.end_to_end.training import (
@@ -149,15 +150,21 @@ ALL = [
 ]
 
 
+_captured: dict[tuple, StepPrograms] = {}
+
+
 def run_in_one_process(cell: Cell) -> OneProcessRun:
-    """Ten steps on all ranks of a mesh that is not there; they equal plain PyTorch."""
+    """Ten steps on all ranks of a mesh that is not there; they equal plain PyTorch.
+
+    Cells that differ in plan, mesh and memory alone share what was captured.
+    """
     model = cell.model()
+    key = (cell.dtype, cell.micro_batches, cell.layers, cell.vocabulary, cell.rows)
     run = OneProcessRun(
-        model,
-        **cell.settings(model),
-        precision=cell.precision,
+        model, **cell.settings(model), precision=cell.precision, captured=_captured.get(key)
     )
     losses = [run.step(llama_batch(step, cell.rows)).item() for step in range(STEPS)]
+    _captured[key] = run.captured
     cell.compare(losses, run.parameters())
     return run
 

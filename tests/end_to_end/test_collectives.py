@@ -7,6 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from stepgraph.equivalence.one_process import OneProcessRun
+from stepgraph.pipeline import StepPrograms
 from stepgraph.program import roles
 from stepgraph.program.collectives import KINDS, is_collective
 from stepgraph.program.layout import chunk_size
@@ -16,6 +17,9 @@ from tests.end_to_end.training import CLIP, TOKENS, adamw, llama_batch, tiny_lla
 RANKS = 4
 # On one worker: what takes time is made once.
 pytestmark = pytest.mark.xdist_group(__name__)
+
+
+captured: dict[int, StepPrograms] = {}
 
 
 @functools.cache
@@ -29,8 +33,10 @@ def run_once(preset, *, memory=None, micro_batches=1, ranks=RANKS):
         memory=memory,
         micro_batches=micro_batches,
         max_grad_norm=CLIP,
+        captured=captured.get(micro_batches),
     )
     run.step(llama_batch(0))
+    captured[micro_batches] = run.captured
     return run, dict(model.named_parameters())
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from stepgraph.equivalence.one_process import OneProcessRun
+from stepgraph.pipeline import StepPrograms
 from tests.end_to_end.training import CLIP, STEPS, adamw, compare, llama_batch, tiny_llama
 
 PRESETS, RANKS = ("ddp", "zero1", "zero2", "zero3"), (1, 2, 4)
@@ -19,10 +20,14 @@ CELLS = [
     for m, micro_batches in enumerate(MICRO_BATCHES)
 ]
 
+captured: dict[tuple[bool, int], StepPrograms] = {}
+
 
 @pytest.mark.parametrize(("preset", "ranks", "memory", "micro_batches"), CELLS)
 def test_ten_steps_equal_plain_pytorch(preset, ranks, memory, micro_batches):
+    """The step is captured once for all presets, ranks and policies."""
     model = tiny_llama(checkpoint=memory == "checkpoint")
+    key = (memory == "checkpoint", micro_batches)
     run = OneProcessRun(
         model,
         optimizer=adamw(model.parameters()),
@@ -31,8 +36,10 @@ def test_ten_steps_equal_plain_pytorch(preset, ranks, memory, micro_batches):
         memory="full" if memory == "full" else None,
         micro_batches=micro_batches,
         max_grad_norm=CLIP,
+        captured=captured.get(key),
     )
     losses = [run.step(llama_batch(step)).item() for step in range(STEPS)]
+    captured[key] = run.captured
     compare(losses, run.parameters())
     assert run.compiled.notes == []
     if memory != "none":

@@ -8,8 +8,11 @@ import torch
 
 from stepgraph.cost.memory import memory_timeline
 from stepgraph.equivalence.one_process import OneProcessRun
+from stepgraph.pipeline import StepPrograms
 from stepgraph.program import roles
 from tests.end_to_end.training import CLIP, adamw, llama_batch, tiny_llama
+
+captured: dict[int, StepPrograms] = {}
 
 
 def run_once(preset, ranks=4, memory=None, layers=2):
@@ -21,8 +24,10 @@ def run_once(preset, ranks=4, memory=None, layers=2):
         plan=preset,
         memory=memory,
         max_grad_norm=CLIP,
+        captured=captured.get(layers),
     )
     run.step(llama_batch(0))
+    captured[layers] = run.captured
     return run
 
 

@@ -14,6 +14,7 @@ from stepgraph.equivalence.check import check_model
 from stepgraph.equivalence.one_process import OneProcessRun
 from stepgraph.errors import UsageError
 from stepgraph.frontends.launcher import launch
+from stepgraph.pipeline import StepPrograms
 from stepgraph.program.collectives import KINDS, is_collective
 from tests.end_to_end.mesh_cells import BF16_RATE, compare_in_bf16
 from tests.end_to_end.training import adamw, llama_batch, tiny_llama
@@ -24,6 +25,9 @@ STEPS = 5
 pytestmark = pytest.mark.xdist_group(__name__)
 # Eight roundings of bf16, which has 8 bits, on a loss of about 4.6; see equivalence.check.tolerance.
 LOSS_TOLERANCE = 8 * torch.finfo(torch.bfloat16).eps
+
+
+captured: dict[tuple[Precision, int], StepPrograms] = {}
 
 
 @functools.cache
@@ -37,8 +41,10 @@ def traffic(preset, precision, mesh="dp=2", micro_batches=1):
         plan=preset,
         precision=precision,
         micro_batches=micro_batches,
+        captured=captured.get((precision, micro_batches)),
     )
     run.step(llama_batch(0))
+    captured[precision, micro_batches] = run.captured
     found = {}
     for name, program in run.programs.items():
         for node in program.operations():

@@ -11,6 +11,7 @@ import stepgraph
 from stepgraph.equivalence.check import check_model, relative_difference, tolerance
 from stepgraph.equivalence.one_process import OneProcessRun
 from stepgraph.frontends.launcher import launch
+from stepgraph.pipeline import StepPrograms
 
 STEPS = 3
 # On one worker: what takes time is made once.
@@ -58,6 +59,9 @@ def batch(step=0):
     )
 
 
+captured: dict[tuple[int, int], StepPrograms] = {}
+
+
 def run(mesh="dp=1", plan="ddp", memory="none", micro_batches=1, seed=0, blocks=2):
     """Losses and parameters of a few steps, all ranks in this process."""
     model = net(blocks)
@@ -69,8 +73,10 @@ def run(mesh="dp=1", plan="ddp", memory="none", micro_batches=1, seed=0, blocks=
         memory=memory,
         micro_batches=micro_batches,
         seed=seed,
+        captured=captured.get((micro_batches, blocks)),
     )
     losses = [made.step(batch(step)) for step in range(STEPS)]
+    captured[micro_batches, blocks] = made.captured
     return {"loss": torch.stack(losses)} | made.parameters()
 
 

@@ -1,9 +1,12 @@
 """Models as people bring them, in training mode, equal to one process under zero3 and under tp."""
 
+import functools
+
 import pytest
 import torch
 
 from stepgraph.equivalence.one_process import OneProcessRun
+from stepgraph.pipeline import StepPrograms
 from stepgraph.program import roles
 from stepgraph.program.collectives import is_collective
 from tests.end_to_end.models import MODELS, bring
@@ -18,7 +21,12 @@ pytestmark = [
 ]
 
 
+captured: dict[tuple[str, bool], StepPrograms] = {}
+
+
+@functools.cache
 def trained(name, mesh, plan, dropout=True, **options):
+    """Losses and the run; a model is captured once."""
     brought = bring(name, dropout)
     learned = [p for p in brought.model.parameters() if p.requires_grad]
     run = OneProcessRun(
@@ -27,9 +35,12 @@ def trained(name, mesh, plan, dropout=True, **options):
         optimizer=torch.optim.SGD(learned, lr=RATE, momentum=0.9),
         mesh=mesh,
         plan=plan,
+        captured=captured.get((name, dropout)),
         **options,
     )
-    return [run.step(brought.batch).item() for _ in range(STEPS)], run
+    losses = [run.step(brought.batch).item() for _ in range(STEPS)]
+    captured[name, dropout] = run.captured
+    return losses, run
 
 
 def buffers(run):
@@ -61,7 +72,13 @@ def assert_equal(one, other):
 CELLS = [("zero3", "dp=2"), ("tp", "tp=2")]
 
 
-@pytest.mark.parametrize("name", MODELS)
+def each(names=MODELS):
+    """The tests of a model on one worker: what is made for one serves the others."""
+    grouped = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names]
+    return pytest.mark.parametrize("name", grouped)
+
+
+@each()
 def test_two_ranks_train_as_one_does_with_dropout(name):
     expected = trained(name, "dp=1", "ddp")
     for plan, mesh in CELLS:
@@ -69,7 +86,7 @@ def test_two_ranks_train_as_one_does_with_dropout(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@each()
 @pytest.mark.parametrize(
     ("plan", "mesh"), [("tp+sp+zero3", "dp=2,tp=2"), ("tp+hsdp", "replicate=2,shard=2,tp=2")]
 )
@@ -77,7 +94,7 @@ def test_more_dimensions_train_as_one_rank_does_with_dropout(name, plan, mesh):
     assert_equal(trained(name, mesh, plan), trained(name, "dp=1", "ddp"))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "unet", "convolutional"])
+@each(["gpt2", "unet", "convolutional"])
 def test_recomputation_changes_no_bit(name):
     losses, run = trained(name, "dp=2", "zero3")
     again, recomputed = trained(name, "dp=2", "zero3", memory="full")
@@ -86,7 +103,7 @@ def test_recomputation_changes_no_bit(name):
         assert torch.equal(recomputed.parameters()[key], value), key
 
 
-@pytest.mark.parametrize("name", MODELS)
+@each()
 def test_without_dropout_it_is_plain_pytorch(name):
     brought = bring(name, dropout=False)
     model = brought.model
@@ -107,7 +124,7 @@ def test_without_dropout_it_is_plain_pytorch(name):
         torch.testing.assert_close(value, expected, rtol=0, atol=TOLERANCE * 2, msg=key)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("mixtral", "whisper")])
+@each([name for name in MODELS if name not in ("mixtral", "whisper")])
 def test_no_activation_travels_under_data_parallelism(name):
     """Nothing is gathered, and what is added up over ranks is no larger than a gradient."""
     _, run = trained(name, "dp=2", "ddp")

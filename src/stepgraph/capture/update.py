@@ -20,6 +20,7 @@ from stepgraph.program import roles
 from stepgraph.program.build import Builder
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import OPTIMIZER, Program, Value
+from stepgraph.torch_internals.code import graph_module
 
 aten = torch.ops.aten
 MAX_GRAD_NORM = "max_grad_norm"
@@ -49,7 +50,7 @@ def given_gradients(model: nn.Module, names: Sequence[str], device: torch.device
         gradients.append(node)
     graph.output(tuple(gradients))
     outputs: list[roles.Output] = [roles.Grad(name) for name in names]
-    module = fx.GraphModule(nn.Module(), graph)
+    module = graph_module(nn.Module(), graph)
     return Program("update", module, inputs, outputs, values, values[1::2])
 
 

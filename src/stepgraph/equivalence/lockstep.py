@@ -44,8 +44,10 @@ def run_lockstep(
     if isinstance(programs, Program):
         programs = [programs] * len(inputs)
     mesh = programs[0].mesh or MeshShape((("dp", 1),))
+    different = {id(program): program for program in programs}
+    dying = {key: _last_readers(program.graph) for key, program in different.items()}
     runs = [
-        _interpret(program, rank, mesh, inputs[rank], observe)
+        _interpret(program, dying[id(program)], rank, mesh, inputs[rank], observe)
         for rank, program in enumerate(programs)
     ]
     answers: list[Any] = [None] * len(runs)
@@ -65,6 +67,7 @@ def run_lockstep(
 
 def _interpret(
     program: Program,
+    dying: dict[fx.Node, list[fx.Node]],
     rank: int,
     mesh: MeshShape,
     inputs: Sequence[torch.Tensor],
@@ -72,7 +75,6 @@ def _interpret(
 ) -> Generator[tuple[fx.Node, torch.Tensor], Any, list[Any]]:
     """One rank: yields (collective, its input), takes the collective's result."""
     values: dict[fx.Node, Any] = {}
-    dying = _last_readers(program.graph)
     remaining = iter(inputs)
     for node in program.graph.nodes:
         if node.op == "output":

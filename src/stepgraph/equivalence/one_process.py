@@ -13,14 +13,13 @@ import torch
 from torch import nn
 
 from stepgraph import torch_internals
-from stepgraph.capture.counters import SharedCounters
 from stepgraph.capture.module import BatchSpec, LossFunction, default_loss
 from stepgraph.capture.optimizer import FIRST_STEP, group_numbers
 from stepgraph.capture.precision import AS_IT_IS, Precision
 from stepgraph.capture.update import MAX_GRAD_NORM
 from stepgraph.equivalence.lockstep import run_lockstep
 from stepgraph.errors import BatchError
-from stepgraph.pipeline import PassDriver, StepPrograms, StepRequest, compile_step
+from stepgraph.pipeline import PassDriver, StepPrograms, StepRequest, capture_step, compile_step
 from stepgraph.planning.plan import Plan
 from stepgraph.program import roles
 from stepgraph.program.program import Program, Value
@@ -40,6 +39,8 @@ class OneProcessRun:
         plan: a preset's name or a Plan.
         memory: a memory policy; None: the plan's own.
         driver: of the passes; by default one that checks every invariant after each pass.
+        captured: the ``captured`` of a run that differs in nothing but ``mesh``, ``plan`` and
+            ``memory``: the step is not captured again.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class OneProcessRun:
         seed: int = 0,
         precision: Precision = AS_IT_IS,
         driver: PassDriver | None = None,
+        captured: StepPrograms | None = None,
     ) -> None:
         self.mesh = parse_mesh(mesh)
         self.plan = Plan(plan, self.mesh) if isinstance(plan, str) else copy.deepcopy(plan)
@@ -65,8 +67,8 @@ class OneProcessRun:
         self.driver = driver or PassDriver(invariants=True)
         self.seed, self.steps = seed, 0
         self.precision = precision
+        self.captured = captured
         self.compiled: StepPrograms | None = None
-        self.counters = SharedCounters()
         self._state: dict[roles.Input, list[torch.Tensor]] = {}
         self._values: dict[roles.Input, Value] = {}
 
@@ -155,9 +157,9 @@ class OneProcessRun:
             self.micro_batches,
             self.max_grad_norm is not None,
             self.precision,
-            self.counters,
         )
-        self.compiled = compile_step(request, self.driver)
+        self.captured = self.captured or capture_step(request, self.driver)
+        self.compiled = compile_step(request, self.driver, self.captured)
         tensors: dict[roles.Input, torch.Tensor] = {
             roles.Param(name): p.detach() for name, p in self.model.named_parameters()
         }
@@ -176,7 +178,8 @@ class OneProcessRun:
         """An optimizer state that exists already (Adagrad makes its own at once)."""
         if not isinstance(role, roles.OptimizerState) or self.optimizer is None:
             return None
-        name = self.counters.members(role.owner)[0]
+        assert self.compiled is not None
+        name = self.compiled.counters.members(role.owner)[0]
         held = self.optimizer.state.get(self.model.get_parameter(name), {})
         if role.key == FIRST_STEP and any(isinstance(v, torch.Tensor) for v in held.values()):
             return torch.zeros(())
@@ -186,7 +189,7 @@ class OneProcessRun:
         if not isinstance(role, roles.OptimizerState):
             return 0.0
         assert self.compiled is not None and self.compiled.optimizer is not None
-        name = self.counters.members(role.owner)[0]
+        name = self.compiled.counters.members(role.owner)[0]
         rule = self.compiled.optimizer.rule(name, self.model.get_parameter(name))
         return rule.states[role.key].fill or 0.0
 

@@ -16,6 +16,7 @@ from stepgraph.errors import UsageError, near_misses
 from stepgraph.lowering.once import compiled_once
 from stepgraph.program.program import Program, runnable
 from stepgraph.program.randomness import RANDOM, fused_random
+from stepgraph.torch_internals.code import generate_code
 from stepgraph.torch_internals.inductor import compile_with_inductor
 
 Executable = Callable[[Sequence[torch.Tensor]], Sequence[Any]]
@@ -24,7 +25,7 @@ Executable = Callable[[Sequence[torch.Tensor]], Sequence[Any]]
 def _lower_eager(program: Program, collectives_overlap: bool) -> Executable:
     for node in program.operations():
         node.target = runnable(node.target)
-    program.module.recompile()
+    generate_code(program.module)
     run = torch_internals.disable_compiler(program.module.forward)
 
     def execute(inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
@@ -43,7 +44,7 @@ INDUCTOR_SETTINGS: dict[str, Any] = {
 
 
 def _lower_inductor(program: Program, collectives_overlap: bool) -> Executable:
-    program.module.recompile()
+    generate_code(program.module)
     examples = [node.meta["val"] for node in program.placeholders]
     with compiled_once(program.module.code):
         run = compile_with_inductor(

@@ -7,6 +7,7 @@ from torch import fx
 
 from stepgraph.program import roles
 from stepgraph.program.program import FORWARD, Program, Value, is_write
+from stepgraph.torch_internals.code import graph_module
 
 
 def forward_and_backward(program: Program) -> tuple[Program, Program]:
@@ -113,7 +114,7 @@ class _Side:
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
         side = Program(
             self.program.name,
-            fx.GraphModule(self.program.module, self.graph),
+            graph_module(self.program.module, self.graph),
             self.inputs,
             [role for role, _, _ in self.results],
             [_described(node) for node in placeholders],

@@ -35,6 +35,7 @@ from stepgraph.program.layout import (
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import FORWARD, Program, Value, tensor_arguments, tensors_of
 from stepgraph.program.randomness import RANDOM
+from stepgraph.torch_internals.code import graph_module
 
 aten = torch.ops.aten
 
@@ -86,7 +87,7 @@ class _Placer:
         ]
         placed = Program(
             program.name,
-            fx.GraphModule(program.module, self.graph),
+            graph_module(program.module, self.graph),
             list(program.inputs),
             list(program.outputs),
             input_values,

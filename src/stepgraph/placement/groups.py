@@ -198,10 +198,17 @@ def _best_of(
 ) -> list[list[Strategy]]:
     """Of options that look alike from outside the one that divides most of the work."""
     index = {node: i for i, node in enumerate(group.nodes)}
+    readers = [
+        (node, i)
+        for node in group.nodes
+        for i, argument in enumerate(tensor_arguments(node))
+        if argument in visible
+    ]
     best: dict[Any, tuple[int, list[Strategy]]] = {}
     for option in options:
         ports = tuple(option[index[node]].inputs[i] for node, i in group.ports)
-        key = (ports, tuple(option[index[node]].outputs for node in visible))
+        seen = tuple(option[index[node]].outputs for node in visible)
+        key = (ports, seen, tuple(option[index[node]].inputs[i] for node, i in readers))
         divided = sum(isinstance(p, Shard) for s in option for p in s.outputs)
         if key not in best or divided > best[key][0]:
             best[key] = (divided, option)
@@ -237,7 +244,6 @@ def _options(group: Group, strategies: dict[fx.Node, list[Strategy]]) -> Iterabl
     waiting.
     """
     inside = {node: i for i, node in enumerate(group.nodes)}
-    hidden = {node for node in inside if inside.keys() >= node.users.keys()}
 
     def extend(chosen: list[Strategy]) -> Iterable[list[Strategy]]:
         if len(chosen) == len(group.nodes):
@@ -255,7 +261,7 @@ def _options(group: Group, strategies: dict[fx.Node, list[Strategy]]) -> Iterabl
                     agrees = agrees and (
                         outputs[index] == placement  # type: ignore[index]
                         or (not leaves and _added_up(chosen[inside[argument]], placement))
-                        or (argument in hidden and _collected(chosen[inside[argument]], placement))
+                        or _collected(chosen[inside[argument]], placement)
                     )
             if agrees:
                 yield from extend([*chosen, strategy])

@@ -8,6 +8,7 @@ collectives.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,9 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Partial, Replicate
 
 from stepgraph.cost.devices import Device
+from stepgraph.cost.work import runs_no_kernel
 from stepgraph.placement.choices import BACKWARD, FORWARD, Block, Link, Phases, Problem, Reader
 from stepgraph.placement.dataflow import find_gradients, is_stored_cast
 from stepgraph.placement.groups import Group, decided_here, find_groups, find_strategies, share
@@ -33,6 +35,10 @@ from stepgraph.program.program import OPTIMIZER, Program, tensor_arguments
 REPLICATE = Replicate()
 # Parts of the backward after which one looks at what is still to be reduced, and what is left to hide it.
 MOMENTS = (0.0, 0.4, 0.75)
+
+# In which placement a value is made, and those that its own group has turned it into, for all.
+_Made = tuple[Placements, frozenset[Placements]]
+_NONE: frozenset[Placements] = frozenset()
 
 
 @dataclass(eq=False)
@@ -96,6 +102,7 @@ class Model:
         self._storages()
         self._fixed()
         self._groups()
+        self._clock = self._least_times()
         links = self._links()
         self.problem = Problem([c.block for c in self.choices], links, memory_limit)
 
@@ -282,24 +289,27 @@ class Model:
                     for option in reader.options
                 ]
             wanted.append((reader, phase, placements))
-        index: dict[Placements, int] = {}
-        for placements in (*made, *(p for _, _, ps in wanted for p in ps)):
-            index.setdefault(placements, len(index))
+        index: dict[_Made, int] = {}
+        for known in (*made, *((p, _NONE) for _, _, ps in wanted for p in ps)):
+            index.setdefault(known, len(index))
         every = list(index)
         once = np.full((len(every), len(every)), np.inf)
         again, kept, temporary = (np.zeros_like(once) for _ in range(3))
         wires, last = (np.zeros((2, *once.shape)) for _ in range(2))
         stays = node in self.ways.needed
         rows = sorted({index[p] for p in made})
-        columns = sorted({index[p] for *_, ps in wanted for p in ps})
+        columns = sorted({index[p, _NONE] for *_, ps in wanted for p in ps})
         for p in rows:
+            have, paid = every[p]
             for q in columns:
-                cost = self.moves.cost(
-                    tuple(value.shape), value.dtype, every[p], every[q], value.stride()
-                )
+                want, _ = every[q]
+                cost = self.moves.cost(tuple(value.shape), value.dtype, have, want, value.stride())
+                kept[p, q] = count * cost.kept if stays else 0
+                if want in paid:
+                    once[p, q] = 0.0
+                    continue
                 once[p, q], again[p, q] = count * cost.once, count * cost.again
                 temporary[p, q] = cost.temporary
-                kept[p, q] = count * cost.kept if stays else 0
                 wires[:, p, q], last[:, p, q] = count * np.array((cost.wires, cost.last))
         later = runs = hides = None
         if node.meta.get("phase") == BACKWARD_PHASE:
@@ -309,11 +319,19 @@ class Model:
                 later = self._after_moments(nodes, begins=True)
                 # Nothing but the update waits for a gradient, or for the last step that reduces it.
                 runs, hides = last[self._slow] * is_gradient, wires[0] * self._two_wires
+        elif self.device.overlaps and any(isinstance(x, Partial) for p, _ in made for x in p):
+            # What is added up stands behind its producer: compute goes on until somebody reads it.
+            later, hides = np.zeros(len(self._moments)), np.zeros_like(once)
+            runs = np.minimum(last.sum(axis=0), once)
+            runs = np.minimum(runs, sum(self._until_read(other) for other in nodes))
         return Link(
             node.meta.get("name", node.name),
             choice.block,
             np.array([index[p] for p in made]),
-            [Reader(r.block, np.array([index[p] for p in ps]), phase) for r, phase, ps in wanted],
+            [
+                Reader(r.block, np.array([index[p, _NONE] for p in ps]), phase)
+                for r, phase, ps in wanted
+            ],
             once,
             again,
             later=later,
@@ -323,13 +341,48 @@ class Model:
             hides=hides,
         )
 
-    def _made(self, node: fx.Node, choice: Choice) -> list[Placements]:
+    def _least_times(self) -> dict[fx.Node, tuple[float, float]]:
+        """When each operation begins and ends if every group takes its cheapest option."""
+        clock: dict[fx.Node, tuple[float, float]] = {}
+        now = 0.0
+        least = {
+            g.nodes[-1]: c.block.cost.min() / len(c.groups) for c in self.choices for g in c.groups
+        }
+        for node in self.program.operations():
+            begin, now = now, now + float(least.get(node, 0.0))
+            clock[node] = begin, now
+        return clock
+
+    def _until_read(self, node: fx.Node) -> float:
+        """Seconds of other work, at least, until a kernel of another group reads a value."""
+        own, end = self._group_of[node], self._clock[node][1]
+        stack, first = [node], np.inf
+        while stack:
+            for user in stack.pop().users:
+                if user.op == "output" or self._group_of.get(user) is own:
+                    continue
+                if runs_no_kernel(user):
+                    stack.append(user)
+                else:
+                    first = min(first, self._clock[user][0])
+        return max(0.0, first - end)
+
+    def _made(self, node: fx.Node, choice: Choice) -> list[_Made]:
         if choice.pinned is not None:
-            return [choice.pinned]
+            return [(choice.pinned, _NONE)]
         if choice.parameters:
-            return [storage.stored for storage in choice.storages]
+            return [(storage.stored, _NONE) for storage in choice.storages]
         group = self._group_of[node]
-        return [
-            tuple(group.options[o][node].outputs[0] for o in option)  # type: ignore[misc]
-            for option in choice.options
+        inside = [
+            (reader, i)
+            for reader in group.nodes
+            for i, argument in enumerate(tensor_arguments(reader))
+            if argument is node and reader.target is not operator.getitem
         ]
+        made: list[_Made] = []
+        for option in choice.options:
+            ways = [group.options[o] for o in option]
+            placements = tuple(way[node].outputs[0] for way in ways)
+            taken = {tuple(way[reader].inputs[i] for way in ways) for reader, i in inside}
+            made.append((placements, frozenset(taken - {placements})))  # type: ignore[arg-type]
+        return made

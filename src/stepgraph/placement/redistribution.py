@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from stepgraph import torch_internals
 from stepgraph.cost.collectives import Group, collective_seconds, links
 from stepgraph.cost.devices import Device
-from stepgraph.program.collectives import KINDS, ON_FIRST, SHARD_OF, redistribute
+from stepgraph.program.collectives import KINDS, SHARD_OF, redistribute
 from stepgraph.program.layout import (
     InnerShard,
     MeshShape,
@@ -346,9 +346,8 @@ def _code(placement: Placement) -> tuple[int, int, int]:
     return WHOLE, 0, 1
 
 
-_COPIES = {
-    aten.clone.default, aten.constant_pad_nd.default, aten.div.Scalar, ON_FIRST,
-}  # fmt: skip
+# Not what makes a whole value one rank's share of a sum: only sums read that, in one kernel with it.
+_COPIES = {aten.clone.default, aten.constant_pad_nd.default, aten.div.Scalar}
 
 
 def _result(target: Any, part: _Part, args: tuple) -> _Part:

@@ -26,6 +26,7 @@ from torch import fx
 
 from stepgraph.program.layout import MeshShape, Placements
 from stepgraph.program.roles import Input, Output
+from stepgraph.torch_internals.code import graph_module
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 PHASES = (FORWARD, BACKWARD, OPTIMIZER)
@@ -98,7 +99,7 @@ class Program:
         assert output is not None
         value, old_output = output
         graph.output(value).meta.update(old_output.meta)
-        module = fx.GraphModule(self.module, graph)
+        module = graph_module(self.module, graph)
         return replace(
             self,
             module=module,

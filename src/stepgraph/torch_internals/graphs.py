@@ -190,6 +190,9 @@ def drop_compiled(codes: set[types.CodeType], backends: Sequence[object]) -> Non
             if state is not None and any(made_by is backend for backend in backends):
                 made = entry.code
                 state.invalidate(entry, gone)
+                # Classes and functions that it compared by identity still hold what made it, with all
+                # its guards, for their own lifetime.
+                manager.__init__()
                 if made in CleanupManager.instance:  # its globals: the compiled functions
                     CleanupManager.instance._remove_id(id(made))
 

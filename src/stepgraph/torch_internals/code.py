@@ -1,0 +1,21 @@
+"""Graph modules whose code is generated when it is to run: passes only rewrite their graphs.
+
+fx generates and compiles it for every new module, and never forgets the text.
+"""
+
+from __future__ import annotations
+
+from torch import fx, nn
+from torch.fx._lazy_graph_module import _LazyGraphModule
+
+
+def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A module of a graph, with the attributes of ``root`` that it reads."""
+    return _LazyGraphModule(root, graph)
+
+
+def generate_code(module: fx.GraphModule) -> None:
+    """The code of the graph as it is now."""
+    module.recompile()
+    if isinstance(module, _LazyGraphModule):
+        module.real_recompile()

@@ -50,6 +50,11 @@ def peer_cells(lowering):
     return [replace(cell, plan=PEERS[cell.plan]) for cell in cells]
 
 
+def doubled(parameter):
+    """What the model's own hook does, to what has been accumulated."""
+    parameter.grad.mul_(2)
+
+
 def trained_by_torch(cell):
     """What ``trained`` returns, of DDP or FSDP2 under torch.compile."""
     from torch._dynamo.utils import counters
@@ -66,8 +71,8 @@ def trained_by_torch(cell):
         mesh = init_device_mesh("cpu", (ranks,))
         for part in (model.first, model.second, model):
             fully_shard(part, mesh=mesh)
-        # Its parameters are new ones: the hook once more, on these.
-        model.second[0].weight.register_hook(lambda gradient: gradient * 2)
+        # Its parameters are new ones, of which it runs the hooks of this kind alone.
+        model.second[0].weight.register_post_accumulate_grad_hook(doubled)
     else:
         model = DistributedDataParallel(model)
     loss, optimizer = loss_of(cell, EVERY_TOKEN), optimizer_of(cell, inner)

@@ -93,8 +93,9 @@ def whole_road(layers: int) -> dict[str, Any]:
     import torch
 
     from stepgraph.capture.module import default_loss
-    from stepgraph.pipeline import PassDriver, StepRequest, compile_step
+    from stepgraph.pipeline import StepRequest, compile_step
     from stepgraph.planning.plan import Plan
+    from stepgraph.program.driver import PassDriver
     from stepgraph.program.layout import MeshShape
     from stepgraph.runtime.batches import flatten_batch, global_spec
 

@@ -14,8 +14,9 @@ from stepgraph.capture.module import capture, default_loss
 from stepgraph.equivalence.check import relative_difference, tolerance
 from stepgraph.equivalence.values import GlobalValues
 from stepgraph.lowering.bind import bind_to_rank
-from stepgraph.pipeline import PassDriver, StepPrograms, StepRequest, compile_step
+from stepgraph.pipeline import StepPrograms, StepRequest, compile_step
 from stepgraph.planning.plan import Plan
+from stepgraph.program.driver import PassDriver
 from stepgraph.program.invariants import check_invariants
 from stepgraph.program.program import Program
 from stepgraph.program.text import program_text

@@ -203,6 +203,43 @@ def test_nothing_is_left_of_a_model(whole):
     assert torch_settings() == before
 
 
+FIFTY = """
+import gc, sys, torch
+sys.path.insert(0, sys.argv[1])
+import stepgraph
+from tests.end_to_end.test_balance import Model
+
+def train(whole):
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = stepgraph.Engine(
+        model, loss=lambda m, b: m(b).square().mean(), optimizer=optimizer, lowering="eager"
+    )
+    engine.compile("eager", compiled_autograd=whole)
+    engine(torch.ones(2, 4)).backward()
+    engine.optimizer_step()
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1])
+
+for number in range(50):
+    train(number % 5 == 0)
+    gc.collect()
+    if number == 9:
+        after_ten = resident()
+print(resident() / after_ten)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
+def test_fifty_engines_leave_next_to_nothing_in_memory():
+    """In a process of its own; as a part of what the tenth left, most of which is imports."""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    done = subprocess.run([sys.executable, "-c", FIFTY, root], capture_output=True, text=True)
+    assert float(done.stdout) < 1.05, done.stderr[-2000:]
+
+
 def test_two_plans_for_one_class_do_not_share_code():
     kinds = []
     for memory in ("none", "full"):

@@ -12,11 +12,12 @@ import stepgraph
 from stepgraph.capture.module import default_loss
 from stepgraph.errors import UsageError
 from stepgraph.frontends.launcher import launch
-from stepgraph.pipeline import PassDriver, StepRequest, compile_gradients
+from stepgraph.pipeline import StepRequest, compile_gradients
 from stepgraph.placement.policies import for_own_update
 from stepgraph.planning.plan import Plan
 from stepgraph.program import roles
 from stepgraph.program.collectives import is_collective
+from stepgraph.program.driver import PassDriver
 from stepgraph.runtime.batches import flatten_batch, global_spec
 from stepgraph.runtime.ranks import parse_mesh
 from tests.end_to_end.training import adamw, llama_batch, tiny_llama

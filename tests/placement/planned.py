@@ -15,20 +15,14 @@ from stepgraph.capture.module import default_loss
 from stepgraph.cost.collectives import collective_of, collective_seconds, links
 from stepgraph.cost.devices import DEVICES, Device, Link
 from stepgraph.cost.work import operation_seconds
-from stepgraph.pipeline import (
-    PassDriver,
-    StepRequest,
-    apply_memory,
-    apply_placement,
-    capture_step,
-    spell_out,
-)
+from stepgraph.pipeline import StepRequest, apply_memory, apply_placement, capture_step, spell_out
 from stepgraph.placement import solver
 from stepgraph.placement.choices import Solution
 from stepgraph.placement.problem import Model
 from stepgraph.planning.plan import Plan
 from stepgraph.planning.settings import Settings
 from stepgraph.program.collectives import ON_FIRST, is_collective
+from stepgraph.program.driver import PassDriver
 from stepgraph.program.program import OPTIMIZER, Program
 from stepgraph.runtime.ranks import parse_mesh
 from tests.support import spec_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import subprocess
 import sys
@@ -10,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Partial, Shard
 
 from stepgraph.cost.collectives import collective_of
 from stepgraph.cost.devices import Link
 from stepgraph.errors import BudgetError
 from stepgraph.placement import policies
 from stepgraph.placement.optimise import _of_memory, solve
-from stepgraph.program.collectives import is_collective
+from stepgraph.program.collectives import KINDS, is_collective
 from stepgraph.program.layout import show
 from stepgraph.runtime.ranks import parse_mesh
 from tests.placement.planned import TOYS, global_step, place, recounted, toy
@@ -196,6 +197,27 @@ def test_a_forced_preset_is_the_preset(mesh, preset, constraints):
     assert found.inputs == decision.inputs
     assert found.outputs == decision.outputs
     assert found.operations == decision.operations
+
+
+def test_what_a_group_adds_up_is_added_up_for_all_who_read_it():
+    """A residual stream under ``tp``: the sum is taken before it is added up, and two groups read it."""
+    program = global_step(*llama(2), "tp=2")
+    forced = place(program, "tp=2", TOYS["slow memory"], {"tp": "tp"}, memory="full")
+    (decision,) = forced.plan.placements.values()
+    for name in ("model.layers.0/add", "model.layers.1/add"):
+        assert decision.operations[name].outputs == ((Partial("sum"),),)
+    reductions = [n for n in forced.placed.operations() if KINDS.get(n.target) == "all_reduce"]
+    after = [n for n in reductions if "model.layers.1/" in n.meta["name"]]
+    assert len(after) == 2, "one behind each sum"
+    assert sum(recounted(forced).values()) == pytest.approx(forced.solution.cost)
+
+
+def test_what_is_added_up_for_nobody_in_the_forward_is_hidden():
+    """A loss is read by its backward nowhere: the sum over ranks of its quotient waits for no one."""
+    fast = dataclasses.replace(TOYS["slow links"], overlaps=True)
+    placed = place(global_step(*llama(1), "dp=2"), "dp=2", fast)
+    (loss,) = [link for link in placed.model.problem.links if link.name == "div"]
+    assert loss.runs is not None and loss.runs.max() > 0
 
 
 # ---------------------------------------------------------------------------- known optima

@@ -9,10 +9,11 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from stepgraph import pipeline
 from stepgraph.capture.module import default_loss
 from stepgraph.errors import PlanError
-from stepgraph.pipeline import PassDriver, StepRequest, compile_step
+from stepgraph.pipeline import StepRequest, compile_step
 from stepgraph.planning import file as planning
 from stepgraph.planning.placements import parse_operation, parse_placements
 from stepgraph.planning.plan import Plan
+from stepgraph.program.driver import PassDriver
 from stepgraph.program.layout import MeshShape, show
 from stepgraph.runtime.ranks import parse_mesh
 from tests.support import mlp, regression_batch, spec_of

@@ -23,10 +23,11 @@ from stepgraph.lowering.bind import bind_to_rank
 from stepgraph.lowering.merge import merge_small_collectives
 from stepgraph.lowering.state import write_state_in_place
 from stepgraph.lowering.waits import delay_waits
-from stepgraph.pipeline import Pass, PassDriver, StepRequest, compile_step
+from stepgraph.pipeline import StepRequest, compile_step
 from stepgraph.planning.decisions import Normalisation
 from stepgraph.planning.plan import Plan
 from stepgraph.program import roles
+from stepgraph.program.driver import Pass, PassDriver
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.program import Program
 from stepgraph.runtime.batches import LocalBatch, cut_micro_batches, flatten_batch, global_spec

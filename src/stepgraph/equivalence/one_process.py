@@ -19,9 +19,10 @@ from stepgraph.capture.precision import AS_IT_IS, Precision
 from stepgraph.capture.update import MAX_GRAD_NORM
 from stepgraph.equivalence.lockstep import run_lockstep
 from stepgraph.errors import BatchError
-from stepgraph.pipeline import PassDriver, StepPrograms, StepRequest, capture_step, compile_step
+from stepgraph.pipeline import StepPrograms, StepRequest, capture_step, compile_step
 from stepgraph.planning.plan import Plan
 from stepgraph.program import roles
+from stepgraph.program.driver import PassDriver
 from stepgraph.program.program import Program, Value
 from stepgraph.program.randomness import seed_words
 from stepgraph.program.shards import join, split

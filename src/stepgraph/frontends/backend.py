@@ -27,10 +27,10 @@ from stepgraph.lowering.waits import delay_waits
 from stepgraph.memory import policies as memory_policies
 from stepgraph.memory.apply import recompute_in_backward
 from stepgraph.memory.blocks import find_blocks
-from stepgraph.pipeline import PassDriver
 from stepgraph.placement.losses import sum_over_ranks
 from stepgraph.placement.markers import place_markers
 from stepgraph.program.collectives import is_collective
+from stepgraph.program.driver import PassDriver
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.markers import UNSHARD
 from stepgraph.program.program import Program

@@ -19,7 +19,6 @@ from stepgraph.capture.refusals import check_hooks, check_parameter_hooks
 from stepgraph.errors import ShapeLimitError, StrictError
 from stepgraph.frontends.entries import Compiled, evaluation_mode, recompilation_reason, show_key
 from stepgraph.pipeline import (
-    PassDriver,
     StepRequest,
     compile_evaluation,
     compile_gradients,
@@ -28,6 +27,7 @@ from stepgraph.pipeline import (
 )
 from stepgraph.planning.plan import AUTO, Plan
 from stepgraph.program import roles
+from stepgraph.program.driver import PassDriver
 from stepgraph.program.program import Program
 from stepgraph.runtime.batches import LocalBatch, global_spec
 from stepgraph.runtime.executor import LoweredProgram, lower_for_rank, lower_in_two

@@ -20,7 +20,6 @@ from stepgraph.cost.predict import predict
 from stepgraph.cost.traffic import assign_traffic
 from stepgraph.errors import BatchError, BudgetError, MemoryPolicyError, UsageError, near_misses
 from stepgraph.pipeline import (
-    PassDriver,
     StepPrograms,
     StepRequest,
     apply_memory,
@@ -35,6 +34,7 @@ from stepgraph.planning.fingerprint import fingerprint_of, type_of
 from stepgraph.planning.limits import Limits
 from stepgraph.planning.plan import AUTO, Plan
 from stepgraph.planning.settings import Settings
+from stepgraph.program.driver import PassDriver
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.program import Program
 from stepgraph.report.text import show_bytes

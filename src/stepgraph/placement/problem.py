@@ -9,7 +9,7 @@ collectives.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +19,10 @@ from torch import fx
 from torch.distributed.tensor import Partial, Replicate
 
 from stepgraph.cost.devices import Device
-from stepgraph.cost.work import runs_no_kernel
 from stepgraph.placement.choices import BACKWARD, FORWARD, Block, Link, Phases, Problem, Reader
 from stepgraph.placement.dataflow import find_gradients, is_stored_cast
 from stepgraph.placement.groups import Group, decided_here, find_groups, find_strategies, share
+from stepgraph.placement.hiding import Hidden, Hiding
 from stepgraph.placement.options import Options
 from stepgraph.placement.redistribution import Moves
 from stepgraph.placement.rules import Strategy
@@ -33,8 +33,6 @@ from stepgraph.program.program import BACKWARD as BACKWARD_PHASE
 from stepgraph.program.program import OPTIMIZER, Program, tensor_arguments
 
 REPLICATE = Replicate()
-# Parts of the backward after which one looks at what is still to be reduced, and what is left to hide it.
-MOMENTS = (0.0, 0.4, 0.75)
 
 # In which placement a value is made, and those that its own group has turned it into, for all.
 _Made = tuple[Placements, frozenset[Placements]]
@@ -90,19 +88,15 @@ class Model:
         self.program, self.mesh, self.device, self.pins = program, mesh, device, pins
         self.storage_allowed, self.option_allowed = storage_allowed, option_allowed
         self.moves = Moves(mesh, device)
-        across = {group.crosses for group in self.moves.groups.values() if group.ranks > 1}
-        # Where there are wires inside nodes and between them, it is the latter that take long.
-        self._slow, self._two_wires = int(True in across), len(across) > 1
         self.choices: list[Choice] = []
         self.choice_of: dict[fx.Node, Choice] = {}
         self._group_of: dict[fx.Node, Group] = {}
         self.gradient_of = find_gradients(program)
         self.ways = Options(program, self.moves, recomputed, free=option_allowed is None)
-        self._place, self._moments = self._places()
+        self.hiding = Hiding(program, self.moves, self.ways, self.gradient_of)
         self._storages()
         self._fixed()
         self._groups()
-        self._clock = self._least_times()
         links = self._links()
         self.problem = Problem([c.block for c in self.choices], links, memory_limit)
 
@@ -113,6 +107,7 @@ class Model:
         found = find_groups(self.program, strategies)
         for group in found:
             group.options += self.extra_options(group)
+        least: dict[fx.Node, float] = {}
         for groups in share(found, self.apart):
             first = groups[0]
             options = self.ways.of(first)
@@ -121,43 +116,16 @@ class Model:
             cost = self.ways.seconds(groups, options)
             memory = self.ways.kept_bytes(groups, options)
             last = [group.nodes[-1] for group in groups]
-            later = self._after_moments(last, begins=False)
+            later = self.hiding.later(last, begins=False)
             temporary = self.ways.temporary_bytes(first, options)
             block = Block(last[0].meta["name"], cost, memory, later, temporary)
             choice = Choice(block, groups, options)
             self.choices.append(choice)
+            least |= dict.fromkeys(last, float(cost.min()) / len(groups) if options else 0.0)
             for group in groups:
                 for node in group.nodes:
                     self.choice_of[node], self._group_of[node] = choice, group
-
-    def _after_moments(self, nodes: Sequence[fx.Node], begins: bool) -> np.ndarray | None:
-        """The part of what some operations do that comes after each of the moments; None: nothing.
-
-        Args:
-            begins: what begins at a moment, with the result of such an operation, comes after it.
-        """
-        places = np.array([self._place[node] for node in nodes if node in self._place])
-        if not len(places):
-            return None
-        runs = len(nodes) + sum(self.ways.runs_again(node) for node in nodes)
-        after = np.greater_equal if begins else np.greater
-        return after(places[None], self._moments[:, None]).sum(axis=1) / runs
-
-    def _places(self) -> tuple[dict[fx.Node, int], np.ndarray]:
-        """When operations run in the backward, and its moments.
-
-        What is recomputed runs just before it is read.
-        """
-        places = {node: i for i, node in enumerate(self.program.operations(BACKWARD_PHASE))}
-        gradients = [places[node] for node in self.gradient_of if node in places]
-        last = max(gradients, default=0)  # nothing hides what comes before it
-        moments = np.array([*(part * len(places) for part in MOMENTS), last])
-        for node in reversed(list(self.program.operations())):
-            if node not in places and self.ways.runs_again(node):
-                readers = [places[user] for user in node.users if user in places]
-                if readers:
-                    places[node] = min(readers)
-        return places, moments
+        self.hiding.takes(least)
 
     def _is_allowed(self, group: Group, option: tuple[int, ...]) -> bool:
         assert self.option_allowed is not None
@@ -311,19 +279,14 @@ class Model:
                 once[p, q], again[p, q] = count * cost.once, count * cost.again
                 temporary[p, q] = cost.temporary
                 wires[:, p, q], last[:, p, q] = count * np.array((cost.wires, cost.last))
-        later = runs = hides = None
+        hidden: Hidden = (None, None, None)
         if node.meta.get("phase") == BACKWARD_PHASE:
             once, again = once + again, np.zeros_like(again)  # it is read in one phase alone
             is_gradient = any(w == "gradient" for *_, w in readers)
-            if self.device.overlaps and (is_gradient or self._two_wires):
-                later = self._after_moments(nodes, begins=True)
-                # Nothing but the update waits for a gradient, or for the last step that reduces it.
-                runs, hides = last[self._slow] * is_gradient, wires[0] * self._two_wires
-        elif self.device.overlaps and any(isinstance(x, Partial) for p, _ in made for x in p):
-            # What is added up stands behind its producer: compute goes on until somebody reads it.
-            later, hides = np.zeros(len(self._moments)), np.zeros_like(once)
-            runs = np.minimum(last.sum(axis=0), once)
-            runs = np.minimum(runs, sum(self._until_read(other) for other in nodes))
+            hidden = self.hiding.of_backward(nodes, last, wires, is_gradient)
+        elif any(isinstance(placement, Partial) for have, _ in made for placement in have):
+            own = self._group_of[node].nodes
+            hidden = self.hiding.of_forward(nodes, last, once, own)
         return Link(
             node.meta.get("name", node.name),
             choice.block,
@@ -334,38 +297,10 @@ class Model:
             ],
             once,
             again,
-            later=later,
             kept=kept,
             temporary=temporary,
-            runs=runs,
-            hides=hides,
+            **dict(zip(("later", "runs", "hides"), hidden, strict=True)),
         )
-
-    def _least_times(self) -> dict[fx.Node, tuple[float, float]]:
-        """When each operation begins and ends if every group takes its cheapest option."""
-        clock: dict[fx.Node, tuple[float, float]] = {}
-        now = 0.0
-        least = {
-            g.nodes[-1]: c.block.cost.min() / len(c.groups) for c in self.choices for g in c.groups
-        }
-        for node in self.program.operations():
-            begin, now = now, now + float(least.get(node, 0.0))
-            clock[node] = begin, now
-        return clock
-
-    def _until_read(self, node: fx.Node) -> float:
-        """Seconds of other work, at least, until a kernel of another group reads a value."""
-        own, end = self._group_of[node], self._clock[node][1]
-        stack, first = [node], np.inf
-        while stack:
-            for user in stack.pop().users:
-                if user.op == "output" or self._group_of.get(user) is own:
-                    continue
-                if runs_no_kernel(user):
-                    stack.append(user)
-                else:
-                    first = min(first, self._clock[user][0])
-        return max(0.0, first - end)
 
     def _made(self, node: fx.Node, choice: Choice) -> list[_Made]:
         if choice.pinned is not None:

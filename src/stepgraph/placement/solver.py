@@ -35,7 +35,7 @@ from stepgraph.program.layout import TENSOR_PARALLEL, MeshShape, Placements, sho
 from stepgraph.program.program import Program
 
 REPLICATE = Replicate()
-SECONDS, GAP = 60.0, 0.005  # of one solution; a smaller gap is not looked for
+SECONDS, GAP = 60.0, 0.001  # of one solution; a smaller gap is not looked for
 
 
 def decide_automatically(

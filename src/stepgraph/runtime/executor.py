@@ -14,8 +14,8 @@ from stepgraph.lowering.merge import merge_small_collectives
 from stepgraph.lowering.partition import forward_and_backward
 from stepgraph.lowering.state import write_state_in_place
 from stepgraph.lowering.waits import delay_waits
-from stepgraph.pipeline import PassDriver
 from stepgraph.program import roles
+from stepgraph.program.driver import PassDriver
 from stepgraph.program.program import Program
 from stepgraph.runtime.ranks import Ranks
 from stepgraph.runtime.state import State

@@ -29,8 +29,6 @@ _CARRY_SUMS = {
     aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.clone.default, aten._to_copy.default,
     aten.mul.Scalar, aten.div.Scalar, aten.sum.dim_IntList, aten.sum.default,
 }  # fmt: skip
-# A loss is a sum over a count: what is added up is the quotient, which nothing waits for.
-_CARRY_NUMBERS = {aten.mul.Tensor, aten.div.Tensor}
 # Made of numbers alone: any part can be made alone.
 _CONSTANTS = {aten.full.default, aten.zeros.default, aten.ones.default}
 
@@ -62,9 +60,9 @@ class Candidates:
             value = node.meta["val"]
             found |= {Strategy((), (Shard(dim),)): None for dim in range(value.dim())}
         # A pending sum is worth carrying on only through what gradients are added up by.
-        is_number = isinstance(node.meta["val"], torch.Tensor) and not node.meta["val"].dim()
-        carries = node.target in _CARRY_SUMS or node.target in VIEWS
-        carries = carries or (is_number and node.target in _CARRY_NUMBERS)
+        # And through a loss's division by a count: nothing waits for what is added up after it.
+        quotient = node.target is aten.div.Tensor and not node.meta["val"].dim()
+        carries = quotient or node.target in _CARRY_SUMS or node.target in VIEWS
         return [
             strategy
             for strategy in found

@@ -308,5 +308,6 @@ def share(
         modules = tuple(
             (folded(str(node.meta.get("module", ""))), node.meta["phase"]) for node in group.nodes
         )
-        classes.setdefault((_signature(group), modules, apart(group)), []).append(group)
+        traffic = tuple((n.meta.get("traffic"), n.meta.get("starts", True)) for n in group.nodes)
+        classes.setdefault((_signature(group), modules, traffic, apart(group)), []).append(group)
     return list(classes.values())

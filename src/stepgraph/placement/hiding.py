@@ -93,10 +93,12 @@ class Hiding:
         """The same, of sums: they are added up behind their producer, and compute goes on to their reader.
 
         Args:
-            once: seconds of changes that are made once.
+            once: seconds of changes whose last step is made once; what is gathered at last hides nothing.
             own: operations decided with the first of the values: what they read is not changed for them.
         """
         if not self.overlaps:
+            return None, None, None
+        if nodes[0] not in self._clock:  # an input
             return None, None, None
         free = len(nodes) * self._until_read(nodes[0], own)
         runs = np.minimum(np.minimum(last.sum(axis=0), once), free)

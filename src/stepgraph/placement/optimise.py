@@ -27,6 +27,7 @@ from stepgraph.placement.choices import (
 )
 from stepgraph.placement.sparse import SparseProgram
 
+_ENOUGH, _MORE = 0.005, 5.0  # a gap for which one looks no longer than so many seconds more
 _NOTABLE = 1e-3  # part of the memory limit: what a block takes less while it runs is not looked at
 
 
@@ -183,10 +184,15 @@ class _Solver:
                 self.program.put(row, column, -float(part) * self.scale)
 
     def run(self) -> Solution:
-        """The relaxation, rounded; where its bound does not certify that, branches and cuts."""
+        """The relaxation, rounded; where its bound does not certify that, branches and cuts.
+
+        Not for long where it is nearly certified.
+        """
         found = self._relaxed()
         if found is not None and found.gap <= self.goal:
             return found
+        if found is not None and found.gap <= _ENOUGH:
+            self.deadline = min(self.deadline, time.monotonic() + _MORE)
         return self._branched(found)
 
     def _relaxed(self) -> Solution | None:

@@ -15,7 +15,7 @@ from stepgraph.cost.memory import viewed
 from stepgraph.cost.work import looks_up, matmul_dtype, node_flops, runs_no_kernel
 from stepgraph.placement.dataflow import needed_by_backward, values_that_vary
 from stepgraph.placement.groups import Group
-from stepgraph.placement.redistribution import Coded, Moves
+from stepgraph.placement.redistribution import Coded, Cost, Moves
 from stepgraph.placement.rules import Strategy, results_of
 from stepgraph.placement.vocabulary import LOCAL_FORMS, rows_cut
 from stepgraph.program.layout import TENSOR_PARALLEL
@@ -68,7 +68,8 @@ class Options:
         if not options:
             return np.zeros(0)
         first, picked = groups[0], np.array(options)
-        total = len(groups) * self._inside(first, options)
+        inside = self._inside(first, options)
+        total = len(groups) * np.array([sum(cost.seconds for _, cost in each) for each in inside])
         for i, node in enumerate(first.nodes):
             runs: int | np.ndarray = len(groups)
             if again := sum(self.runs_again(group.nodes[i]) for group in groups):
@@ -140,8 +141,9 @@ class Options:
 
     def temporary_bytes(self, group: Group, options: Sequence[tuple[int, ...]]) -> np.ndarray:
         """What the largest operation of a group reads and writes that is not kept anyway, on one rank."""
-        most = np.zeros(len(options))
-        picked = np.array(options).reshape(len(options), -1)
+        inside = self._inside(group, options)
+        most = np.array([max((cost.temporary for _, cost in each), default=0) for each in inside])
+        picked = self._rows(options)
         for node in group.nodes:
             if viewed(node) is not None:
                 continue
@@ -171,7 +173,11 @@ class Options:
         if not options:
             return None
         total = np.zeros(len(options))
-        picked = np.array(options).reshape(len(options), -1)
+        picked = self._rows(options)
+        for number, changes in enumerate(self._inside(groups[0], options)):
+            for position, cost in changes:
+                times = sum(group.nodes[position] in self.needed for group in groups)
+                total[number] += times * cost.kept
         for group in groups:
             for node in group.nodes:
                 if not self._is_kept(node):
@@ -184,30 +190,39 @@ class Options:
                     total += np.where(_pending(node, group, picked, i), 0.0, size)
         return total if total.any() else None
 
-    def _inside(self, group: Group, options: Sequence[tuple[int, ...]]) -> np.ndarray:
-        """Time of what is added up over ranks inside a group."""
-        seconds = np.zeros(len(options))
-        inside = set(group.nodes)
+    def _rows(self, options: Sequence[tuple[int, ...]]) -> np.ndarray:
+        """Options as an array, one a row."""
+        return np.array(options, int).reshape(len(options), len(self.mesh.sizes))
+
+    def _inside(
+        self, group: Group, options: Sequence[tuple[int, ...]]
+    ) -> list[list[tuple[int, Cost]]]:
+        """Of each option what is added up over ranks inside a group: the value's position, the cost."""
+        found: list[list[tuple[int, Cost]]] = []
+        inside = {node: position for position, node in enumerate(group.nodes)}
         edges = [
             (argument, node, i)
             for node in group.nodes
             for i, argument in enumerate(tensor_arguments(node))
             if argument in inside and argument.target is not operator.getitem
         ]
-        for number, option in enumerate(options):
+        for option in options:
             ways = [group.options[o] for o in option]
-            changes = set()
+            changes: dict[tuple[fx.Node, tuple, tuple], None] = {}
             for argument, node, i in edges:
                 made = tuple(way[argument].outputs[0] for way in ways)
                 wanted = tuple(way[node].inputs[i] for way in ways)
                 if made != wanted and node.target is not operator.getitem:
-                    changes.add((argument, made, wanted))
+                    changes[argument, made, wanted] = None
+            costs = []
             for argument, made, wanted in changes:
                 value = argument.meta["val"]
-                seconds[number] += self.moves.cost(
+                cost = self.moves.cost(
                     tuple(value.shape), value.dtype, made, wanted, value.stride()
-                ).seconds
-        return seconds
+                )
+                costs.append((inside[argument], cost))
+            found.append(costs)
+        return found
 
     def _bytes(self, value: torch.Tensor, column: list, options: np.ndarray) -> np.ndarray:
         """Bytes of one rank's part; what an ``expand`` repeats counts once."""

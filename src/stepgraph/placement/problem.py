@@ -121,7 +121,8 @@ class Model:
             block = Block(last[0].meta["name"], cost, memory, later, temporary)
             choice = Choice(block, groups, options)
             self.choices.append(choice)
-            least |= dict.fromkeys(last, float(cost.min()) / len(groups) if options else 0.0)
+            if options:
+                least |= dict.fromkeys(last, float(cost.min()) / len(groups))
             for group in groups:
                 for node in group.nodes:
                     self.choice_of[node], self._group_of[node] = choice, group
@@ -272,10 +273,10 @@ class Model:
             for q in columns:
                 want, _ = every[q]
                 cost = self.moves.cost(tuple(value.shape), value.dtype, have, want, value.stride())
-                kept[p, q] = count * cost.kept if stays else 0
                 if want in paid:
                     once[p, q] = 0.0
                     continue
+                kept[p, q] = count * cost.kept if stays else 0
                 once[p, q], again[p, q] = count * cost.once, count * cost.again
                 temporary[p, q] = cost.temporary
                 wires[:, p, q], last[:, p, q] = count * np.array((cost.wires, cost.last))
@@ -285,8 +286,8 @@ class Model:
             is_gradient = any(w == "gradient" for *_, w in readers)
             hidden = self.hiding.of_backward(nodes, last, wires, is_gradient)
         elif any(isinstance(placement, Partial) for have, _ in made for placement in have):
-            own = self._group_of[node].nodes
-            hidden = self.hiding.of_forward(nodes, last, once, own)
+            own = self._group_of[node].nodes if node in self._group_of else ()
+            hidden = self.hiding.of_forward(nodes, last, np.where(again > 0, 0.0, once), own)
         return Link(
             node.meta.get("name", node.name),
             choice.block,

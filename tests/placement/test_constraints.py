@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from stepgraph.errors import UsageError
 from tests.placement.planned import TOYS, global_step, place
@@ -43,6 +43,13 @@ def test_parameters_inputs_and_results_are_placed_as_asked(program):
     assert found.solution.cost >= free.solution.cost
 
 
+def test_an_input_may_come_as_a_sum_over_ranks(program):
+    found = planned(program, {"input:0": "P(sum)R"})
+    (decision,) = found.plan.placements.values()
+    batch = [p for label, p in decision.inputs.items() if label.startswith("UserInput")]
+    assert batch[0] == (Partial("sum"), Replicate())
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
@@ -60,6 +67,7 @@ def test_parameters_inputs_and_results_are_placed_as_asked(program):
         ({"one.weight": "RS(2)"}, "cannot be placed RS\\(2\\)"),
         ({"input:0": "S(0)S(3)"}, "cannot be placed"),
         ({"one/output": "S(5)R"}, "cannot be placed"),
+        ({"one/output": "P(max)R"}, "satisfies all constraints"),
         ({"two.weight": "S(0)R", "tp": "tp", "*.weight": "S(1)S(1)"}, "satisfies all constraints"),
     ],
     ids=str,

@@ -212,6 +212,22 @@ def test_what_a_group_adds_up_is_added_up_for_all_who_read_it():
     assert sum(recounted(forced).values()) == pytest.approx(forced.solution.cost)
 
 
+def test_what_a_group_adds_up_counts_once_against_a_limit():
+    """What a plan takes is a budget that it fits; what groups keep is in it."""
+    program = global_step(*llama(2), "tp=2")
+    asked = {"constraints": {"tp": "tp"}, "memory": "full"}
+    free = place(program.copy(), "tp=2", TOYS["slow memory"], **asked)
+    needs = free.model.problem.memory(free.solution.chosen)
+    again = place(program, "tp=2", TOYS["slow memory"], memory_limit=int(needs) + 1, **asked)
+    assert again.solution.cost == pytest.approx(free.solution.cost)
+    forward = [n for n in free.placed.operations() if n.meta["phase"] == "forward"]
+    sums = [n.meta["val"] for n in forward if KINDS.get(n.target) == "all_reduce"]
+    stream = sum(value.nbytes for value in sums if value.dim() == 3)
+    chosen = zip(free.model.choices, free.solution.chosen, strict=True)
+    kept = [c.block.memory[o] for c, o in chosen if c.groups and c.block.memory is not None]
+    assert sum(kept) >= stream > 0
+
+
 def test_what_is_added_up_for_nobody_in_the_forward_is_hidden():
     """A loss is read by its backward nowhere: the sum over ranks of its quotient waits for no one."""
     fast = dataclasses.replace(TOYS["slow links"], overlaps=True)

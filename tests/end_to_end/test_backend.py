@@ -25,6 +25,7 @@ from tests.end_to_end.graph_by_graph import Broken, Cell, batch_of, loss_of, mak
 from tests.end_to_end.test_balance import Model, learn, run
 
 EAGER = {"lowering": "eager"}
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 def plain_gradients(model, x):
@@ -170,10 +171,9 @@ print(difference(cell, trained(cell), plain(cell)) < 1e-5)
 
 @pytest.mark.parametrize("order", [("off", "on"), ("on", "off")], ids=str)
 def test_a_warm_cache_serves_both(order, tmp_path):
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     for whole in order:
-        command = [sys.executable, "-c", CACHED, whole, root]
+        command = [sys.executable, "-c", CACHED, whole, ROOT]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.stdout.strip() == "True", done.stderr[-2000:]
 
@@ -235,8 +235,7 @@ print(resident() / after_ten)
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
 def test_fifty_engines_leave_next_to_nothing_in_memory():
     """In a process of its own; as a part of what the tenth left, most of which is imports."""
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    done = subprocess.run([sys.executable, "-c", FIFTY, root], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", FIFTY, ROOT], capture_output=True, text=True)
     assert float(done.stdout) < 1.05, done.stderr[-2000:]
 
 

@@ -41,6 +41,16 @@ class Group:
     ports: list[tuple[fx.Node, int]] = field(default_factory=list)
     options: list[dict[fx.Node, Strategy]] = field(default_factory=list)
 
+    def edges(self) -> list[tuple[fx.Node, fx.Node, int]]:
+        """What its operations read of one another: (value, reader, position among its arguments)."""
+        inside = set(self.nodes)
+        return [
+            (argument, node, position)
+            for node in self.nodes
+            for position, argument in enumerate(tensor_arguments(node))
+            if argument in inside
+        ]
+
 
 # A kernel may do several things that have little to do with each other (the sums of a batch norm's
 # backward): how each could be done multiplies. Beyond this it is decided part by part.
@@ -198,12 +208,7 @@ def _best_of(
 ) -> list[list[Strategy]]:
     """Of options that look alike from outside the one that divides most of the work."""
     index = {node: i for i, node in enumerate(group.nodes)}
-    readers = [
-        (node, i)
-        for node in group.nodes
-        for i, argument in enumerate(tensor_arguments(node))
-        if argument in visible
-    ]
+    readers = [(node, i) for value, node, i in group.edges() if value in visible]
     best: dict[Any, tuple[int, list[Strategy]]] = {}
     for option in options:
         ports = tuple(option[index[node]].inputs[i] for node, i in group.ports)

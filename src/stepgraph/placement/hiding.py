@@ -15,7 +15,7 @@ from stepgraph.program.program import BACKWARD, Program
 # Parts of the backward after which one looks at what is still to be reduced, and what is left to hide it.
 MOMENTS = (0.0, 0.4, 0.75)
 
-Hidden = tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]
+Hidden = dict[str, np.ndarray | None]  # arguments of a Link
 
 
 class Hiding:
@@ -82,10 +82,10 @@ class Hiding:
             last, wires: seconds of changes, inside nodes and between them: of the last collective, of all.
         """
         if not self.overlaps or not (is_gradient or self._two_wires):
-            return None, None, None
+            return {}
         # Nothing but the update waits for a gradient, or for the last step that reduces it.
         runs, hides = last[self._slow] * is_gradient, wires[0] * self._two_wires
-        return self.later(nodes, begins=True), runs, hides
+        return {"later": self.later(nodes, begins=True), "runs": runs, "hides": hides}
 
     def of_forward(
         self, nodes: Sequence[fx.Node], last: np.ndarray, once: np.ndarray, own: Collection[fx.Node]
@@ -97,12 +97,11 @@ class Hiding:
             own: operations decided with the first of the values: what they read is not changed for them.
         """
         if not self.overlaps:
-            return None, None, None
-        if nodes[0] not in self._clock:  # an input
-            return None, None, None
+            return {}
         free = len(nodes) * self._until_read(nodes[0], own)
         runs = np.minimum(np.minimum(last.sum(axis=0), once), free)
-        return np.zeros(len(self._moments)), runs, np.zeros_like(once)
+        nothing = np.zeros(len(self._moments))
+        return {"later": nothing, "runs": runs, "hides": np.zeros_like(once)}
 
     def _until_read(self, node: fx.Node, own: Collection[fx.Node]) -> float:
         """Seconds of other work, at least, until a kernel of others reads a value."""

@@ -24,6 +24,9 @@ from stepgraph.program.program import Program, tensor_arguments, tensors_of
 REPLICATE = Replicate()
 _SMALL = 32 * 2**20  # bytes
 
+# Per option the changes of placement inside a group: which of its operations' result, and what it costs.
+Inside = list[list[tuple[int, Cost]]]
+
 
 class Options:
     """Options of groups: one of a group's own per mesh dimension.
@@ -63,12 +66,13 @@ class Options:
             options = whole or options
         return options
 
-    def seconds(self, groups: Sequence[Group], options: Sequence[tuple[int, ...]]) -> np.ndarray:
+    def seconds(
+        self, groups: Sequence[Group], options: Sequence[tuple[int, ...]], inside: Inside
+    ) -> np.ndarray:
         """Time of a class of groups on one rank under each option, with what ranks add up inside them."""
         if not options:
             return np.zeros(0)
         first, picked = groups[0], np.array(options)
-        inside = self._inside(first, options)
         total = len(groups) * np.array([sum(cost.seconds for _, cost in each) for each in inside])
         for i, node in enumerate(first.nodes):
             runs: int | np.ndarray = len(groups)
@@ -139,9 +143,10 @@ class Options:
         stays = node in self.needed and node.meta["name"] not in self._recomputed
         return stays and viewed(node) is None
 
-    def temporary_bytes(self, group: Group, options: Sequence[tuple[int, ...]]) -> np.ndarray:
+    def temporary_bytes(
+        self, group: Group, options: Sequence[tuple[int, ...]], inside: Inside
+    ) -> np.ndarray:
         """What the largest operation of a group reads and writes that is not kept anyway, on one rank."""
-        inside = self._inside(group, options)
         most = np.array([max((cost.temporary for _, cost in each), default=0) for each in inside])
         picked = self._rows(options)
         for node in group.nodes:
@@ -167,14 +172,14 @@ class Options:
         return most
 
     def kept_bytes(
-        self, groups: Sequence[Group], options: Sequence[tuple[int, ...]]
+        self, groups: Sequence[Group], options: Sequence[tuple[int, ...]], inside: Inside
     ) -> np.ndarray | None:
         """What all groups of a class keep for the backward; pending sums are kept once they are summed."""
         if not options:
             return None
         total = np.zeros(len(options))
         picked = self._rows(options)
-        for number, changes in enumerate(self._inside(groups[0], options)):
+        for number, changes in enumerate(inside):
             for position, cost in changes:
                 times = sum(group.nodes[position] in self.needed for group in groups)
                 total[number] += times * cost.kept
@@ -194,18 +199,11 @@ class Options:
         """Options as an array, one a row."""
         return np.array(options, int).reshape(len(options), len(self.mesh.sizes))
 
-    def _inside(
-        self, group: Group, options: Sequence[tuple[int, ...]]
-    ) -> list[list[tuple[int, Cost]]]:
-        """Of each option what is added up over ranks inside a group: the value's position, the cost."""
-        found: list[list[tuple[int, Cost]]] = []
-        inside = {node: position for position, node in enumerate(group.nodes)}
-        edges = [
-            (argument, node, i)
-            for node in group.nodes
-            for i, argument in enumerate(tensor_arguments(node))
-            if argument in inside and argument.target is not operator.getitem
-        ]
+    def inside(self, group: Group, options: Sequence[tuple[int, ...]]) -> Inside:
+        """Of each option what is added up over ranks inside a group."""
+        found: Inside = []
+        position = {node: i for i, node in enumerate(group.nodes)}
+        edges = [edge for edge in group.edges() if edge[0].target is not operator.getitem]
         for option in options:
             ways = [group.options[o] for o in option]
             changes: dict[tuple[fx.Node, tuple, tuple], None] = {}
@@ -220,7 +218,7 @@ class Options:
                 cost = self.moves.cost(
                     tuple(value.shape), value.dtype, made, wanted, value.stride()
                 )
-                costs.append((inside[argument], cost))
+                costs.append((position[argument], cost))
             found.append(costs)
         return found
 

@@ -113,11 +113,12 @@ class Model:
             options = self.ways.of(first)
             if self.option_allowed is not None:
                 options = [o for o in options if all(self._is_allowed(g, o) for g in groups)]
-            cost = self.ways.seconds(groups, options)
-            memory = self.ways.kept_bytes(groups, options)
+            inside = self.ways.inside(first, options)
+            cost = self.ways.seconds(groups, options, inside)
+            memory = self.ways.kept_bytes(groups, options, inside)
             last = [group.nodes[-1] for group in groups]
             later = self.hiding.later(last, begins=False)
-            temporary = self.ways.temporary_bytes(first, options)
+            temporary = self.ways.temporary_bytes(first, options, inside)
             block = Block(last[0].meta["name"], cost, memory, later, temporary)
             choice = Choice(block, groups, options)
             self.choices.append(choice)
@@ -280,13 +281,13 @@ class Model:
                 once[p, q], again[p, q] = count * cost.once, count * cost.again
                 temporary[p, q] = cost.temporary
                 wires[:, p, q], last[:, p, q] = count * np.array((cost.wires, cost.last))
-        hidden: Hidden = (None, None, None)
+        hidden: Hidden = {}
         if node.meta.get("phase") == BACKWARD_PHASE:
             once, again = once + again, np.zeros_like(again)  # it is read in one phase alone
             is_gradient = any(w == "gradient" for *_, w in readers)
             hidden = self.hiding.of_backward(nodes, last, wires, is_gradient)
-        elif any(isinstance(placement, Partial) for have, _ in made for placement in have):
-            own = self._group_of[node].nodes if node in self._group_of else ()
+        elif node in self._group_of and any(isinstance(x, Partial) for p, _ in made for x in p):
+            own = self._group_of[node].nodes
             hidden = self.hiding.of_forward(nodes, last, np.where(again > 0, 0.0, once), own)
         return Link(
             node.meta.get("name", node.name),
@@ -300,7 +301,7 @@ class Model:
             again,
             kept=kept,
             temporary=temporary,
-            **dict(zip(("later", "runs", "hides"), hidden, strict=True)),
+            **hidden,
         )
 
     def _made(self, node: fx.Node, choice: Choice) -> list[_Made]:
@@ -311,9 +312,8 @@ class Model:
         group = self._group_of[node]
         inside = [
             (reader, i)
-            for reader in group.nodes
-            for i, argument in enumerate(tensor_arguments(reader))
-            if argument is node and reader.target is not operator.getitem
+            for value, reader, i in group.edges()
+            if value is node and reader.target is not operator.getitem
         ]
         made: list[_Made] = []
         for option in choice.options:

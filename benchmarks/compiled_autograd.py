@@ -3,9 +3,10 @@
     python benchmarks/compiled_autograd.py --json benchmarks/results/compiled_autograd.json
 
 `blocks`: many small custom autograd functions with a hook and a graph break behind each, forward and
-backward compiled (inductor), with and without compiled autograd. `plain`: a transformer without breaks but
-one, where it should not help. Both on one process and on two gloo ranks (zero3). `breaks`: step time of one
-model with 0, 1, 2 and 8 graph breaks under zero3, beside FSDP2 + torch.compile on the same model.
+backward compiled (inductor), with and without compiled autograd. `plain`: the same functions, wider, with
+one break and no hook. `transformer`: two large graphs, where it should not help. All on one process and on
+two gloo ranks (zero3). `breaks`: step time of one model with 0, 1, 2 and 8 graph breaks under zero3, beside
+FSDP2 + torch.compile on the same model.
 Contestants take turns round by round; a ratio is the median over rounds of two times of one round.
 """
 

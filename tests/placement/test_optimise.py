@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stepgraph.placement import optimise
 from stepgraph.placement.choices import (
     BACKWARD,
     FORWARD,
@@ -113,6 +114,22 @@ def test_a_solution_costs_what_the_cheapest_of_all_choices_costs(seed, limited):
     assert solution.gap <= 1e-5
     if limited:
         assert problem.memory(solution.chosen) <= problem.memory_limit
+
+
+def test_branches_of_the_relaxation_suffice_where_a_limit_divides_it(monkeypatch):
+    """What is cheap is large, and the relaxation takes a part of it: no rounding is the best choice."""
+    chance = random.Random(0)
+    blocks = []
+    for i in range(8):
+        sizes = np.array([float(chance.randint(1, 20)) for _ in range(3)])
+        blocks.append(Block(f"b{i}", 1 + 40 / sizes, sizes))
+    problem = Problem(blocks, [], memory_limit=61.0)
+    monkeypatch.setattr(optimise._Search, "_cut", None)
+    solution = solve(problem, goal=1e-6)
+    assert solution.gap <= 1e-6
+    assert solution.cost == pytest.approx(cheapest(problem))
+    fastest = [int(block.cost.argmin()) for block in blocks]
+    assert not problem.fits(fastest) and problem.fits(solution.chosen)
 
 
 @pytest.mark.parametrize("seed", range(10))

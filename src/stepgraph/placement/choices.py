@@ -139,6 +139,11 @@ class Problem:
                 total += sum(float(link.kept[made, q]) for q in {*forward, *backward})
         return total + self.running(chosen)
 
+    def fits(self, chosen: Sequence[int]) -> bool:
+        """Whether that is within the limit."""
+        limit = self.memory_limit
+        return limit is None or self.memory(chosen) <= limit * (1 + 1e-9)
+
 
 @dataclass
 class Solution:
@@ -191,10 +196,15 @@ def _touching(problem: Problem) -> dict[Block, list[Link]]:
 
 
 def descend(problem: Problem, chosen: list[int]) -> tuple[list[int], float]:
-    """Moves one block at a time to the option that is best among the others' choices."""
+    """Moves one block at a time to the option that is best among the others' choices.
+
+    Those know neither of the memory limit nor of what runs beside other work.
+
+    Returns:
+        where it began or where that leads, whichever fits and costs less; infinite: neither fits.
+    """
     option = dict(zip(problem.blocks, chosen, strict=True))
     touching = _touching(problem)
-    limit = problem.memory_limit
     for _ in range(20):
         moved = False
         for block in problem.blocks:
@@ -206,10 +216,9 @@ def descend(problem: Problem, chosen: list[int]) -> tuple[list[int], float]:
                 option[block], moved = best, True
         if not moved:
             break
-    result = [option[block] for block in problem.blocks]
-    if limit is not None and problem.memory(result) > limit * (1 + 1e-9):
-        return result, np.inf
-    return result, problem.cost(result)
+    reached = [option[block] for block in problem.blocks]
+    costs = [problem.cost(x) if problem.fits(x) else np.inf for x in (reached, chosen)]
+    return (reached, costs[0]) if costs[0] <= costs[1] else (chosen, costs[1])
 
 
 def _of_options(block: Block, links: Sequence[Link], option: dict[Block, int]) -> np.ndarray:

@@ -1,34 +1,24 @@
-"""The optimisation behind ``auto`` as an integer program.
+"""Solves the optimisation behind ``auto``: a cheap choice, and a bound that certifies it.
 
-One variable per option, and for each link the flow from made placements to wanted ones, reader by reader;
-what flows along a change must have been paid. Given whole options the flows are whole by themselves. HiGHS
-(Huangfu and Hall, 2018) solves the relaxation, rounds it, and closes the gap by cuts and branches as far as
-the time allows; the bound that it proves is the certificate.
+HiGHS (Huangfu and Hall, 2018) solves the relaxation and branches of it, which are rounded; where they leave
+much open it searches the whole with cuts, as far as the time allows.
 """
 
 from __future__ import annotations
 
+import heapq
 import time
 from dataclasses import replace
 
 import highspy
 import numpy as np
 
-from stepgraph.placement.choices import (
-    BACKWARD,
-    FORWARD,
-    Block,
-    Link,
-    Phases,
-    Problem,
-    Reader,
-    Solution,
-    descend,
-)
-from stepgraph.placement.sparse import SparseProgram
+from stepgraph.placement.choices import Problem, Reader, Solution, descend
+from stepgraph.placement.formulation import Formulation
 
-_ENOUGH, _MORE = 0.005, 5.0  # a gap for which one looks no longer than so many seconds more
-_NOTABLE = 1e-3  # part of the memory limit: what a block takes less while it runs is not looked at
+_CHEAP = 5.0  # seconds for branches of the relaxation
+_WHOLE = 1e-6  # what differs less from 0 or 1 is that
+_OPTIMAL = highspy.HighsModelStatus.kOptimal
 
 
 class InfeasibleError(Exception):
@@ -39,200 +29,141 @@ class InfeasibleError(Exception):
         self.least = least
 
 
-def solve(problem: Problem, seconds: float = 60.0, goal: float = 1e-3) -> Solution:
+def solve(
+    problem: Problem, seconds: float = 60.0, goal: float = 1e-3, enough: float = 5e-3
+) -> Solution:
     """Finds a cheap choice and a bound.
 
     Args:
         seconds: time after which the best found so far is returned.
-        goal: gap at which it is good enough.
+        goal: gap that is looked for while that is cheap.
+        enough: gap that is looked for as long as there is time.
 
     Raises:
         InfeasibleError: nothing fits the memory limit.
     """
-    return _Solver(problem, seconds, goal).run()
+    return _Search(problem, seconds, goal, enough).run()
 
 
-class _Solver:
-    def __init__(self, problem: Problem, seconds: float, goal: float) -> None:
-        self.problem, self.goal = problem, goal
+class _Search:
+    def __init__(self, problem: Problem, seconds: float, goal: float, enough: float) -> None:
+        self.problem, self.goal, self.enough = problem, goal, enough
         self.deadline = time.monotonic() + seconds
-        self.scale = 1.0 / max(1e-12, sum(float(b.cost.min()) for b in problem.blocks) or 1.0)
-        self.program = SparseProgram()
-        self.limit: int | None = None
-        self.most: int | None = None  # column: what the largest step takes while it runs
-        self.unit = max(1.0, problem.memory_limit or problem.most_running())  # bytes
-        self.first: dict[Block, int] = {}
-        self._build()
-
-    def _build(self) -> None:
-        problem, program = self.problem, self.program
-        for block in problem.blocks:
-            self.first[block] = len(program.costs)
-            one = program.row(1.0, 1.0)
-            for cost in block.cost:
-                program.put(one, program.column(float(cost) * self.scale), 1.0)
-        self.options = len(program.costs)
-        infinity = highspy.kHighsInf
-        if problem.memory_limit is not None or problem.running_cost:
-            self._count_what_runs()
-        if problem.memory_limit is not None:
-            self._limit_memory(problem.memory_limit)
-        # The step is longer by what no later work hides, seen from whatever moment.
-        moments = max((len(x.later) for x in problem.links if x.later is not None), default=0)
-        self.beside = [program.row(0.0, infinity) for _ in range(moments)]
-        longer = program.column(1.0, infinity)
-        for row in self.beside:
-            program.put(row, longer, 1.0)
-        for block in problem.blocks:
-            if block.later is not None and moments:
-                for option, cost in enumerate(block.cost):
-                    self._lengthen(self.first[block] + option, -float(cost) * block.later)
-        for link in problem.links:
-            if len(link.readers) == 1:
-                self._flow(link, link.readers[0], None)
-                continue
-            paid: dict[tuple, int] = {}
-            for reader in link.readers:
-                self._flow(link, reader, paid)
-
-    def _count_what_runs(self) -> None:
-        """A column that is no less than what any block takes while it runs; links add theirs."""
-        program = self.program
-        price = self.problem.running_cost * self.unit * self.scale
-        self.most = program.column(price, highspy.kHighsInf)
-        for block in self.problem.blocks:
-            if block.temporary is None or block.temporary.max(initial=0.0) < _NOTABLE * self.unit:
-                continue
-            row = program.row(0.0, highspy.kHighsInf)
-            program.put(row, self.most, 1.0)
-            for option in np.flatnonzero(block.temporary):
-                column = self.first[block] + int(option)
-                program.put(row, column, -float(block.temporary[option]) / self.unit)
-
-    def _limit_memory(self, limit: float) -> None:
-        assert self.most is not None
-        self.limit = self.program.row(-highspy.kHighsInf, min(1.0, limit))
-        self.program.put(self.limit, self.most, 1.0)
-        for block in self.problem.blocks:
-            if block.memory is not None:
-                for option in np.flatnonzero(block.memory):
-                    column = self.first[block] + int(option)
-                    self.program.put(self.limit, column, float(block.memory[option]) / self.unit)
-
-    def _flow(self, link: Link, reader: Reader, paid: dict[tuple, int] | None) -> None:
-        """What one reader takes: from each made placement into each wanted one."""
-        program = self.program
-        made: dict[int, int] = {}
-        wanted: dict[int, int] = {}
-        for rows, indices, block in (
-            (made, link.makes, link.producer), (wanted, reader.wants, reader.block)
-        ):  # fmt: skip
-            for option, index in enumerate(indices):
-                if int(index) not in rows:
-                    rows[int(index)] = program.row(0.0, 0.0)
-                program.put(rows[int(index)], self.first[block] + option, -1.0)
-        runs: int | None = None
-        for p, made_row in made.items():
-            for q, wanted_row in wanted.items():
-                cost = link.cost_of(p, *_alone(q, reader.phases))
-                if not np.isfinite(cost):
-                    continue
-                column = program.column(0.0)
-                program.put(made_row, column, 1.0)
-                program.put(wanted_row, column, 1.0)
-                if self.most is not None and link.temporary is not None:
-                    running = float(link.temporary[p, q]) / self.unit
-                    if running > _NOTABLE:
-                        if runs is None:
-                            runs = program.row(0.0, highspy.kHighsInf)
-                            program.put(runs, self.most, 1.0)
-                        program.put(runs, column, -running)
-                once, again = float(link.once[p, q]), float(link.again[p, q])
-                if paid is None or not cost:
-                    self._charge(link, (p, q), column, cost, once=True)
-                    continue
-                parts = [(None, once), *((phase, again) for phase in reader.phases)]
-                for phase, part in parts:
-                    if not part:
-                        continue
-                    key = (p, q, phase)
-                    if key not in paid:
-                        paid[key] = program.column(0.0)
-                        self._charge(link, (p, q), paid[key], part, once=phase is None)
-                    covered = program.row(0.0, highspy.kHighsInf)
-                    program.put(covered, paid[key], 1.0)
-                    program.put(covered, column, -1.0)
-
-    def _charge(
-        self, link: Link, change: tuple[int, int], column: int, cost: float, once: bool
-    ) -> None:
-        if not once:
-            self.program.costs[column] = cost * self.scale
-            return
-        kept = float(link.kept[change]) if link.kept is not None else 0.0
-        if self.limit is not None and kept:
-            self.program.put(self.limit, column, kept / self.unit)
-        runs, longer = link.beside(change[0], (change[1],))
-        self.program.costs[column] = (cost - runs) * self.scale
-        if link.later is not None:
-            self._lengthen(column, longer)
-
-    def _lengthen(self, column: int, seconds: np.ndarray) -> None:
-        """A column adds to what is left to do beside other work after each moment."""
-        for row, part in zip(self.beside, seconds, strict=True):
-            if part:
-                self.program.put(row, column, -float(part) * self.scale)
+        formulation = Formulation(problem)
+        self.program, self.options = formulation.program, formulation.options
+        self.blocks, self.scale = formulation.blocks, formulation.scale
 
     def run(self) -> Solution:
-        """The relaxation, rounded; where its bound does not certify that, branches and cuts.
-
-        Not for long where it is nearly certified.
-        """
-        found = self._relaxed()
-        if found is not None and found.gap <= self.goal:
+        """The relaxation and its branches, rounded; where that certifies too little, HiGHS' cuts too."""
+        found = self._branched()
+        if found is not None and found.gap <= self.enough:
             return found
-        if found is not None and found.gap <= _ENOUGH:
-            self.deadline = min(self.deadline, time.monotonic() + _MORE)
-        return self._branched(found)
+        return self._cut(found)
 
-    def _relaxed(self) -> Solution | None:
-        """None: the relaxation was not solved in time, or what it rounds to does not fit."""
+    def _branched(self) -> Solution | None:
+        """Branches on what the relaxation divides, the lowest bound first.
+
+        Little is divided: identical layers decide together. So it takes a few branches, each some steps of
+        the simplex from where another ended; HiGHS' own search prepares for more, which takes longer.
+
+        Returns:
+            the best found; None: nothing was in time.
+        """
         highs = self._highs()
         highs.setOptionValue("solve_relaxation", True)
         highs.run()
         self._is_feasible(highs)
-        if highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+        if highs.getModelStatus() != _OPTIMAL:
             return None
-        chosen, cost = descend(self.problem, self._rounded(highs))
-        if not np.isfinite(cost):
+        seconds = min(_CHEAP, self.deadline - time.monotonic())
+        highs.setOptionValue("time_limit", highs.getRunTime() + max(0.0, seconds))
+        values = np.asarray(highs.getSolution().col_value)
+        best, chosen = self._rounded(values)
+        fixed: dict[int, float] = {}
+        waiting = [(_objective(highs), 0, fixed, values)]
+        closed = np.inf  # the lowest bound of what is not looked at further
+        while waiting:
+            bound, count, below, values = waiting[0]
+            enough = best * self.scale * (1 - self.goal)
+            if min(bound, closed) >= enough:
+                break
+            heapq.heappop(waiting)
+            column = self._divided(values)
+            if column is None:
+                closed = min(closed, bound)
+                continue
+            for value in (1.0, 0.0):
+                for each in fixed:
+                    highs.changeColBounds(each, 0.0, 1.0)
+                fixed = below | {column: value}
+                for each, its_value in fixed.items():
+                    highs.changeColBounds(each, its_value, its_value)
+                highs.setOptionValue("objective_bound", enough)
+                highs.run()
+                status = highs.getModelStatus()
+                if status == _OPTIMAL:
+                    values = np.asarray(highs.getSolution().col_value)
+                    best, chosen = min((best, chosen), self._rounded(values))
+                    number = (
+                        2 * count + 1 + int(value)
+                    )  # of nodes in a binary tree no two are alike
+                    heapq.heappush(waiting, (_objective(highs), number, fixed, values))
+                elif status == highspy.HighsModelStatus.kObjectiveBound:
+                    closed = min(closed, enough)
+                elif status != highspy.HighsModelStatus.kInfeasible:  # out of time
+                    closed = min(closed, bound)
+        if not np.isfinite(best):
             return None
-        bound = highs.getInfo().objective_function_value / self.scale
-        return Solution(chosen, cost, min(bound, cost), len(self.program.costs))
+        bound = min(closed, *(bound for bound, *_ in waiting), best * self.scale) / self.scale
+        return Solution(chosen, best, bound, len(self.program.costs))
 
-    def _branched(self, start: Solution | None) -> Solution:
+    def _divided(self, values: np.ndarray) -> int | None:
+        """Of the block that is divided most evenly the column that is taken most of."""
+        first, size = min(self.blocks, key=lambda block: values[block[0] : sum(block)].max())
+        column = first + int(values[first : first + size].argmax())
+        return column if values[column] < 1 - _WHOLE else None
+
+    def _rounded(self, values: np.ndarray) -> tuple[float, list[int]]:
+        """The best of the roundings, and what it costs."""
+        found = [descend(self.problem, start) for start in self._roundings(values)]
+        return min((cost, chosen) for chosen, cost in found)
+
+    def _roundings(self, values: np.ndarray) -> list[list[int]]:
+        """What is taken most of; of what is taken at all, that which keeps least."""
+        most = [int(values[first : first + size].argmax()) for first, size in self.blocks]
+        if self.problem.memory_limit is None:
+            return [most]
+        least = list(most)
+        for number, (block, (first, size)) in enumerate(
+            zip(self.problem.blocks, self.blocks, strict=True)
+        ):
+            taken = np.flatnonzero(values[first : first + size] > _WHOLE)
+            if block.memory is not None:
+                least[number] = int(taken[block.memory[taken].argmin()])
+        return [most, least]
+
+    def _cut(self, start: Solution | None) -> Solution:
+        """HiGHS' own search, from the best that is known."""
         highs = self._highs()
-        highs.setOptionValue("mip_rel_gap", self.goal)
+        highs.setOptionValue("mip_rel_gap", self.enough)
         if start is not None:
             columns = np.arange(self.options, dtype=np.int32)
             values = np.zeros(self.options)
-            for block, option in zip(self.problem.blocks, start.chosen, strict=True):
-                values[self.first[block] + option] = 1.0
+            for (first, _), option in zip(self.blocks, start.chosen, strict=True):
+                values[first + option] = 1.0
             highs.setSolution(self.options, columns, values)
         highs.run()
         self._is_feasible(highs)
         info = highs.getInfo()
         bound = info.mip_dual_bound / self.scale
-        found: list[tuple[float, list[int]]] = []
+        cost, chosen = np.inf, []
         if info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:
-            chosen = self._rounded(highs)
-            better, its_cost = descend(self.problem, chosen)
-            found += [(self.problem.cost(chosen), chosen), (its_cost, better)]
+            cost, chosen = self._rounded(np.asarray(highs.getSolution().col_value))
         if start is not None:
-            found.append((start.cost, start.chosen))
+            cost, chosen = min((cost, chosen), (start.cost, start.chosen))
             bound = max(bound, start.bound)
-        if not found:
+        if not chosen:
             raise InfeasibleError(1.1 * (self.problem.memory_limit or 0))  # none found in time
-        cost, chosen = min(found, key=lambda pair: pair[0])
         return Solution(chosen, cost, min(bound, cost), len(self.program.costs))
 
     def _highs(self) -> highspy.Highs:
@@ -248,19 +179,12 @@ class _Solver:
         if highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
             raise InfeasibleError(self._least_memory())
 
-    def _rounded(self, highs: highspy.Highs) -> list[int]:
-        values = np.asarray(highs.getSolution().col_value)
-        return [
-            int(np.argmax(values[self.first[b] : self.first[b] + len(b.cost)]))
-            for b in self.problem.blocks
-        ]
-
     def _least_memory(self) -> float:
         """The smallest number of bytes that any choice takes; infinite: there is no choice."""
         if self.problem.memory_limit is None:
             return np.inf
         left = max(1.0, self.deadline - time.monotonic())
-        return solve(_of_memory(self.problem), left, 1e-6).cost
+        return solve(_of_memory(self.problem), left, 1e-6, 1e-6).cost
 
 
 def _of_memory(problem: Problem) -> Problem:
@@ -281,6 +205,5 @@ def _of_memory(problem: Problem) -> Problem:
     return Problem(list(stands_for.values()), links, running_cost=1.0)
 
 
-def _alone(q: int, phases: Phases) -> tuple[tuple[int, ...], ...]:
-    """The placements wanted in the forward and in the backward, if it is this one alone."""
-    return tuple((q,) if phase in phases else () for phase in (FORWARD, BACKWARD))
+def _objective(highs: highspy.Highs) -> float:
+    return highs.getInfo().objective_function_value

@@ -135,6 +135,7 @@ class Model:
         return all(self.option_allowed(n, tuple(way[n] for way in ways)) for n in group.nodes)
 
     def _storages(self) -> None:
+        self._storage_of: dict[str, Choice] = {}
         learned = set(self.gradient_of.values())
         for stored in Storages(self.program, self.moves, learned).find():
             names, count = stored.parameters, len(stored.parameters)
@@ -150,6 +151,7 @@ class Model:
                 storages=[stored.ways[i] for i in kept],
             )
             self.choices.append(choice)
+            self._storage_of |= dict.fromkeys(names, choice)
             for node in stored.nodes:
                 self.choice_of[node] = choice
 
@@ -215,7 +217,7 @@ class Model:
                     if argument is node:
                         add(choice, (index, i), self._phases(user), (user, i))
             elif node in self.gradient_of:
-                add(self._storage_of(self.gradient_of[node]), "gradient", (BACKWARD,), "gradient")
+                add(self._storage_of[self.gradient_of[node]], "gradient", (BACKWARD,), "gradient")
             elif (
                 user.meta["phase"] == OPTIMIZER
                 and node.op == "call_function"
@@ -226,7 +228,7 @@ class Model:
 
     def _add_result(self, add: Callable, node: fx.Node, role: roles.Output) -> None:
         if isinstance(role, roles.Grad) and node in self.gradient_of:
-            add(self._storage_of(role.name), "gradient", (BACKWARD,), "gradient")
+            add(self._storage_of[role.name], "gradient", (BACKWARD,), "gradient")
         elif isinstance(role, roles.NewAccumulator):
             pass  # what is added up stays as it is made
         elif not isinstance(role, (roles.NewParam, roles.NewOptimizerState)):
@@ -237,9 +239,6 @@ class Model:
         if node.meta.get("phase") == BACKWARD_PHASE:
             return (BACKWARD,)
         return (FORWARD, BACKWARD) if self.ways.runs_again(node) else (FORWARD,)
-
-    def _storage_of(self, name: str) -> Choice:
-        return next(c for c in self.choices if name in c.parameters)
 
     def _link(self, nodes: list[fx.Node], readers: list) -> Link:
         node, count = nodes[0], len(nodes)

@@ -7,7 +7,9 @@ much open it searches the whole with cuts, as far as the time allows.
 from __future__ import annotations
 
 import heapq
+import itertools
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import highspy
@@ -80,10 +82,11 @@ class _Search:
         values = np.asarray(highs.getSolution().col_value)
         best, chosen = self._rounded(values)
         fixed: dict[int, float] = {}
-        waiting = [(_objective(highs), 0, fixed, values)]
+        numbers = itertools.count()  # no two branches are alike
+        waiting = [(_objective(highs), next(numbers), fixed, values)]
         closed = np.inf  # the lowest bound of what is not looked at further
         while waiting:
-            bound, count, below, values = waiting[0]
+            bound, _, below, values = waiting[0]
             enough = best * self.scale * (1 - self.goal)
             if min(bound, closed) >= enough:
                 break
@@ -93,21 +96,15 @@ class _Search:
                 closed = min(closed, bound)
                 continue
             for value in (1.0, 0.0):
-                for each in fixed:
-                    highs.changeColBounds(each, 0.0, 1.0)
-                fixed = below | {column: value}
-                for each, its_value in fixed.items():
-                    highs.changeColBounds(each, its_value, its_value)
+                before, fixed = fixed, below | {column: value}
+                _fix(highs, before, fixed)
                 highs.setOptionValue("objective_bound", enough)
                 highs.run()
                 status = highs.getModelStatus()
                 if status == _OPTIMAL:
                     values = np.asarray(highs.getSolution().col_value)
                     best, chosen = min((best, chosen), self._rounded(values))
-                    number = (
-                        2 * count + 1 + int(value)
-                    )  # of nodes in a binary tree no two are alike
-                    heapq.heappush(waiting, (_objective(highs), number, fixed, values))
+                    heapq.heappush(waiting, (_objective(highs), next(numbers), fixed, values))
                 elif status == highspy.HighsModelStatus.kObjectiveBound:
                     closed = min(closed, enough)
                 elif status != highspy.HighsModelStatus.kInfeasible:  # out of time
@@ -203,6 +200,14 @@ def _of_memory(problem: Problem) -> Problem:
         changed = {"readers": readers, "producer": producer, "once": once, "again": free}
         links.append(replace(link, **changed, later=None, runs=None, hides=None, kept=None))
     return Problem(list(stands_for.values()), links, running_cost=1.0)
+
+
+def _fix(highs: highspy.Highs, before: Iterable[int], fixed: Mapping[int, float]) -> None:
+    """Columns have these values, those before any."""
+    for column in before:
+        highs.changeColBounds(column, 0.0, 1.0)
+    for column, value in fixed.items():
+        highs.changeColBounds(column, value, value)
 
 
 def _objective(highs: highspy.Highs) -> float:

@@ -2,7 +2,7 @@
 
     python benchmarks/compiled_autograd.py --json benchmarks/results/compiled_autograd.json
 
-`blocks`: many small custom autograd functions with a hook and a graph break behind each, forward and
+`blocks`: many small custom autograd functions with a hook and a graph break between them, forward and
 backward compiled (inductor), with and without compiled autograd. `plain`: the same functions, wider, with
 one break and no hook. `transformer`: two large graphs, where it should not help. All on one process and on
 two gloo ranks (zero3). `breaks`: step time of one model with 0, 1, 2 and 8 graph breaks under zero3, beside
@@ -45,54 +45,80 @@ class Scale(torch.autograd.Function):
         return (gradient * factor).clamp(-1e3, 1e3) + 0.0 * gradient.sin(), None
 
 
-class Blocks(nn.Module):
-    """Layers with a custom function each, and a graph break and a hook behind every ``every``-th."""
-
-    def __init__(self, layers, breaks, width=WIDTH, hooks=True):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
-        self.register_buffer("factor", torch.full((width,), 1.01))
-        self.every = layers // breaks if breaks else 0
-        self.hooks = hooks
-
-    def forward(self, x):
-        """The sum of squares, to be minimised."""
-        for index, layer in enumerate(self.layers, 1):
-            x = x + Scale.apply(torch.tanh(layer(x)), self.factor)
-            if self.every and index % self.every == 0:
-                torch._dynamo.graph_break()
-                if self.hooks and x.requires_grad:
-                    x.register_hook(lambda gradient: gradient * 1.0)
-        return x.square().mean()
+@torch._dynamo.disable
+def between(x, hook):
+    """What no graph captures: a break, and if asked a hook that no graph has."""
+    if hook and x.requires_grad:
+        x.register_hook(lambda gradient: gradient * 1.0)
+    return x
 
 
-class Transformer(nn.Module):
-    """Encoder layers, large graphs of large operations, with a graph break in the middle."""
+def pieces(count, hooks=False):
+    """A forward of so many pieces with a break between any two.
 
-    def __init__(self, layers, width):
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
-            for _ in range(layers)
-        )
-
-    def forward(self, x):
-        """The sum of squares, to be minimised."""
-        for index, layer in enumerate(self.layers, 1):
-            x = layer(x)
-            if 2 * index == len(self.layers):
-                torch._dynamo.graph_break()
-        return x.square().mean()
+    Written out, for dynamo compiles nothing of a function that breaks inside a loop.
+    """
+    lines = ["def forward(self, x):", "    x = self.piece(x, 0)"]
+    for number in range(1, count):
+        lines += [f"    x = between(x, {hooks})", f"    x = self.piece(x, {number})"]
+    written = {"between": between}
+    exec("\n".join([*lines, "    return x.square().mean()"]), written)
+    return written["forward"]
 
 
-def ours(whole, model_class=Blocks, **shape):
+def part(layers, number, count):
+    """Those of the layers that are in a piece."""
+    return layers[number * len(layers) // count : (number + 1) * len(layers) // count]
+
+
+def blocks(layers, breaks, width=WIDTH, hooks=True):
+    """Layers with a custom function each; as many breaks, as evenly as can be."""
+
+    class Blocks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+            self.register_buffer("factor", torch.full((width,), 1.01))
+
+        def piece(self, x, number):
+            for layer in part(self.layers, number, breaks + 1):
+                x = x + Scale.apply(torch.tanh(layer(x)), self.factor)
+            return x
+
+        forward = pieces(breaks + 1, hooks)
+
+    return Blocks()
+
+
+def transformer(layers, width):
+    """Encoder layers: two large graphs of large operations."""
+
+    class Transformer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(
+                nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+                for _ in range(layers)
+            )
+
+        def piece(self, x, number):
+            for layer in part(self.layers, number, 2):
+                x = layer(x)
+            return x
+
+        forward = pieces(2)
+
+    return Transformer()
+
+
+def ours(whole, make=blocks, **shape):
     """stepgraph's engine, graph by graph."""
 
     def build():
         import stepgraph
 
         torch.manual_seed(0)
-        model = model_class(**shape)
+        model = make(**shape)
         engine = stepgraph.Engine(
             model,
             loss=lambda model, batch: model(batch),
@@ -120,7 +146,7 @@ def fsdp2(**shape):
         from torch.distributed.fsdp import fully_shard
 
         torch.manual_seed(0)
-        model = Blocks(**shape)
+        model = blocks(**shape)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
@@ -140,9 +166,9 @@ def fsdp2(**shape):
     return build
 
 
-HOOKED = {"layers": 16, "breaks": 16}
+HOOKED = {"layers": 16, "breaks": 15}
 PLAIN = {"layers": 16, "breaks": 1, "width": 256, "hooks": False}
-LARGE = {"model_class": Transformer, "layers": 4, "width": 256}
+LARGE = {"make": transformer, "layers": 4, "width": 256}
 GAIN = {
     "blocks": (ours(False, **HOOKED), None),
     "blocks, compiled autograd": (ours(True, **HOOKED), "blocks"),

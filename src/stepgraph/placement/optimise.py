@@ -137,7 +137,7 @@ class _Search:
             taken = np.flatnonzero(values[first : first + size] > _WHOLE)
             if block.memory is not None:
                 least[number] = int(taken[block.memory[taken].argmin()])
-        return [most, least]
+        return [most, least] if least != most else [most]
 
     def _cut(self, start: Solution | None) -> Solution:
         """HiGHS' own search, from the best that is known."""

@@ -64,7 +64,26 @@ def test_kinds_of_products():
     assert family_of(aten.mm.default) == "matmul"
     assert family_of(aten.bmm.default) == "batched"
     assert family_of(aten.convolution_backward.default) == "convolution_backward"
-    assert family_of(aten._scaled_dot_product_efficient_attention.default) == "attention"
+    attention = aten._scaled_dot_product_efficient_attention
+    assert family_of(attention.default) == "attention"
+    backward = aten._scaled_dot_product_efficient_attention_backward.default
+    assert family_of(backward, ["q", 0.0, True]) == "attention_causal_backward"
+
+
+def test_causal_attention_has_a_rate_of_its_own_where_it_was_measured():
+    device = round_device(families={"attention": 0.5})
+    seconds = device.seconds(1e9, 0, torch.float32, family="attention_causal")
+    assert seconds == device.seconds(1e9, 0, torch.float32, family="attention")
+    slower = round_device(families={"attention": 0.5, "attention_causal": 0.25})
+    assert slower.seconds(1e9, 0, torch.float32, family="attention_causal") == 2 * seconds
+
+
+def test_a_copy_into_another_order_may_take_longer_than_its_bytes():
+    write = Written({"x": (100, 200)})
+    turned = write(aten.t.default, write["x"])
+    device = round_device(elements={"transposition": 1e-3})
+    assert vector_seconds(write(aten.clone.default, turned), device) == pytest.approx(20.0)
+    assert vector_seconds(write(aten.clone.default, write["x"]), device) == 0
 
 
 def test_what_an_expand_repeats_is_stored_once():

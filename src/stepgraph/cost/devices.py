@@ -49,7 +49,7 @@ class Device:
         source: where the numbers are from.
         error: what error predictions for it have shown.
         families: rate of other kinds of products (``attention``, ``convolution``, ...) over that of
-            ``matmul``; 1 where a kind is missing.
+            ``matmul``; 1 where a kind is missing, and as without where ``..._causal`` is.
         elements: seconds an element of operations that compute more than they move (``exp``, ``softmax``,
             ...), in float32; what is missing is bound by memory.
         caches: (bytes that a kernel touches, bytes/s), by size: nearer memories are faster.
@@ -120,7 +120,8 @@ class Device:
         """
         flops, bytes = np.asarray(flops, float), np.asarray(bytes, float)
         starts = np.asarray(starts, bool)
-        rate = self.rate(dtype) * self.families.get(family, 1.0)
+        without = self.families.get(family.replace("_causal", ""), 1.0)
+        rate = self.rate(dtype) * self.families.get(family, without)
         compute = np.where(flops > 0, (flops + self.half_flops * starts) / rate, 0.0)
         moved = (bytes + self.half_bytes * starts) / self.bandwidth(bytes)
         time = np.maximum(np.maximum(compute, np.where(bytes > 0, moved, 0.0)), vector)

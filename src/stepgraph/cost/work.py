@@ -41,7 +41,8 @@ _ELEMENT_CLASSES: dict[Any, str] = {
         "gelu_backward": (aten.gelu_backward,),
         "trigonometric": (aten.sin, aten.cos),
         "root": (aten.sqrt, aten.rsqrt),
-        "softmax": (aten._softmax, aten._safe_softmax),
+        "softmax": (aten._softmax,),
+        "safe_softmax": (aten._safe_softmax,),
         "log_softmax": (aten._log_softmax,),
         "softmax_backward": (
             aten._softmax_backward_data, aten._log_softmax_backward_data,
@@ -56,7 +57,8 @@ _ELEMENT_CLASSES: dict[Any, str] = {
             aten._native_batch_norm_legit_functional,
         ),
         "batch_norm_backward": (aten.native_batch_norm_backward,),
-        "conversion": (aten._to_copy, aten.native_dropout_backward, aten.where, aten.lt),
+        "conversion": (aten._to_copy, aten.where, aten.lt),
+        "masking": (aten.native_dropout_backward,),
         "concatenation": (aten.cat, aten.constant_pad_nd),
         "pooling": (
             aten.max_pool2d_with_indices, aten.max_pool2d_with_indices_backward, aten._adaptive_avg_pool2d,
@@ -120,7 +122,11 @@ def _attention(arguments: Sequence[Any], products: int) -> float:
     query, key = (four[0], four[1]) if products == 2 else (four[1], four[2])
     batch, heads, queries, width = query.shape
     flops = products * 2.0 * batch * heads * queries * key.shape[2] * width
-    return flops / 2 if any(a is True for a in arguments) else flops
+    return flops / 2 if _is_causal(arguments) else flops
+
+
+def _is_causal(arguments: Sequence[Any]) -> bool:
+    return any(argument is True for argument in arguments)
 
 
 def matmul_dtype(node: fx.Node) -> torch.dtype:
@@ -191,25 +197,28 @@ def operation_seconds(node: fx.Node, device: Device) -> float:
         bytes_moved(node),
         matmul_dtype(node),
         node.meta.get("starts", True),
-        family_of(node.target),
+        family_of(node.target, node.args),
         vector_seconds(node, device),
     )
 
 
-def family_of(target: Any) -> str:
-    """Which kind of product an operator is, as :attr:`Device.families` has them."""
+def family_of(target: Any, arguments: Sequence[Any] = ()) -> str:
+    """Which kind of product a call is, as :attr:`Device.families` has them."""
     schema = getattr(target, "_schema", None)
     name = schema.name.split("::")[-1] if schema is not None else ""
     for family in ("attention", "convolution"):
         if family in name:
-            backward = name.endswith("backward")
-            return f"{family}_backward" if backward else family
+            causal = "_causal" if family == "attention" and _is_causal(arguments) else ""
+            backward = "_backward" if name.endswith("backward") else ""
+            return family + causal + backward
     return "batched" if target in (aten.bmm.default, aten.baddbmm.default) else "matmul"
 
 
 def vector_seconds(node: fx.Node, device: Device) -> float:
     """Time of an operation's arithmetic, where the device has a figure for its class."""
     name = _ELEMENT_CLASSES.get(node.target, "")
+    if node.target is aten.clone.default and not _is_contiguous(node.args[0]):
+        name = "transposition"
     if node.target in _POWERS and node.args[1] not in (0.5, 1, 2):  # those are products and roots
         name = "power"
     each = device.elements.get(name, 0.0)
@@ -219,6 +228,11 @@ def vector_seconds(node: fx.Node, device: Device) -> float:
     table = values[1] if node.target in _LOOKUPS else None
     sizes = [t.numel() for v in values if v is not table for t in tensors_of(v)]
     return each * max(sizes, default=0)
+
+
+def _is_contiguous(source: Any) -> bool:
+    value = source.meta.get("val")
+    return not isinstance(value, torch.Tensor) or value.is_contiguous()
 
 
 def cost_group(node: fx.Node) -> str:

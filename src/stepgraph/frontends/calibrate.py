@@ -5,6 +5,7 @@ A rate is measured on one rank; collectives on two, with computation in between,
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from stepgraph import torch_internals
 from stepgraph.cost.calibration import calibration_file, to_json
 from stepgraph.cost.devices import DEVICES, Device, Link
 from stepgraph.frontends import launcher
+from stepgraph.frontends.engine import Engine
 from stepgraph.frontends.timing import SECONDS, Timer
 from stepgraph.program.randomness import BITS, RANDOM, seed_words
 from stepgraph.runtime.files import whole_file
@@ -32,7 +34,7 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 _PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 _SIZES = [2**n for n in range(16, 27)]  # bytes of one operand
 _MESSAGES = [2**n for n in (10, 13, 16, 18, 20, 22, 24)]  # bytes of a collective's larger side
-_RANKS, _REPEATS = 2, 21
+_RANKS, _REPEATS, _OUTLIERS = 2, 60, 3
 
 
 def calibrate(progress: Callable[[str], None] = lambda name: None) -> Path:
@@ -88,7 +90,7 @@ def measure(where: torch.device, progress: Callable[[str], None]) -> Device:
         intra=slowest,
         inter=slowest if is_host else typical.inter,
         ranks_per_node=64 if is_host else max(1, torch.cuda.device_count()),
-        kernel_seconds=call,
+        kernel_seconds=0.0 if is_host else call,  # a host calls and computes one after the other
         half_flops=half_flops,
         half_bytes=0.0 if is_host else call * caches[-1][1],
         overlaps=not is_host,
@@ -101,7 +103,7 @@ def measure(where: torch.device, progress: Callable[[str], None]) -> Device:
         crowding=crowding,
     )
     if is_host:
-        progress("a small step")
+        progress("small steps")
         device = replace(device, dispatch_seconds=_dispatch_seconds(device))
     return device
 
@@ -149,11 +151,10 @@ def _families(timer: Timer, rate: float, call: float) -> dict[str, float]:
     flops = 2.0 * 24 * 128 * 128 * 32
     found["batched"] = flops / timer.usual(torch.bmm, left, right)
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v)
-
     rows = [timer.operands(8, 4, 128, 32), timer.operands(4, 4, 256, 64)]
-    found |= _forward_and_backward(timer, "attention", attend, [(r, r, r) for r in rows], 2.5)
+    for name, causal in (("attention", False), ("attention_causal", True)):
+        attend = functools.partial(F.scaled_dot_product_attention, is_causal=causal)
+        found |= _forward_and_backward(timer, name, attend, [(r, r, r) for r in rows], 2.5)
 
     def convolve(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return F.conv2d(x, w, padding=1)
@@ -172,6 +173,7 @@ def _forward_and_backward(
     forwards, backwards = [], []
     for operands in shapes:
         flops = _flops(call, [given[0] for given in operands])
+        flops /= 2 if name.endswith("causal") else 1
         forward = timer.usual(call, *operands)
         forwards.append(flops / forward)
         backwards.append(flops * backward / _backward_seconds(timer, call, operands, forward))
@@ -225,6 +227,8 @@ def _elements(timer: Timer, call: float) -> dict[str, float]:
         "power": (lambda x: x**3, wide),
         "root": (torch.sqrt, wide),
         "softmax": (lambda x: torch.softmax(x, -1), wide),
+        "safe_softmax": (lambda x: torch.ops.aten._safe_softmax(x, -1), wide),
+        "transposition": (lambda x: x.t().contiguous(), wide),
         "log_softmax": (lambda x: torch.log_softmax(x, -1), wide),
         "reduction": (lambda x: (x.sum(0), x.mean(-1)), wide),
         "layer_norm": (lambda x: F.layer_norm(x, (512,)), wide),
@@ -240,6 +244,10 @@ def _elements(timer: Timer, call: float) -> dict[str, float]:
         calls_made = 2 if name in ("reduction", "conversion") else 1
         each = seconds / calls_made - call
         found[name] = max(each, seconds / 10) / torch.Size(wide).numel()
+    kept = torch.rand(wide, device=timer.where) < 0.9
+    gradients = timer.operands(*wide)
+    masked = timer.usual(lambda x: torch.ops.aten.native_dropout_backward(x, kept, 1.1), gradients)
+    found["masking"] = max(masked - call, masked / 10) / torch.Size(wide).numel()
     seed = seed_words(1, 2, 0).to(timer.where)
     bits = lambda s: RANDOM(s, BITS, 0, list(wide), list(wide), [0, 0], [], "")  # noqa: E731
     found["random"] = timer.usual(bits, [seed]) / torch.Size(wide).numel()
@@ -252,16 +260,31 @@ def _elements(timer: Timer, call: float) -> dict[str, float]:
 
 
 def _dispatch_seconds(device: Device) -> float:
-    """Host time of one operation, Python and allocation included: what kernels leave over of a real step.
+    """Host time of one operation, Python and allocation included: what kernels leave over of small steps.
 
     Args:
         device: everything else about it, measured.
     """
-    from stepgraph.frontends.engine import Engine
+    found = []
+    for width, layers in ((64, 8), (128, 6), (192, 6)):
+        engine, batch = _small_step(width, layers)
+        seconds = Timer(batch.device).usual(engine.step, [batch], seconds=1.0)
+        kernels, with_calls = (
+            forecast(engine.programs, replace(device, dispatch_seconds=each), "eager").step_ms / 1e3
+            for each in (0.0, 1.0)
+        )
+        found.append(max(seconds - kernels, 0.0) / (with_calls - kernels))
+    return statistics.mean(found)
 
+
+def _small_step(width: int, layers: int) -> tuple[Engine, torch.Tensor]:
+    """An engine that trains a small module, ready to be timed, and its batch."""
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(192, 192), nn.GELU(), nn.LayerNorm(192)) for _ in range(6)]
-    model, batch = nn.Sequential(*layers), torch.randn(256, 192)
+    blocks = [
+        nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))
+        for _ in range(layers)
+    ]
+    model, batch = nn.Sequential(*blocks), torch.randn(256, width)
     engine = Engine(
         model,
         loss=lambda model, batch: model(batch).square().mean(),
@@ -271,10 +294,7 @@ def _dispatch_seconds(device: Device) -> float:
         lowering="eager",
     )
     engine.step(batch)
-    seconds = Timer(batch.device).usual(engine.step, [batch], seconds=1.0)
-    kernels = forecast(engine.programs, device, "eager").step_ms / 1e3
-    operations = len(list(engine.programs["step"].operations()))
-    return max(seconds - kernels, 0.0) / operations
+    return engine, batch
 
 
 # -- several ranks
@@ -304,7 +324,8 @@ def measure_ranks() -> tuple[dict[str, list[tuple[float, float]]], float]:
 class _Between:
     """Times collectives as they stand in a step: computation in between.
 
-    Back to back they take a fraction of it: nobody has to be woken, and no rank waits for another one.
+    Back to back they take a fraction of it: nobody has to be woken, and no rank waits for another one. A
+    step adds up slow ones and fast ones, so a figure is a mean.
     """
 
     def __init__(self, timer: Timer) -> None:
@@ -328,7 +349,7 @@ class _Between:
     def _usual(self, call: Callable[[], Any]) -> float:
         dist.barrier()
         times = [self.timer.once(lambda: (self._work(), call())) for _ in range(_REPEATS)]
-        return statistics.quantiles(times, n=4)[0]
+        return statistics.mean(sorted(times)[:-_OUTLIERS])
 
     def _work(self) -> None:
         for _ in range(2):

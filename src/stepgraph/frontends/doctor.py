@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stepgraph.frontends import launcher
+from stepgraph.runtime.scheduling import communication_first
 from stepgraph.torch_internals import inductor
 
 OK, FAILED, NOT_HERE = "ok", "failed", "not here"
@@ -150,6 +151,17 @@ def _backends(name: str, seconds: float) -> Iterator[Check]:
         why = "this torch is built without it"
         do = "install a build of torch that has it, to run several ranks" if wanted else ""
         yield Check(backend, status, why, do, needed=wanted)
+
+
+def _scheduling(name: str, seconds: float) -> Iterator[Check]:
+    with communication_first(launcher.rank_device().type) as first:
+        if first:
+            yield Check(
+                name, OK, "before those that compute: collectives of ranks on the host wait less"
+            )
+            return
+    why = "not before those that compute: ranks are not on the host, or CAP_SYS_NICE is missing"
+    yield Check(name, NOT_HERE, why)
 
 
 def _compiler(name: str, seconds: float) -> Iterator[Check]:
@@ -337,6 +349,7 @@ _CHECKS: dict[str, Callable[[str, float], Iterator[Check]]] = {
     "host": _host,
     "GPU": _accelerators,
     "communication": _backends,
+    "communication threads": _scheduling,
     "C++ compiler": _compiler,
     "inductor cache": _cache,
 } | dict.fromkeys(TRIALS, _trial)

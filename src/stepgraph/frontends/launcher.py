@@ -33,6 +33,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from stepgraph.errors import LaunchError, StepgraphError
+from stepgraph.runtime.scheduling import communication_first
 
 LOCALHOST = "127.0.0.1"
 MONITOR_SECONDS = 0.1
@@ -209,7 +210,8 @@ def _run_in_group(function: Callable[..., Any], args: tuple) -> Any:
     if dist.is_initialized():
         return function(*args)
     on_gpu = device.type == "cuda"
-    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    with communication_first(device.type):
+        dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     result = function(*args)
     dist.barrier()  # nobody hangs up on a rank that is still talking
     dist.destroy_process_group()

@@ -1,6 +1,6 @@
-"""Times calls so that the figure holds in a step, on a machine that others may use too.
+"""Times calls so that the figure holds in a step.
 
-A figure is the fastest tenth of many short repetitions: what comes out while nothing else disturbs.
+A figure is the median of many short repetitions: a step is made of usual calls, not of the fastest.
 Operands take turns and results are kept for a while, so that what a call touches is about as far away as it
 is in a step, where other operations have run in between.
 """
@@ -37,16 +37,16 @@ class Timer:
     def usual(
         self, call: Callable[..., Any], *operands: Sequence[Any], seconds: float = SECONDS
     ) -> float:
-        """Seconds of one call: the fastest tenth of batches of calls that take a millisecond."""
+        """Seconds of one call: the median of batches of calls that take a millisecond."""
         turns = zip(*map(itertools.cycle, operands), strict=False)
         self._kept = deque(maxlen=len(operands[0]))
-        self._batch(call, turns, 2)
+        self._batch(call, turns, len(operands[0]) + 2)  # until memory of those before is used again
         calls = max(1, int(1e-3 / max(self._batch(call, turns, 1), 1e-7)))
         times, end = [], time.perf_counter() + seconds
         while time.perf_counter() < end or len(times) < 4:
             times.append(self._batch(call, turns, calls))
         self._kept.clear()
-        return statistics.quantiles(times, n=10)[0]
+        return statistics.median(times)
 
     def once(self, call: Callable[[], Any]) -> float:
         """Seconds of one call."""

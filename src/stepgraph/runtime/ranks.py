@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from stepgraph import torch_internals
 from stepgraph.errors import BatchError, MeshError
 from stepgraph.program.layout import MeshShape
+from stepgraph.runtime.scheduling import communication_first
 
 
 def parse_mesh(text: str) -> MeshShape:
@@ -75,7 +76,8 @@ def join_ranks(mesh: str | DeviceMesh | None, device: torch.device) -> Ranks:
         parse_mesh(mesh)  # a bad string is an error before anything is set up
     owns_group = False
     if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(dist.get_default_backend_for_device(device.type))
+        with communication_first(device.type):
+            dist.init_process_group(dist.get_default_backend_for_device(device.type))
         owns_group = True
     try:
         return _ranks_of(mesh, device, owns_group)
@@ -105,7 +107,8 @@ def _ranks_of(mesh: str | DeviceMesh | None, device: torch.device, owns_group: b
         device_mesh = torch_internals.one_process_mesh(device.type, shape.dims)
         return Ranks(shape, device_mesh, 0, {}, False)
     if not isinstance(mesh, DeviceMesh):
-        mesh = init_device_mesh(device.type, shape.sizes, mesh_dim_names=shape.names)
+        with communication_first(device.type):
+            mesh = init_device_mesh(device.type, shape.sizes, mesh_dim_names=shape.names)
     groups = {name: mesh.get_group(i).group_name for i, name in enumerate(shape.names)}
     return Ranks(shape, mesh, rank, groups, owns_group)
 

@@ -95,7 +95,8 @@ class GraphRunner:
         self._warm: set[str] = set()
         self._codes: set = set()
         self._backends: list[_Backend] = []
-        weakref.finalize(self, dynamo.drop_compiled, self._codes, self._backends)
+        self._modes: set[weakref.ref] = set()
+        weakref.finalize(self, dynamo.drop_compiled, self._codes, self._backends, self._modes)
         self._whole: WholeBackward | None = None
         self._compiled = self._compile()
         self.change(plan.lowering, whole_backward)
@@ -214,6 +215,8 @@ class GraphRunner:
         """Compiles a graph that dynamo captured, of the model or (``backward``) of its whole backward."""
         if (code := dynamo.code_now()) is not None:
             self._codes.add(code)
+        if (mode := dynamo.fake_mode_now()) is not None:
+            self._modes.add(weakref.ref(mode))
         # The first call of an entry point is its own warm-up, whatever others have compiled before.
         reason = dynamo.recompilation_reason() if self._entry in self._warm else None
         if reason is not None:

@@ -7,6 +7,8 @@ graphs are captured together.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +26,10 @@ def check_whole_backward() -> None:
         raise UsageError(
             "compiled autograd does not work here", why=problem, do="leave it off, or update torch"
         )
+
+
+# Those whose backwards are in torch's cache, which cannot be emptied for one of them alone.
+_CAPTURED: set[weakref.ref] = set()
 
 
 class WholeBackward:
@@ -65,8 +71,11 @@ class WholeBackward:
         if not reached:
             return
         values, gradients, keep = zip(*reached, strict=True)
+        _forget_if_all_are_gone()
+        _CAPTURED.add(weakref.ref(self))
+        compile_apart = functools.partial(_compile, self._backend, self._limit)
         try:
-            with dynamo.compiled_autograd(self._compile):
+            with dynamo.compiled_autograd(compile_apart):
                 torch.autograd.backward(values, gradients, retain_graph=any(keep))
         except torch_internals.GRAPH_BREAKS as error:
             raise CaptureError(
@@ -76,8 +85,17 @@ class WholeBackward:
                 "that raises, does not go with it)",
             ) from error
 
-    def _compile(self, graph: torch.fx.GraphModule) -> Callable:
-        return dynamo.compile_apart(graph, self._backend, self._limit, fullgraph=True)
+
+def _compile(backend: Callable, limit: int, graph: torch.fx.GraphModule) -> Callable:
+    """What torch's cache keeps must not hold whose backward it was."""
+    return dynamo.compile_apart(graph, backend, limit, fullgraph=True)
+
+
+def _forget_if_all_are_gone() -> None:
+    """Before a backward is captured, never while one runs: what runs is in the cache."""
+    all_gone = _CAPTURED and all(reference() is None for reference in _CAPTURED)
+    if all_gone and dynamo.forget_backwards(_compile):
+        _CAPTURED.clear()
 
 
 class _Start(torch.autograd.Function):

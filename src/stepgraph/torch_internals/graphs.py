@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,7 +15,8 @@ from functorch.compile import make_boxed_func
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import default_partition
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 BACKWARD = "backward"
 
@@ -172,12 +175,25 @@ def code_now() -> types.CodeType | None:
     return getattr(InstructionTranslator.current_tx(), "f_code", None)
 
 
-def drop_compiled(codes: set[types.CodeType], backends: Sequence[object]) -> None:
-    """Takes what some backends compiled out of dynamo's caches, which would keep it as long as the code."""
-    from torch._dynamo import eval_frame, guards
+def fake_mode_now() -> FakeTensorMode | None:
+    """While a backend runs: the mode in which dynamo captured the graph."""
+    context = TracingContext.try_get()
+    return context.fake_mode if context is not None else None
+
+
+def drop_compiled(
+    codes: set[types.CodeType], backends: Sequence[object], modes: set[weakref.ref]
+) -> None:
+    """Takes what some backends compiled out of dynamo's caches, which would keep it as long as the code.
+
+    Args:
+        codes, modes: what was captured for them, and the fake modes that it was captured in.
+    """
+    from torch._dynamo import bytecode_transformation, eval_frame, guards
     from torch._dynamo.utils import CleanupManager
 
     gone = guards.DeletedGuardManagerWrapper("the model that it was compiled for is gone")
+    dropped = []
     for code in codes:
         entries = list(eval_frame._debug_get_cache_entry_list(code))
         if by_region := getattr(eval_frame, "_get_cache_entries_for_region", None):
@@ -190,11 +206,24 @@ def drop_compiled(codes: set[types.CodeType], backends: Sequence[object]) -> Non
             if state is not None and any(made_by is backend for backend in backends):
                 made = entry.code
                 state.invalidate(entry, gone)
-                # Classes and functions that it compared by identity still hold what made it, with all
-                # its guards, for their own lifetime.
-                manager.__init__()
+                manager.__init__()  # without its guards, whoever still holds it
+                dropped.append(manager)
                 if made in CleanupManager.instance:  # its globals: the compiled functions
                     CleanupManager.instance._remove_id(id(made))
+
+    # Classes and functions that were compared by identity hold what made the guards for their own lifetime.
+    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
+        watched = finalizer.peek()
+        maker = getattr(getattr(watched and watched[1], "func", None), "__self__", None)
+        if any(getattr(maker, "guard_manager", None) is manager for manager in dropped):
+            finalizer.detach()
+    if kept := getattr(bytecode_transformation, "_cached_cleaned_instructions", None):
+        kept.cache_clear()
+    # A fake of a graph's input that has a history holds itself, through autograd's own references, which
+    # no collector sees: its mode, the mode's shapes, and what these remember of inputs.
+    for mode in (reference() for reference in modes):
+        if mode is not None and mode.shape_env is not None:
+            mode.shape_env.tracked_fakes = None
 
 
 def only_inlined(function: types.FunctionType) -> None:
@@ -253,3 +282,28 @@ def compiled_autograd(compiler: Callable) -> Iterator[None]:
 
     with compiled_autograd._enable(compiler, dynamic=False):
         yield
+
+
+def forget_backwards(compiler: Callable) -> bool:
+    """Empties compiled autograd's cache, which is one for the process and keeps all that it captured.
+
+    Args:
+        compiler: what captures of ours were given, as a partial of it. Of these torch (2.13) leaks a tuple
+            that holds all of a capture, which is emptied as well.
+
+    Returns:
+        whether it did; not while somebody's backward runs from it.
+    """
+    from torch._dynamo import compiled_autograd
+
+    if getattr(compiled_autograd, "in_compiled_autograd_region", False):
+        return False
+    torch._C._dynamo.compiled_autograd.clear_cache()
+    for held in gc.get_objects():
+        if type(held) is compiled_autograd.AutogradCompilerInstance:
+            made_by = getattr(getattr(held, "compiler_fn", None), "func", None)
+            if made_by is compiler:
+                for node in held.fx_tracer.graph.nodes:
+                    node.meta.clear()
+                vars(held).clear()
+    return True

@@ -24,6 +24,8 @@ from contestants import LEARNING_RATE, SIZES, make_batches, make_model, usual_st
 from rich.console import Console
 from rich.table import Table
 
+from stepgraph.runtime.scheduling import communication_first
+
 RANKS, VOCABULARY = 4, 256
 AGAIN = "torch tp again"
 
@@ -52,20 +54,24 @@ def shard(model, mesh):
     fully_shard(model, mesh=mesh)
 
 
-def torch_tp(model, compiled=False):
-    """parallelize_module over four ranks."""
+def mesh_of(sizes, names):
+    """A mesh of torch's contestants; its groups' threads are scheduled as those of stepgraph's groups."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    cut_layers(model, init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",)))
+    with communication_first("cpu"):
+        return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+
+def torch_tp(model, compiled=False):
+    """parallelize_module over four ranks."""
+    cut_layers(model, mesh_of((RANKS,), ("tp",)))
     call = torch.compile(model, isolate_recompiles=True) if compiled else model
     return usual_step(call, model, fused=False)
 
 
 def torch_tp_zero3(model):
     """parallelize_module on one dimension, FSDP2 on the other."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of((2, 2), ("dp", "tp"))
     cut_layers(model, mesh["tp"])
     shard(model, mesh["dp"])
     return usual_step(model, model, fused=False)
@@ -73,9 +79,7 @@ def torch_tp_zero3(model):
 
 def torch_hsdp(model):
     """FSDP2 on a mesh of replicas and shards."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    shard(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    shard(model, mesh_of((2, 2), ("replicate", "shard")))
     return usual_step(model, model, fused=False)
 
 

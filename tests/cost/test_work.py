@@ -66,8 +66,11 @@ def test_kinds_of_products():
     assert family_of(aten.convolution_backward.default) == "convolution_backward"
     attention = aten._scaled_dot_product_efficient_attention
     assert family_of(attention.default) == "attention"
-    backward = aten._scaled_dot_product_efficient_attention_backward.default
-    assert family_of(backward, ["q", 0.0, True]) == "attention_causal_backward"
+    training = ["q", "k", "v", None, True]  # True: the logarithms of sums are wanted
+    assert family_of(attention.default, training) == "attention"
+    assert family_of(attention.default, [*training, 0.0, True]) == "attention_causal"
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    assert family_of(backward, [*"dqkvol", 0.0, True]) == "attention_causal_backward"
 
 
 def test_causal_attention_has_a_rate_of_its_own_where_it_was_measured():
@@ -80,10 +83,15 @@ def test_causal_attention_has_a_rate_of_its_own_where_it_was_measured():
 
 def test_a_copy_into_another_order_may_take_longer_than_its_bytes():
     write = Written({"x": (100, 200)})
-    turned = write(aten.t.default, write["x"])
+    turned, cut = write(aten.t.default, write["x"]), write(aten.slice.Tensor, write["x"], 1, 0, 50)
     device = round_device(elements={"transposition": 1e-3})
-    assert vector_seconds(write(aten.clone.default, turned), device) == pytest.approx(20.0)
-    assert vector_seconds(write(aten.clone.default, write["x"]), device) == 0
+
+    def contiguous(value):
+        return write(aten.clone.default, value, memory_format=torch.contiguous_format)
+
+    assert vector_seconds(contiguous(turned), device) == pytest.approx(20.0)
+    for copy in (write(aten.clone.default, turned), contiguous(cut), contiguous(write["x"])):
+        assert vector_seconds(copy, device) == 0
 
 
 def test_what_an_expand_repeats_is_stored_once():

@@ -45,9 +45,18 @@ def test_where_it_is_not_allowed_nothing_changes(monkeypatch):
 
     before = os.sched_getscheduler(0)
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    with pytest.raises(KeyError) as error, communication_first(HOST.type) as first:
+        assert not first
+        raise KeyError
+    assert error.value.__context__ is None
+    assert os.sched_getscheduler(0) == before
+
+
+def test_a_policy_that_somebody_chose_is_left_alone(monkeypatch):
+    monkeypatch.setattr(os, "sched_getscheduler", lambda pid: os.SCHED_FIFO)
+    monkeypatch.setattr(os, "sched_setscheduler", lambda *given: pytest.fail("it was changed"))
     with communication_first(HOST.type) as first:
         assert not first
-    assert os.sched_getscheduler(0) == before
 
 
 def test_this_threads_policy_is_restored_after_an_error():

@@ -18,7 +18,7 @@ from stepgraph.cost.devices import GIB, Device, Link
 from stepgraph.errors import UsageError
 
 VARIABLE = "STEPGRAPH_CALIBRATION"
-VERSION = 1
+VERSION = 2
 HOST = torch.Generator().device.type  # what torch computes on where there is no accelerator
 _LARGEST_FILE = 2**20
 _AGAIN = "measure this machine again: stepgraph doctor --calibrate"

@@ -87,7 +87,7 @@ def flops_of(target: Any, arguments: Sequence[Any], result: Any) -> float:
     if (formula := _FORMULAS.get(target)) is not None:
         return float(formula(arguments, result))
     if (products := _attention_products(target)) is not None:
-        return _attention(arguments, products)
+        return _attention(target, arguments, products)
     registered = flop_registry.get(target.overloadpacket)
     return float(registered(*arguments, out_val=result)) if registered is not None else 0.0
 
@@ -116,17 +116,18 @@ def _attention_products(target: Any) -> int | None:
     return 5 if name.endswith("backward") else 2
 
 
-def _attention(arguments: Sequence[Any], products: int) -> float:
+def _attention(target: Any, arguments: Sequence[Any], products: int) -> float:
     """Queries, keys and values are the first (in a backward the second to fourth) 4-d arguments."""
     four = [a for a in arguments if isinstance(a, torch.Tensor) and a.dim() == 4]
     query, key = (four[0], four[1]) if products == 2 else (four[1], four[2])
     batch, heads, queries, width = query.shape
     flops = products * 2.0 * batch * heads * queries * key.shape[2] * width
-    return flops / 2 if _is_causal(arguments) else flops
+    return flops / 2 if _is_causal(target, arguments) else flops
 
 
-def _is_causal(arguments: Sequence[Any]) -> bool:
-    return any(argument is True for argument in arguments)
+def _is_causal(target: Any, arguments: Sequence[Any]) -> bool:
+    names = [argument.name for argument in target._schema.arguments]
+    return any(n == "is_causal" and a is True for n, a in zip(names, arguments, strict=False))
 
 
 def matmul_dtype(node: fx.Node) -> torch.dtype:
@@ -196,7 +197,8 @@ def operation_seconds(node: fx.Node, device: Device) -> float:
         node_flops(node),
         bytes_moved(node),
         matmul_dtype(node),
-        node.meta.get("starts", True),
+        # the host time of a call contains the floor of its kernel
+        node.meta.get("starts", True) and not called,
         family_of(node.target, node.args),
         vector_seconds(node, device),
     )
@@ -208,7 +210,7 @@ def family_of(target: Any, arguments: Sequence[Any] = ()) -> str:
     name = schema.name.split("::")[-1] if schema is not None else ""
     for family in ("attention", "convolution"):
         if family in name:
-            causal = "_causal" if family == "attention" and _is_causal(arguments) else ""
+            causal = "_causal" if family == "attention" and _is_causal(target, arguments) else ""
             backward = "_backward" if name.endswith("backward") else ""
             return family + causal + backward
     return "batched" if target in (aten.bmm.default, aten.baddbmm.default) else "matmul"
@@ -217,7 +219,7 @@ def family_of(target: Any, arguments: Sequence[Any] = ()) -> str:
 def vector_seconds(node: fx.Node, device: Device) -> float:
     """Time of an operation's arithmetic, where the device has a figure for its class."""
     name = _ELEMENT_CLASSES.get(node.target, "")
-    if node.target is aten.clone.default and not _is_contiguous(node.args[0]):
+    if node.target is aten.clone.default and _turns(node):
         name = "transposition"
     if node.target in _POWERS and node.args[1] not in (0.5, 1, 2):  # those are products and roots
         name = "power"
@@ -230,9 +232,14 @@ def vector_seconds(node: fx.Node, device: Device) -> float:
     return each * max(sizes, default=0)
 
 
-def _is_contiguous(source: Any) -> bool:
-    value = source.meta.get("val")
-    return not isinstance(value, torch.Tensor) or value.is_contiguous()
+def _turns(node: fx.Node) -> bool:
+    """Whether a copy's dimensions lie in another order than those of what it copies."""
+    source, copy = (n.meta.get("val") for n in (node.all_input_nodes[0], node))
+    if not isinstance(source, torch.Tensor) or not isinstance(copy, torch.Tensor):
+        return False
+    dims = [d for d in range(source.dim()) if source.shape[d] > 1 and source.stride(d)]
+    orders = [sorted(dims, key=tensor.stride, reverse=True) for tensor in (source, copy)]
+    return orders[0] != orders[1]
 
 
 def cost_group(node: fx.Node) -> str:

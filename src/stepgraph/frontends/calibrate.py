@@ -34,7 +34,7 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 _PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 _SIZES = [2**n for n in range(16, 27)]  # bytes of one operand
 _MESSAGES = [2**n for n in (10, 13, 16, 18, 20, 22, 24)]  # bytes of a collective's larger side
-_RANKS, _REPEATS, _OUTLIERS = 2, 60, 3
+_RANKS, _REPEATS = 2, 60
 
 
 def calibrate(progress: Callable[[str], None] = lambda name: None) -> Path:
@@ -90,7 +90,7 @@ def measure(where: torch.device, progress: Callable[[str], None]) -> Device:
         intra=slowest,
         inter=slowest if is_host else typical.inter,
         ranks_per_node=64 if is_host else max(1, torch.cuda.device_count()),
-        kernel_seconds=0.0 if is_host else call,  # a host calls and computes one after the other
+        kernel_seconds=call,
         half_flops=half_flops,
         half_bytes=0.0 if is_host else call * caches[-1][1],
         overlaps=not is_host,
@@ -269,11 +269,12 @@ def _dispatch_seconds(device: Device) -> float:
     for width, layers in ((64, 8), (128, 6), (192, 6)):
         engine, batch = _small_step(width, layers)
         seconds = Timer(batch.device).usual(engine.step, [batch], seconds=1.0)
-        kernels, with_calls = (
+        once, twice = (
             forecast(engine.programs, replace(device, dispatch_seconds=each), "eager").step_ms / 1e3
-            for each in (0.0, 1.0)
+            for each in (1.0, 2.0)
         )
-        found.append(max(seconds - kernels, 0.0) / (with_calls - kernels))
+        operations = twice - once  # at a second each
+        found.append(max(seconds - (once - operations), 0.0) / operations)
     return statistics.mean(found)
 
 
@@ -349,7 +350,7 @@ class _Between:
     def _usual(self, call: Callable[[], Any]) -> float:
         dist.barrier()
         times = [self.timer.once(lambda: (self._work(), call())) for _ in range(_REPEATS)]
-        return statistics.mean(sorted(times)[:-_OUTLIERS])
+        return statistics.mean(times)
 
     def _work(self) -> None:
         for _ in range(2):

@@ -155,11 +155,12 @@ def _backends(name: str, seconds: float) -> Iterator[Check]:
 
 def _scheduling(name: str, seconds: float) -> Iterator[Check]:
     with communication_first(launcher.rank_device().type) as first:
-        if first:
-            yield Check(
-                name, OK, "before those that compute: collectives of ranks on the host wait less"
-            )
-            return
+        pass
+    if first:
+        yield Check(
+            name, OK, "before those that compute: collectives of ranks on the host wait less"
+        )
+        return
     why = "not before those that compute: ranks are not on the host, or CAP_SYS_NICE is missing"
     yield Check(name, NOT_HERE, why)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 SECONDS = 0.06  # for one figure
-_FOOTPRINT = 8 * 2**20  # bytes of operands that take turns
+_FOOTPRINT = 32 * 2**20  # bytes of operands that take turns, as a small step has
 
 
 class Timer:
@@ -29,7 +29,7 @@ class Timer:
         self._kept: deque[Any] = deque(maxlen=1)
 
     def operands(self, *shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-        """Tensors that a measured call may be given in turn: some megabytes of them."""
+        """Tensors that a measured call may be given in turn: as much of them as a small step has."""
         size = torch.Size(shape).numel() * dtype.itemsize
         sets = min(max(_FOOTPRINT // size, 3), 64)
         return [torch.randn(shape, device=self.where).to(dtype) for _ in range(sets)]

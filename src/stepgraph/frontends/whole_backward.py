@@ -92,8 +92,8 @@ def _compile(backend: Callable, limit: int, graph: torch.fx.GraphModule) -> Call
 
 
 def _forget_if_all_are_gone() -> None:
-    """Before a backward is captured, never while one runs: what runs is in the cache."""
-    all_gone = _CAPTURED and all(reference() is None for reference in _CAPTURED)
+    """Before a backward is captured: what is captured or runs is in the cache."""
+    all_gone = _CAPTURED and all(reference() is None for reference in list(_CAPTURED))
     if all_gone and dynamo.forget_backwards(_compile):
         _CAPTURED.clear()
 

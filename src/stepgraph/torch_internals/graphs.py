@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import inspect
 import types
@@ -214,9 +215,12 @@ def drop_compiled(
     # Classes and functions that were compared by identity hold what made the guards for their own lifetime.
     for finalizer in list(getattr(weakref.finalize, "_registry", ())):
         watched = finalizer.peek()
-        maker = getattr(getattr(watched and watched[1], "func", None), "__self__", None)
-        if any(getattr(maker, "guard_manager", None) is manager for manager in dropped):
-            finalizer.detach()
+        call = watched[1].func if watched and type(watched[1]) is functools.partial else None
+        maker = call.__self__ if isinstance(call, types.MethodType) else None
+        if isinstance(maker, guards.CheckFunctionManager):
+            made = getattr(maker, "guard_manager", None)
+            if any(made is manager for manager in dropped):
+                finalizer.detach()
     if kept := getattr(bytecode_transformation, "_cached_cleaned_instructions", None):
         kept.cache_clear()
     # A fake of a graph's input that has a history holds itself, through autograd's own references, which
@@ -292,11 +296,12 @@ def forget_backwards(compiler: Callable) -> bool:
             that holds all of a capture, which is emptied as well.
 
     Returns:
-        whether it did; not while somebody's backward runs from it.
+        whether it did; not while somebody, maybe on another thread, captures a backward or runs one.
     """
     from torch._dynamo import compiled_autograd
 
-    if getattr(compiled_autograd, "in_compiled_autograd_region", False):
+    in_use = ("depth", "in_compiled_autograd_region")
+    if any(getattr(compiled_autograd, name, True) for name in in_use):
         return False
     torch._C._dynamo.compiled_autograd.clear_cache()
     for held in gc.get_objects():

@@ -28,6 +28,8 @@ from stepgraph.program.randomness import BITS, RANDOM, seed_words
 from stepgraph.runtime.files import whole_file
 from stepgraph.runtime.forecast import forecast
 
+aten = torch.ops.aten
+
 NOT_COMPARED = "measured rates, but predictions were not compared with runs on this machine"
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -227,7 +229,7 @@ def _elements(timer: Timer, call: float) -> dict[str, float]:
         "power": (lambda x: x**3, wide),
         "root": (torch.sqrt, wide),
         "softmax": (lambda x: torch.softmax(x, -1), wide),
-        "safe_softmax": (lambda x: torch.ops.aten._safe_softmax(x, -1), wide),
+        "safe_softmax": (lambda x: aten._safe_softmax(x, -1), wide),
         "transposition": (lambda x: x.t().contiguous(), wide),
         "log_softmax": (lambda x: torch.log_softmax(x, -1), wide),
         "reduction": (lambda x: (x.sum(0), x.mean(-1)), wide),
@@ -246,7 +248,7 @@ def _elements(timer: Timer, call: float) -> dict[str, float]:
         found[name] = max(each, seconds / 10) / torch.Size(wide).numel()
     kept = torch.rand(wide, device=timer.where) < 0.9
     gradients = timer.operands(*wide)
-    masked = timer.usual(lambda x: torch.ops.aten.native_dropout_backward(x, kept, 1.1), gradients)
+    masked = timer.usual(lambda x: aten.native_dropout_backward(x, kept, 1.1), gradients)
     found["masking"] = max(masked - call, masked / 10) / torch.Size(wide).numel()
     seed = seed_words(1, 2, 0).to(timer.where)
     bits = lambda s: RANDOM(s, BITS, 0, list(wide), list(wide), [0, 0], [], "")  # noqa: E731

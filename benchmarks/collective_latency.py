@@ -62,10 +62,10 @@ def main():
         for how in (FIRST, USUAL):
             calls = list(zip(*(rank[how] for rank in ranks), strict=True))
             seconds = [max(e for _, e in call) - max(s for s, _ in call) for call in calls]
-            quarters = statistics.quantiles(seconds, n=20)
+            twentieths = statistics.quantiles(seconds, n=20)
             row = {"compute": f"a product of {size} x {size}", "how": how, "calls": len(calls)}
             row |= {"mean_us": round(statistics.mean(seconds) * 1e6)}
-            row |= {f"p{p}_us": round(quarters[p // 5 - 1] * 1e6) for p in (10, 50, 75, 95)}
+            row |= {f"p{p}_us": round(twentieths[p // 5 - 1] * 1e6) for p in (10, 50, 75, 95)}
             rows.append(row)
             print(row)
     if options.json:

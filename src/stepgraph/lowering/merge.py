@@ -32,7 +32,7 @@ LARGEST = {
     torch_internals.ALL_GATHER: 4 * 2**20,
 }
 # Above this a collective gains nothing from company, and loses a copy.
-LARGE = 2**20
+LARGE = 4 * 2**20
 
 
 @dataclass

@@ -7,13 +7,15 @@ import operator
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from stepgraph import torch_internals
 from stepgraph.equivalence.lockstep import run_lockstep
 from stepgraph.placement.apply import place_values
-from stepgraph.placement.rules import TABLE, Rules, Strategy
+from stepgraph.placement.rules import FOLLOWERS, TABLE, Rules, Strategy
 from stepgraph.planning.decisions import OperationPlacement, PlacementDecision
 from stepgraph.program import randomness, roles
 from stepgraph.program.layout import InnerShard
@@ -104,6 +106,7 @@ CASES = {
     "layer norm": (aten.native_layer_norm.default, (rand(4, 6), [6], rand(6), rand(6), 1e-5), {}),
     "view, merge": (aten.view.default, (rand(4, 6, 8), [24, 8]), {}),
     "view, split": (aten.view.default, (rand(4, 6, 8), [4, 6, 2, 4]), {}),
+    "unsafe view": (aten._unsafe_view.default, (rand(4, 6, 8), [24, 8]), {}),
     "expand": (aten.expand.default, (rand(4, 1), [4, 6]), {}),
     "permute": (aten.permute.default, (rand(4, 6, 8), [2, 0, 1]), {}),
     "transpose": (aten.transpose.int, (rand(4, 6), 0, 1), {}),
@@ -181,6 +184,7 @@ def offered(rules, node):
     for argument in tensor_arguments(node):
         value = argument.meta["val"]
         shards = [Shard(d) for d in range(value.dim()) if value.shape[d] % RANKS == 0]
+        shards += [InnerShard(p.dim, 2) for p in shards if value.shape[p.dim] % (2 * RANKS) == 0]
         partial = [Partial()] if value.is_floating_point() else []
         choices.append([Replicate(), *shards, *partial])
     if len(choices) > 4:  # enough to see what the rules follow: all alike, and all replicated
@@ -266,8 +270,59 @@ def test_every_strategy_gives_the_operators_result(name):
             )
 
 
+FACTORS = st.lists(st.sampled_from([1, 2, 3, 4]), max_size=3)
+
+
+@given(st.data(), FACTORS)
+@settings(max_examples=60, deadline=None)
+def test_a_view_keeps_its_elements_on_their_ranks(data, factors):
+    """Any view of any cut: what is offered is right by execution, and whole blocks stay cut."""
+    primes = [2, 2, 2, *factors]
+    old, new = (_grouped(data.draw(st.permutations(primes)), data.draw) for _ in range(2))
+    program, node, values = one_operation(aten.view.default, (rand(*old), new), {})
+    rules = Rules(RANKS)
+    cuts = [
+        InnerShard(dim, outer) if outer > 1 else Shard(dim)
+        for dim, size in enumerate(old)
+        for outer in (1, 2, 3, 4)
+        if size % (outer * RANKS) == 0
+    ]
+    for cut in cuts:
+        for strategy in rules.strategies(node, (cut,)):
+            (have,) = local_results(program, node, strategy, values)
+            torch.testing.assert_close(have, values[0].view(new), rtol=0, atol=0)
+
+
+def _grouped(factors, draw):
+    """Sizes of dimensions from a product of factors: neighbours multiplied at random."""
+    sizes = [factors[0]]
+    for factor in factors[1:]:
+        if draw(st.booleans()):
+            sizes[-1] *= factor
+        else:
+            sizes.append(factor)
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "cut", "result"),
+    [
+        ((32,), (2, 16), InnerShard(0, 4), InnerShard(1, 2)),
+        ((4, 8), (32,), Shard(1), InnerShard(0, 4)),
+        ((2, 16), (32,), InnerShard(1, 2), InnerShard(0, 4)),
+        ((2, 16), (4, 1, 8), InnerShard(1, 2), Shard(2)),
+        ((6, 4), (3, 8), Shard(0), None),  # 3 rows a rank: 12 elements, half of the second row of 8
+    ],
+)
+def test_blocks_are_counted_anew_in_a_views_result(old, new, cut, result):
+    _, node, _ = one_operation(aten.view.default, (rand(*old), new), {})
+    offered_now = Rules(RANKS).strategies(node, (cut,))
+    assert (Strategy((cut,), (result,)) in offered_now) == (result is not None)
+    assert len(offered_now) == 1 + (result is not None)
+
+
 def test_every_entry_of_the_table_is_executed():
-    assert set(TABLE) <= {target for target, _, _ in CASES.values()}
+    assert {*TABLE, *FOLLOWERS} <= {target for target, _, _ in CASES.values()}
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ cached by operator, shapes, literals and placements, so repeated layers cost one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -114,8 +115,9 @@ class Rules:
         arguments = tensor_arguments(node)
         results = results_of(node)
         replicate = Strategy((Replicate(),) * len(arguments), (Replicate(),) * len(results))
-        if node.target in TABLE:
-            found = TABLE[node.target](node, placements)
+        entry = TABLE.get(node.target) or FOLLOWERS.get(node.target)
+        if entry is not None:
+            found = entry(node, placements)
         else:
             try:
                 found = self._ask_dtensor(node, placements)
@@ -274,6 +276,23 @@ def _looked_up(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strateg
     return [*by_index, Strategy((Shard(1), Replicate()), (Shard(indices.dim()),))]
 
 
+def _reshaped(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
+    """View: a cut stays where its slices are the same elements in the order of memory.
+
+    A cut takes a slice of each of ``before`` blocks of that order: of as many in argument and result.
+    (DTensor keeps the blocks of a dimension that it splits, which are then others.)
+    """
+    place, old, new = placements[0], node.args[0].meta["val"].shape, node.meta["val"].shape  # type: ignore[union-attr]
+    if not isinstance(place, Shard):
+        return [Strategy((place,), (place,))]
+    before = math.prod(old[: place.dim]) * blocks_of(place)
+    for dim in reversed(range(len(new))):
+        outer, rest = divmod(before, math.prod(new[:dim]) or before + 1)
+        if outer and not rest:
+            return [Strategy((place,), (Shard(dim) if outer == 1 else InnerShard(dim, outer),))]
+    return []
+
+
 def _repeated(node: fx.Node) -> list[Strategy]:
     """Expand: along a dimension that it repeats, a part costs nothing (DTensor repeats whole)."""
     before, after = node.args[0].meta["val"].shape, node.meta["val"].shape  # type: ignore[union-attr]
@@ -300,11 +319,17 @@ TABLE: dict[Any, Entry] = {
     aten.eye.default: _same_everywhere,
     aten.linspace.default: _same_everywhere,
     RANDOM: _drawn,
-    aten.lift_fresh_copy.default: _follows_first,
     aten.embedding.default: _looked_up,
     aten.embedding_dense_backward.default: _sorted_into_rows,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _batch_and_heads(((0, 1), (0, 1))),
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _batch_and_heads(
         ((0, 1), (0, 1), (0, 1))
     ),
+}
+
+# Entries that answer only for the placements in question.
+FOLLOWERS: dict[Any, Entry] = {
+    aten.lift_fresh_copy.default: _follows_first,
+    aten.view.default: _reshaped,
+    torch_internals.UNSAFE_VIEW: _reshaped,
 }

@@ -49,6 +49,21 @@ def test_an_empty_operand_that_decides_the_dtype_stays():
     assert len(cats(drop_empty_cat_operands(program.copy()))) == len(cats(program))
 
 
+def test_an_operand_that_lies_otherwise_is_still_copied():
+    """A view of the result, in its order of memory, is none of the operand (Bloom's keys)."""
+
+    class Turned(Cached):
+        def forward(self, x):
+            cache = torch.zeros(4, 0, 3)
+            return torch.cat([cache, (x * self.weight).transpose(0, 1)], 1).view(-1, 3).sum()
+
+    program = captured(Turned(), torch.ones(2, 4, 3))
+    after = drop_empty_cat_operands(program.copy())
+    assert [len(cat.args[0]) for cat in cats(after)] == [1]
+    inputs = values(Turned(), torch.ones(2, 4, 3))
+    assert_bitwise(inputs.execute(program), inputs.execute(after))
+
+
 @pytest.mark.parametrize("kept", [0, 2])
 @pytest.mark.parametrize("times", [1, 2])
 def test_every_result_is_the_same_bits(kept, times):

@@ -154,6 +154,53 @@ def test_a_buffer_that_the_forward_writes_is_a_result():
     assert not model.seen.any()
 
 
+def test_what_is_not_read_goes_without_taking_its_likeness():
+    """The unused weight has the shape of the used one, which comes before it."""
+
+    class Unused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.used(x).mean()
+
+    program = assert_like_eager(Unused(), (X,))
+    params = [role.name for role in program.inputs if isinstance(role, roles.Param)]
+    assert params == ["used.weight", "used.bias"]
+
+
+def test_a_buffer_that_is_written_and_never_read_is_written():
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+            self.register_buffer("last", torch.zeros(4, 3))
+
+        def forward(self, x):
+            y = self.linear(x)
+            self.last.copy_(y.detach())
+            return y.mean()
+
+    model = Last()
+    program = captured(model, (X,))
+    found = values(model, (X,)).execute(program)
+    torch.testing.assert_close(found[roles.NewBuffer("last")], model.linear(X))
+
+
+def test_a_check_of_a_result_is_left_out_and_said():
+    class Solve(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return torch.linalg.solve(self.linear(x)[:3] + 5 * torch.eye(3), x[:3]).mean()
+
+    program = assert_like_eager(Solve(), (X,))
+    assert any("torch.linalg.solve" in note for note in program.notes)
+
+
 def test_module_paths_and_stable_names_survive_another_capture():
     def names():
         program = captured(tiny_llama(2), token_batch())

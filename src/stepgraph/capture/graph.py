@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from stepgraph import torch_internals
-from stepgraph.capture.module import annotate, value_of
+from stepgraph.capture.annotations import annotate, value_of
 from stepgraph.capture.phases import settle_phases
 from stepgraph.program import roles
 from stepgraph.program.build import Builder

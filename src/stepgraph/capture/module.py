@@ -17,14 +17,15 @@ import torch
 from torch import fx, nn
 
 from stepgraph import torch_internals
+from stepgraph.capture.annotations import annotate, value_of
 from stepgraph.capture.decompositions import decomposition_table
-from stepgraph.capture.phases import settle_phases, tagged_phase
+from stepgraph.capture.phases import settle_phases
 from stepgraph.capture.refusals import check_hooks, check_parameter_hooks, graph_break_error
 from stepgraph.errors import CaptureError, LossError
 from stepgraph.program import roles
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program, Value
-from stepgraph.torch_internals import pytree
+from stepgraph.torch_internals import effects, pytree
 
 LossFunction = Callable[[nn.Module, Any], Any]
 
@@ -231,6 +232,12 @@ def _canonical_names(
     return canonical
 
 
+_STEP_PATH = re.compile(r"L\['self'\]\.model\.?")
+_UNCHECKED = (
+    "{}: its check is no part of the step; where it has no result, the loss is not a number"
+)
+
+
 def _describe(
     joint: fx.GraphModule,
     names: dict[str, str],
@@ -262,6 +269,7 @@ def _describe(
                 return roles.Tangent() if result is None else roles.ResultTangent(index)
         raise CaptureError(f"an input of the captured graph is not understood: {description}")
 
+    checked = effects.drop_checks(joint)
     pairs_in, pairs_out = torch_internals.descriptors(joint)
     inputs, input_values, outputs, output_values, results = [], [], [], [], []
     for node, descriptor in pairs_in:
@@ -287,6 +295,8 @@ def _describe(
     if result is None:
         _check_loss(outputs, output_values)
     program = Program("joint", joint, inputs, outputs, input_values, output_values)
+    for name in checked:
+        program.note(_UNCHECKED.format(name))
     for node in joint.graph.nodes:
         annotate(node, _STEP_PATH)
     settle_phases(program)
@@ -337,57 +347,15 @@ def _check_loss(outputs: list[roles.Output], values: list[Value]) -> None:
         )
 
 
-def value_of(node: fx.Node | None) -> Value:
-    """Shape and type of a node's result; those of a number where it is no tensor."""
-    tensor = None if node is None else node.meta.get("val")
-    if not isinstance(tensor, torch.Tensor):
-        return Value((), torch.float32)
-    return Value(tuple(tensor.shape), tensor.dtype)
-
-
-# How dynamo spells a submodule that Python reached through ``__getattr__`` (peft's wrappers do).
-_STORED_MODULE = re.compile(r"\.__dict__\['_modules'\]\['([^']+)'\]")
-_STEP_PATH = re.compile(r"L\['self'\]\.model\.?")
-
-
-def annotate(node: fx.Node, root: re.Pattern) -> None:
-    """Keeps of torch's metadata what the Program promises, and drops the rest.
-
-    Args:
-        root: how dynamo's path of a submodule begins.
-    """
-    meta = node.meta
-    stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack") or {}
-    path = next(reversed(stack.values()))[0] if stack else ""
-    path = _STORED_MODULE.sub(r".\1", path)
-    kept: dict[str, Any] = {"val": meta.get("val")}
-    if "name" in meta:
-        kept["name"] = meta["name"]
-    if node.op in ("call_function", "get_attr"):
-        kept["phase"] = tagged_phase(node)
-        kept["module"] = root.sub("", path) if root.match(path) else ""
-        if meta.get("stack_trace"):
-            kept["source"] = _source_line(meta["stack_trace"])
-        if "recompute" in meta and "RECOMPUTE" in str(meta["recompute"]):
-            kept["checkpoint"] = meta.get("ac_graph_id", 0)
-    node.meta = kept
-
-
-def _source_line(stack_trace: str) -> str:
-    """``file.py:12 in forward: y = self.l(x)`` of the innermost frame."""
-    lines = [line.strip() for line in stack_trace.strip().splitlines()]
-    for index in range(len(lines) - 1, -1, -1):
-        if match := re.match(r'File "(.*?)", line (\d+), in (\w+)', lines[index]):
-            code = lines[index + 1] if index + 1 < len(lines) else ""
-            return f"{match[1].rsplit('/', 1)[-1]}:{match[2]} in {match[3]}: {code}"
-    return ""
-
-
 def _drop_unused_inputs(program: Program) -> None:
-    for node, role, value in zip(
-        program.placeholders, list(program.inputs), list(program.input_values), strict=True
-    ):
-        if not node.users and not isinstance(role, roles.UserInput):
+    rows = [*zip(program.placeholders, program.inputs, program.input_values, strict=True)]
+    written = {roles.written_input(role) for role in program.outputs}
+    used = [
+        bool(node.users) or role in written or isinstance(role, roles.UserInput)
+        for node, role, _ in rows
+    ]
+    for (node, _, _), keep in zip(rows, used, strict=True):
+        if not keep:
             program.graph.erase_node(node)
-            program.inputs.remove(role)
-            program.input_values.remove(value)
+    program.inputs = [role for (_, role, _), keep in zip(rows, used, strict=True) if keep]
+    program.input_values = [value for (_, _, value), keep in zip(rows, used, strict=True) if keep]

@@ -21,11 +21,18 @@ IDENTITIES = (aten.detach.default, aten.alias.default)
 
 
 def copies_alike(node: fx.Node) -> bool:
-    """Whether a functional ``copy`` puts a value over one of the same kind: it is that value."""
+    """Whether a functional ``copy`` puts a value over one of the same kind: it is that value.
+
+    Of the same strides as well: a view of the result may not be one of a value that lies otherwise.
+    """
     if node.target is not aten.copy.default:
         return False
     old, new = (argument.meta["val"] for argument in node.args)  # type: ignore[union-attr]
-    return old.shape == new.shape and old.dtype == new.dtype
+    return _lie_alike(old, new) and old.dtype == new.dtype
+
+
+def _lie_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.stride() == other.stride()
 
 
 def drop_identities(program: Program) -> Program:
@@ -45,6 +52,8 @@ def drop_identities(program: Program) -> Program:
 def drop_empty_cat_operands(program: Program) -> Program:
     """Concatenations forget operands of no elements (an empty key-value cache).
 
+    One operand is left where it does not lie in memory as the result does: views of that follow.
+
     reads: shapes. writes: arguments of ``cat``. preserves: every result, bitwise.
     """
     for node in list(program.operations()):
@@ -55,7 +64,7 @@ def drop_empty_cat_operands(program: Program) -> Program:
         same_type = all(o.meta["val"].dtype == node.meta["val"].dtype for o in kept)
         if len(kept) == len(operands) or not kept or not same_type:
             continue
-        if len(kept) == 1:
+        if len(kept) == 1 and _lie_alike(kept[0].meta["val"], node.meta["val"]):
             node.replace_all_uses_with(kept[0])
         else:
             node.args = (kept, *node.args[1:])

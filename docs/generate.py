@@ -10,7 +10,7 @@ from pathlib import Path
 
 from stepgraph import errors
 from stepgraph.capture import micro_batches, precision, randomness, simplify, update
-from stepgraph.lowering import bind, merge, waits
+from stepgraph.lowering import bind, merge, updates, waits
 from stepgraph.lowering import state as lowering_state
 from stepgraph.memory import apply as memory_apply
 from stepgraph.placement import apply as placement_apply
@@ -35,6 +35,7 @@ PASSES = [
     ("memory", memory_apply.recompute_in_backward),
     ("lowering", bind.bind_to_rank),
     ("lowering", merge.merge_small_collectives),
+    ("lowering", updates.update_early),
     ("lowering", waits.delay_waits),
     ("lowering", lowering_state.write_state_in_place),
 ]

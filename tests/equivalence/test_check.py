@@ -15,6 +15,7 @@ from stepgraph.equivalence.check import check_model, relative_difference, tolera
 from stepgraph.lowering.bind import bind_to_rank
 from stepgraph.lowering.merge import merge_small_collectives
 from stepgraph.lowering.state import write_state_in_place
+from stepgraph.lowering.updates import update_early
 from stepgraph.lowering.waits import delay_waits
 from stepgraph.memory.apply import recompute_in_backward
 from stepgraph.placement.apply import place_values
@@ -85,6 +86,7 @@ def test_a_transformer_with_ignored_labels_and_a_padding_mask_passes():
         "recompute_in_backward",
         "bind_to_rank",
         "merge_small_collectives",
+        "update_early",
         "delay_waits",
         "write_state_in_place",
     }
@@ -218,7 +220,9 @@ def test_a_missing_wait_is_found_at_place_values():
     assert "collectives are awaited once" in str(report)
 
 
-@pytest.mark.parametrize("sound", [bind_to_rank, merge_small_collectives, delay_waits])
+@pytest.mark.parametrize(
+    "sound", [bind_to_rank, merge_small_collectives, update_early, delay_waits]
+)
 def test_a_missing_wait_is_found_in_the_lowering_passes(sound):
     def broken(program, *args):
         return _without_a_wait(sound(program, *args))

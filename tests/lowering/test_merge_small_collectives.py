@@ -1,14 +1,24 @@
 """merge_small_collectives: fewer calls, the same bits."""
 
+import contextlib
+import re
+
 import pytest
 import torch
+import torch._inductor.config
+import torch.distributed as dist
 from torch import nn
+from torch._inductor.graph import GraphLowering
 
 from stepgraph import torch_internals
 from stepgraph.lowering import merge
+from stepgraph.lowering.bind import bind_to_rank
+from stepgraph.lowering.lower import lower
 from stepgraph.lowering.merge import merge_small_collectives
+from stepgraph.lowering.state import write_state_in_place
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.invariants import check_invariants
+from stepgraph.program.program import BACKWARD
 from tests.support import (
     RANKS,
     adamw,
@@ -125,3 +135,67 @@ def test_what_a_flat_gather_brings_lies_in_memory_as_a_gather_does():
     assert calls(after[0]) < calls(before[0])
     inputs = values(model, batch, adamw(model))
     assert_bitwise(inputs.execute(before), inputs.execute(after))
+
+
+class Tables(nn.Module):
+    """Two matrices of one row length, one of another, and biases."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 4), nn.Linear(6, 2), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return (self.c(self.a(x)).sum(1) + self.b(x).sum(1)).square().mean()
+
+
+def tables(monkeypatch, plan="ddp"):
+    """(programs before, after) where every matrix is a table of its own row length."""
+    monkeypatch.setattr(merge, "TABLE", 1)
+    torch.manual_seed(0)
+    model, batch = Tables(), torch.randn(6, 6)
+    before = bound(compiled(model, batch, adamw(model), ranks=2, plan=plan).programs["step"])
+    after = merged(before)
+    inputs = values(model, batch, adamw(model))
+    assert_bitwise(inputs.execute(before), inputs.execute(after))
+    return before, after
+
+
+def test_tables_of_one_row_length_go_below_each_other(monkeypatch):
+    before, after = tables(monkeypatch)
+    assert_golden(__file__, "merge_small_collectives_tables", before[0], after[0])
+    reduced = [
+        list(node.args[0].meta["val"].shape)
+        for node in after[0].operations()
+        if node.target is torch_internals.ALL_REDUCE and node.meta["phase"] == BACKWARD
+    ]
+    assert [6, 6] in reduced  # of 4 and of 2 rows
+    assert [9] in reduced  # the biases
+    assert [3, 4] in reduced  # the only one of its length
+
+
+def test_inductor_computes_matmuls_where_the_flat_collective_reads_them(monkeypatch):
+    monkeypatch.setattr(merge, "TABLE", 1)
+    model = Tables()
+    placed = compiled(model, torch.randn(6, 6), adamw(model), ranks=2, plan="ddp").programs["step"]
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        program = bind_to_rank(placed.copy(), 0, {"dp": dist.group.WORLD.group_name})
+        with _generated_code() as sources:
+            lower(write_state_in_place(merge_small_collectives(program)), "inductor", False)
+    finally:
+        dist.destroy_process_group()
+    (source,) = sources
+    (flat,) = re.findall(r"(buf\d+) = empty_strided_cpu\(\(6, 6\)", source)
+    parts = re.findall(rf"(buf\d+) = reinterpret_tensor\({flat}, ", source)
+    assert len(parts) == 2
+    for part in parts:
+        assert f"out={part})" in source
+
+
+@contextlib.contextmanager
+def _generated_code():
+    """The Python sources that inductor writes, as it writes them."""
+    sources = []
+    with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(fx_graph_cache=False):
+        patch.setattr(GraphLowering, "save_output_code", staticmethod(sources.append))
+        yield sources

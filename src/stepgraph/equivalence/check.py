@@ -22,6 +22,7 @@ from stepgraph.errors import InvariantError
 from stepgraph.lowering.bind import bind_to_rank
 from stepgraph.lowering.merge import merge_small_collectives
 from stepgraph.lowering.state import write_state_in_place
+from stepgraph.lowering.updates import update_early
 from stepgraph.lowering.waits import delay_waits
 from stepgraph.pipeline import StepRequest, compile_step
 from stepgraph.planning.decisions import Normalisation
@@ -208,6 +209,7 @@ class _Checker:
             self._record("bind_to_rank", program, before, after)
             for rewrite, settings in (
                 (merge_small_collectives, ()),
+                (update_early, ()),
                 (delay_waits, (True,)),
                 (write_state_in_place, ()),
             ):

@@ -1,11 +1,11 @@
 """Merges small collectives into flat ones: a call costs what copying megabytes costs.
 
-On two gloo ranks twenty small all-reduces take 20 ms, one flat one 0.7 ms (``benchmarks``). Which
-collectives there are stays the Program's business; this says how they are carried out.
+Which collectives there are stays the Program's business; this says how they are carried out.
 
 reads: collectives, their inputs' and readers' positions. writes: one flat collective, with ``cat``
-before and slices behind it, in place of several of the same kind, group, type and phase. preserves:
-every result, bitwise (each element is reduced over the same ranks in the same order).
+before and slices behind it, in place of several of the same kind, group, type and phase (and of one row
+length, where they are tables to be reduced: what computes one can write straight into the ``cat``).
+preserves: every result, bitwise (each element is reduced over the same ranks in the same order).
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ aten = torch.ops.aten
 
 # Bytes of one flat collective's larger side. Reductions end in long-lived gradients, so a large one
 # costs no memory; gathers bring parameters early, which does.
-LARGEST = {
+LARGEST: dict[Any, int] = {
     torch_internals.ALL_REDUCE: 8 * 2**20,
     torch_internals.REDUCE_SCATTER: 8 * 2**20,
     torch_internals.ALL_GATHER: 4 * 2**20,
 }
+# Below this a copy costs less than one more collective.
+TABLE = 64 * 2**10
 # Above this a collective gains nothing from company, and loses a copy.
 LARGE = 4 * 2**20
 
@@ -52,7 +54,7 @@ def merge_small_collectives(program: Program) -> Program:
         size = _bytes(node) if limit else 0
         if not limit or size > LARGE:
             continue
-        key = (node.target, node.args[1:], node.meta["val"].dtype, node.meta["phase"])
+        key = (node.target, node.args[1:], node.meta["val"].dtype, node.meta["phase"], _width(node))
         bucket = open_buckets.get(key)
         if bucket is None or bucket.size + size > limit or not _fits(bucket, node, position):
             if bucket is not None:
@@ -65,6 +67,17 @@ def merge_small_collectives(program: Program) -> Program:
             position = _positions(program)
     name_operations(program.graph)
     return program.finish()
+
+
+def _width(node: fx.Node) -> int:
+    """The row length of a table to be reduced, which goes below others of that length; else 0.
+
+    A matmul whose result is whole rows of a ``cat`` is computed there by inductor; flattened, it would be
+    copied.
+    """
+    value = node.meta["val"]
+    table = node.target is torch_internals.ALL_REDUCE and value.dim() > 1 and _bytes(node) >= TABLE
+    return value.shape[-1] if table else 0
 
 
 def _positions(program: Program) -> dict[fx.Node, int]:
@@ -126,7 +139,9 @@ def _collective(emit: Builder, members: list[fx.Node], flat: fx.Node) -> fx.Node
 
 
 def _reduce_all(emit: Builder, members: list[fx.Node]) -> list[fx.Node]:
-    rows = [emit(aten.reshape.default, member.args[0], [-1]) for member in members]
+    width = _width(members[0])
+    shape = [-1, width] if width else [-1]
+    rows = [emit(aten.reshape.default, member.args[0], shape) for member in members]
     flat = _collective(emit, members, emit(aten.cat.default, rows))
     return _cut(emit, flat, [list(member.meta["val"].shape) for member in members], 0)
 
@@ -150,7 +165,8 @@ def _gather(emit: Builder, members: list[fx.Node]) -> list[fx.Node]:
 def _cut(emit: Builder, flat: fx.Node, shapes: list[list[int]], dim: int) -> list[fx.Node]:
     """Slices of a flat result along ``dim``, in the members' shapes."""
     parts, start = [], 0
-    across = flat.meta["val"].shape[0] if dim else 1
+    value = flat.meta["val"]
+    across = value.numel() // value.shape[dim]
     for shape in shapes:
         length = torch.Size(shape).numel() // across
         piece = emit(aten.slice.Tensor, flat, dim, start, start + length)

@@ -18,10 +18,13 @@ from stepgraph.program.program import Program
 
 aten = torch.ops.aten
 
+# What a flat collective's result is cut into the members' results by.
+PARTS_OF_A_RESULT = {aten.slice.Tensor, aten.reshape.default}
+
 
 def delay_waits(program: Program, collectives_overlap: bool) -> Program:
     """Puts each wait, and the slices behind it, as late as allowed; see the module docstring."""
-    moved = {torch_internals.WAIT, aten.slice.Tensor, aten.reshape.default}
+    moved = {torch_internals.WAIT, *PARTS_OF_A_RESULT}
     for node in reversed(list(program.operations())):
         chain = node.target is torch_internals.WAIT or (
             node.target in moved and node.all_input_nodes[0].target in moved

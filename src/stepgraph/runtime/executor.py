@@ -13,6 +13,7 @@ from stepgraph.lowering.lower import Executable, lower
 from stepgraph.lowering.merge import merge_small_collectives
 from stepgraph.lowering.partition import forward_and_backward
 from stepgraph.lowering.state import write_state_in_place
+from stepgraph.lowering.updates import update_early
 from stepgraph.lowering.waits import delay_waits
 from stepgraph.program import roles
 from stepgraph.program.driver import PassDriver
@@ -94,6 +95,7 @@ def final_form(
     """
     bound = driver.run(bind_to_rank, program.copy(), rank, groups)
     bound = driver.run(merge_small_collectives, bound)
+    bound = driver.run(update_early, bound)
     bound = driver.run(delay_waits, bound, collectives_overlap)
     unchecked = PassDriver(keep_text=driver.keep_text, records=driver.records)
     return unchecked.run(write_state_in_place, bound)

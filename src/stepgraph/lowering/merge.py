@@ -32,7 +32,7 @@ LARGEST: dict[Any, int] = {
     torch_internals.ALL_GATHER: 4 * 2**20,
 }
 # Below this a copy costs less than one more collective.
-TABLE = 64 * 2**10
+TABLE = 256 * 2**10
 # Above this a collective gains nothing from company, and loses a copy.
 LARGE = 4 * 2**20
 

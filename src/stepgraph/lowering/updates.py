@@ -13,6 +13,8 @@ preserves: every result, bitwise.
 
 from __future__ import annotations
 
+import itertools
+
 from torch import fx
 
 from stepgraph import torch_internals
@@ -29,11 +31,11 @@ def update_early(program: Program) -> Program:
     operations = list(program.operations())
     position = {node: i for i, node in enumerate(operations)}
     others = [node for node in operations if node.meta["phase"] != OPTIMIZER]
-    place = dict.fromkeys(program.placeholders, -1) | _awaited(others, position)
+    place = _awaited(others, position)  # inputs and constants are there before all of them
     not_before = _last_readers(program, position)
     updates = [node for node in operations if node.meta["phase"] == OPTIMIZER]
     for node in updates:
-        after = [place[source] for source in node.all_input_nodes]
+        after = [place.get(source, -1) for source in node.all_input_nodes]
         early = max([*after, not_before.get(node, -1)], default=-1)
         place[node] = position[node] if is_collective(node) else early
     for node in reversed(updates):  # what reads no gradient (decayed moments): where it is read
@@ -50,7 +52,7 @@ def update_early(program: Program) -> Program:
 def _awaited(operations: list[fx.Node], position: dict[fx.Node, int]) -> dict[fx.Node, int]:
     """Where each result is there without waiting: a collective's, where the next has started."""
     collectives = [node for node in operations if is_collective(node)]
-    following = dict(zip(collectives, collectives[1:], strict=False))
+    following = dict(itertools.pairwise(collectives))
     place: dict[fx.Node, int] = {}
     for node in operations:
         source = node.all_input_nodes[0] if node.all_input_nodes else None

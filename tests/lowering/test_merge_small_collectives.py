@@ -192,6 +192,23 @@ def test_inductor_computes_matmuls_where_the_flat_collective_reads_them(monkeypa
         assert f"out={part})" in source
 
 
+@pytest.mark.parametrize("plan", ["ddp", "zero3"])
+def test_parameters_without_elements_are_merged_too(plan):
+    class Empty(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.zeros(0, 4)), nn.Parameter(torch.zeros(0))
+            self.c = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+        def forward(self, x):
+            return (x * self.c).sum() + self.a.sum() + self.b.sum()
+
+    model, batch = Empty(), torch.ones(2, 3, dtype=torch.float64)
+    before = bound(compiled(model, batch, adamw(model), ranks=2, plan=plan).programs["step"])
+    inputs = values(model, batch, adamw(model))
+    assert_bitwise(inputs.execute(before), inputs.execute(merged(before)))
+
+
 @contextlib.contextmanager
 def _generated_code():
     """The Python sources that inductor writes, as it writes them."""

@@ -3,10 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from stepgraph import torch_internals
 from stepgraph.lowering.merge import merge_small_collectives
 from stepgraph.lowering.state import write_state_in_place
+from stepgraph.lowering.updates import update_early
 from stepgraph.program import roles
 from stepgraph.program.program import is_write
 from stepgraph.program.text import program_text
@@ -111,3 +113,39 @@ def test_a_state_that_does_not_change_is_not_written():
     _, after = lowered(placed)
     assert not any(is_write(node) for node in after[0].operations())
     assert set(after[0].outputs) == set(placed.outputs)
+
+
+class Snapshot(nn.Module):
+    """Keeps the last weight in a buffer that recomputation reads, and swaps two other buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        for name in ("old", "left", "right"):
+            self.register_buffer(name, torch.randn(4, 4))
+
+    def forward(self, x):
+        def run(x):
+            return torch.tanh(self.first(x)) @ (self.old + self.left)
+
+        hidden = checkpoint(run, x, use_reentrant=False)
+        with torch.no_grad():
+            left = self.left.clone()
+            self.old.copy_(self.last.weight)
+            self.left.copy_(self.right)
+            self.right.copy_(left)
+        return self.last(torch.tanh(hidden)).square().mean()
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["", "early"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_old_value_that_is_a_result_is_kept_from_being_overwritten(ranks, early):
+    torch.manual_seed(0)
+    model, batch = Snapshot(), torch.randn(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    placed = compiled(model, batch, optimizer, ranks=ranks, plan="ddp").programs["step"]
+    before = [merge_small_collectives(each) for each in bound(placed)]
+    after = [update_early(each.copy()) if early else each.copy() for each in before]
+    inputs = values(model, batch, optimizer)
+    written = [write_state_in_place(each) for each in after]
+    assert_bitwise(inputs.execute(before), inputs.execute(written, in_place=True))

@@ -10,6 +10,7 @@ preserves: every result, bitwise (each element is reduced over the same ranks in
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,8 +166,7 @@ def _gather(emit: Builder, members: list[fx.Node]) -> list[fx.Node]:
 def _cut(emit: Builder, flat: fx.Node, shapes: list[list[int]], dim: int) -> list[fx.Node]:
     """Slices of a flat result along ``dim``, in the members' shapes."""
     parts, start = [], 0
-    value = flat.meta["val"]
-    across = value.numel() // value.shape[dim]
+    across = math.prod(size for i, size in enumerate(flat.meta["val"].shape) if i != dim)
     for shape in shapes:
         length = torch.Size(shape).numel() // across
         piece = emit(aten.slice.Tensor, flat, dim, start, start + length)

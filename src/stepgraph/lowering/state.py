@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from stepgraph import torch_internals
 from stepgraph.cost.memory import storage_roots
 from stepgraph.program import roles
-from stepgraph.program.program import Program
+from stepgraph.program.build import Builder
+from stepgraph.program.names import name_operations
+from stepgraph.program.program import FORWARD, Program
 
 
 def write_state_in_place(program: Program) -> Program:
@@ -20,6 +23,7 @@ def write_state_in_place(program: Program) -> Program:
     preserves: every result and every new state, bitwise. The Program is not functional any more.
     """
     inputs = dict(zip(program.inputs, program.placeholders, strict=True))
+    _keep_old_values(program, inputs)
     position = {node: i for i, node in enumerate(program.graph.nodes)}
     order = list(program.graph.nodes)
     root = storage_roots(program)
@@ -51,6 +55,22 @@ def write_state_in_place(program: Program) -> Program:
     program.output_values = [value for _, _, value in kept]
     program.graph.output_node().args = (tuple(node for _, node, _ in kept),)
     return program.finish()
+
+
+def _keep_old_values(program: Program, inputs: dict[roles.Input, fx.Node]) -> None:
+    """A result that is an input's old value (a snapshot, a swap) is copied before that is overwritten."""
+    targets = [inputs.get(roles.written_input(role)) for role in program.outputs]  # type: ignore[arg-type]
+    root = storage_roots(program)
+    results = list(program.results)
+    first = next(program.operations(), program.graph.output_node())
+    for i, (node, target) in enumerate(zip(results, targets, strict=True)):
+        if node is target or root[node] not in targets:
+            continue
+        point = first if node.op == "placeholder" else node.next
+        emit = Builder(program, node.meta.get("phase", FORWARD), point)
+        results[i] = emit(torch.ops.aten.clone.default, node)
+    program.graph.output_node().args = (tuple(results),)
+    name_operations(program.graph)
 
 
 def _gather_into(program: Program, node: fx.Node, target: fx.Node, position, last_read) -> bool:

@@ -7,7 +7,7 @@ from torch._higher_order_ops.effects import with_effects
 from torch.utils import _pytree as pytree
 
 # They raise where a result (of ``torch.linalg.solve``, say) does not exist, and compute nothing.
-_CHECKS = {"aten::_linalg_check_errors"}
+_CHECKS = {"aten._linalg_check_errors.default"}
 
 
 def drop_checks(joint: fx.GraphModule) -> list[str]:
@@ -17,7 +17,7 @@ def drop_checks(joint: fx.GraphModule) -> list[str]:
     """
     checked = []
     for node in list(joint.graph.nodes):
-        if node.target is with_effects and node.args[1]._schema.name in _CHECKS:
+        if node.target is with_effects and str(node.args[1]) in _CHECKS:
             checked.append(str(node.args[3]))
             for result in list(node.users):
                 result.replace_all_uses_with(node.args[0])

@@ -9,7 +9,7 @@ from stepgraph.lowering import merge
 from stepgraph.lowering.merge import merge_small_collectives
 from stepgraph.lowering.state import write_state_in_place
 from stepgraph.lowering.updates import update_early
-from stepgraph.lowering.waits import delay_waits
+from stepgraph.lowering.waits import PARTS_OF_A_RESULT, delay_waits
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.invariants import check_invariants
 from stepgraph.program.program import BACKWARD, OPTIMIZER
@@ -103,11 +103,7 @@ def test_an_update_starts_behind_the_collective_after_its_own(plan):
         (wait,) = earlier.users
         readers = [wait]
         for reader in readers:
-            parts = [
-                u
-                for u in reader.users
-                if u.target in (torch.ops.aten.slice.Tensor, torch.ops.aten.reshape.default)
-            ]
+            parts = [user for user in reader.users if user.target in PARTS_OF_A_RESULT]
             readers += parts
             for user in set(reader.users) - set(parts):
                 if user.op == "call_function" and user.meta["phase"] == OPTIMIZER:

@@ -348,14 +348,10 @@ def _check_loss(outputs: list[roles.Output], values: list[Value]) -> None:
 
 
 def _drop_unused_inputs(program: Program) -> None:
-    rows = [*zip(program.placeholders, program.inputs, program.input_values, strict=True)]
     written = {roles.written_input(role) for role in program.outputs}
-    used = [
-        bool(node.users) or role in written or isinstance(role, roles.UserInput)
-        for node, role, _ in rows
-    ]
-    for (node, _, _), keep in zip(rows, used, strict=True):
-        if not keep:
-            program.graph.erase_node(node)
-    program.inputs = [role for (_, role, _), keep in zip(rows, used, strict=True) if keep]
-    program.input_values = [value for (_, _, value), keep in zip(rows, used, strict=True) if keep]
+    program.keep_inputs(
+        [
+            bool(node.users) or role in written or isinstance(role, roles.UserInput)
+            for node, role in zip(program.placeholders, program.inputs, strict=True)
+        ]
+    )

@@ -121,10 +121,5 @@ class _Side:
             [value for _, _, value in self.results],
             self.program.mesh,
         ).finish()
-        kept = [bool(node.users) for node in placeholders]
-        for node, used in zip(placeholders, kept, strict=True):
-            if not used:
-                self.graph.erase_node(node)
-        side.inputs = [role for role, used in zip(side.inputs, kept, strict=True) if used]
-        side.input_values = [v for v, used in zip(side.input_values, kept, strict=True) if used]
+        side.keep_inputs([bool(node.users) for node in placeholders])
         return side

@@ -12,6 +12,8 @@ from stepgraph.program.build import Builder
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import FORWARD, Program
 
+aten = torch.ops.aten
+
 
 def write_state_in_place(program: Program) -> Program:
     """Writes each ``New*`` result into its input, right behind its producer.
@@ -23,10 +25,10 @@ def write_state_in_place(program: Program) -> Program:
     preserves: every result and every new state, bitwise. The Program is not functional any more.
     """
     inputs = dict(zip(program.inputs, program.placeholders, strict=True))
-    _keep_old_values(program, inputs)
+    root = storage_roots(program)
+    _keep_old_values(program, inputs, root)
     position = {node: i for i, node in enumerate(program.graph.nodes)}
     order = list(program.graph.nodes)
-    root = storage_roots(program)
     last_read: dict[fx.Node, int] = {}
     for node in program.operations():
         for source in node.all_input_nodes:
@@ -57,20 +59,27 @@ def write_state_in_place(program: Program) -> Program:
     return program.finish()
 
 
-def _keep_old_values(program: Program, inputs: dict[roles.Input, fx.Node]) -> None:
-    """A result that is an input's old value (a snapshot, a swap) is copied before that is overwritten."""
+def _keep_old_values(
+    program: Program, inputs: dict[roles.Input, fx.Node], root: dict[fx.Node, fx.Node]
+) -> None:
+    """A result that is an input's old value (a snapshot, a swap) is copied before that is overwritten.
+
+    Copies are added to ``root``.
+    """
     targets = [inputs.get(roles.written_input(role)) for role in program.outputs]  # type: ignore[arg-type]
-    root = storage_roots(program)
+    overwritten = {target for target in targets if target is not None}
     results = list(program.results)
     first = next(program.operations(), program.graph.output_node())
     for i, (node, target) in enumerate(zip(results, targets, strict=True)):
-        if node is target or root[node] not in targets:
+        if node is target or root[node] not in overwritten:
             continue
         point = first if node.op == "placeholder" else node.next
         emit = Builder(program, node.meta.get("phase", FORWARD), point)
-        results[i] = emit(torch.ops.aten.clone.default, node)
-    program.graph.output_node().args = (tuple(results),)
-    name_operations(program.graph)
+        copy = results[i] = emit(aten.clone.default, node)
+        root[copy] = copy
+    if results != program.results:
+        program.graph.output_node().args = (tuple(results),)
+        name_operations(program.graph)
 
 
 def _gather_into(program: Program, node: fx.Node, target: fx.Node, position, last_read) -> bool:

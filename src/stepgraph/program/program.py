@@ -17,7 +17,7 @@ Metadata that every node carries (``node.meta``):
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -86,6 +86,15 @@ class Program:
     def result(self, role: Output) -> fx.Node:
         """The result node of a role."""
         return self.results[self.outputs.index(role)]
+
+    def keep_inputs(self, kept: Sequence[bool]) -> None:
+        """Drops the inputs for which ``kept`` is False: placeholders that nothing reads."""
+        rows = [*zip(self.placeholders, self.inputs, self.input_values, kept, strict=True)]
+        for node, _, _, keep in rows:
+            if not keep:
+                self.graph.erase_node(node)
+        self.inputs = [role for _, role, _, keep in rows if keep]
+        self.input_values = [value for _, _, value, keep in rows if keep]
 
     def note(self, text: str) -> None:
         """Adds a line to the report, once."""

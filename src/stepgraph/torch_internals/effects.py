@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 from torch._higher_order_ops.effects import with_effects
-from torch.utils import _pytree as pytree
+
+from stepgraph.torch_internals import descriptors
 
 # They raise where a result (of ``torch.linalg.solve``, say) does not exist, and compute nothing.
 _CHECKS = {"aten._linalg_check_errors.default"}
@@ -29,15 +32,15 @@ def drop_checks(joint: fx.GraphModule) -> list[str]:
 
 
 def _drop_tokens(joint: fx.GraphModule) -> None:
+    inputs, outputs = descriptors(joint)
+    kept = [(result, about) for result, about in outputs if not _is_token(about)]
     output = joint.graph.output_node()
-    flat = pytree.tree_leaves(output.args[0], is_leaf=lambda result: result is None)
-    rows = [
-        (result, about)
-        for result, about in zip(flat, output.meta["desc"], strict=True)
-        if "Token" not in type(about).__name__
-    ]
-    output.args = ([result for result, _ in rows],)
-    output.meta["desc"] = [about for _, about in rows]
-    for node in list(joint.graph.nodes):
-        if node.op == "placeholder" and "Token" in type(node.meta["desc"]).__name__:
+    output.args = ([result for result, _ in kept],)
+    output.meta["desc"] = [about for _, about in kept]
+    for node, about in inputs:
+        if _is_token(about):
             joint.graph.erase_node(node)
+
+
+def _is_token(descriptor: Any) -> bool:
+    return "Token" in type(descriptor).__name__

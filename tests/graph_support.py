@@ -34,8 +34,12 @@ def graph_program(function: Callable, *inputs: Any) -> Program:
             found.append(program.copy())
             raise _Seen
 
+        def alone(traced, inputs):
+            results = len(traced.graph.output_node().args[0])
+            return partition(traced, inputs, num_fwd_outputs=results)
+
         dynamo.differentiate_and_compile(
-            graph, examples, partition, partition, partition, decomposition_table()
+            graph, examples, partition, partition, alone, decomposition_table()
         )
 
     try:

@@ -12,7 +12,7 @@ from stepgraph.lowering.updates import update_early
 from stepgraph.lowering.waits import PARTS_OF_A_RESULT, delay_waits
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.invariants import check_invariants
-from stepgraph.program.program import BACKWARD, OPTIMIZER
+from stepgraph.program.program import BACKWARD, FORWARD, OPTIMIZER
 from tests.support import (
     adamw,
     assert_bitwise,
@@ -161,3 +161,22 @@ def test_gradients_no_longer_pile_up():
     ]
     gradients = sum(4 * parameter.numel() for parameter in model.parameters())
     assert peaks[1] < peaks[0] - gradients / 2
+
+
+def test_a_collective_of_the_forward_may_stand_behind_the_optimizers():
+    """Where merging has put it: its readers are late. What waits for it to start holds up its own senders."""
+    model, batch = tiny_llama(), token_batch()
+    optimizer = adamw(model)
+    before = programs(model, batch, optimizer, plan="zero1")
+    for program in before:
+        chain = [n for n in program.operations() if is_collective(n) and phase(FORWARD)(n)][-1:]
+        for node in chain:  # grows
+            chain += [user for user in node.users if user.op == "call_function"]
+        assert len(chain) > 1 and all(map(phase(FORWARD), chain))
+        for node in dict.fromkeys(chain):
+            program.graph.output_node().prepend(node)
+    after = [update_early(program.copy()) for program in before]
+    for program in after:
+        check_invariants(program, "update_early")
+    given = values(model, batch, optimizer)
+    assert_bitwise(given.execute(after), given.execute(before))

@@ -13,8 +13,10 @@ from tests.graph_support import graph_program
 from tests.support import assert_golden
 
 
-def gathered(part, shape, ranks=2, dtype=torch.float32, reduce_dtype=torch.float32):
-    return UNSHARD(part, shape, dtype, reduce_dtype, ranks, "7", "dp")
+def gathered(
+    part, shape, ranks=2, dtype=torch.float32, reduce_dtype=torch.float32, in_parts=True
+):
+    return UNSHARD(part, shape, dtype, reduce_dtype, in_parts, ranks, "7", "dp")
 
 
 def linear(x, weight, bias, **how):
@@ -40,9 +42,36 @@ def test_uneven_shards_are_padded_gathered_and_cut():
 
 
 def test_what_every_rank_has_whole_is_reduced_only():
-    program = place_markers(graph_program(linear, torch.ones(4, 3), *parts(rows=5)))
+    def whole(x, weight, bias):
+        return linear(x, weight, bias, in_parts=False)
+
+    program = place_markers(graph_program(whole, torch.ones(4, 3), *parts(rows=5)))
     assert kinds(program) == ["all_reduce"] * 2
     check_invariants(program)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_ranks_with_more_and_fewer_rows_have_the_same_operations(training):
+    """Collectives are merged by where they stand: ranks that merged others would not meet."""
+
+    def targets(rows):
+        given = [part.detach().requires_grad_(training) for part in parts(rows)]
+        program = place_markers(graph_program(linear, torch.ones(4, 3), *given))
+        return [node.target for node in program.operations()]
+
+    assert targets(3) == targets(2) and targets(2)
+
+
+def test_the_only_row_is_a_part():
+    def one(x, weight, bias):
+        return torch.nn.functional.linear(x, gathered(weight, [1, 3]), gathered(bias, [1]))
+
+    programs = [
+        place_markers(graph_program(one, torch.ones(4, 3), *parts(rows))) for rows in (1, 0)
+    ]
+    for program in programs:
+        assert kinds(program) == ["all_gather"] * 2 + ["reduce_scatter"] * 2
+        check_invariants(program)
 
 
 def test_one_rank_needs_no_collective():
@@ -77,7 +106,7 @@ def test_a_parameter_that_is_read_twice_is_gathered_once():
 
 def test_a_parameter_that_is_a_result_is_no_input():
     def result(weight):
-        return gathered(weight, [5, 3])
+        return gathered(weight, [5, 3], in_parts=False)
 
     program = place_markers(graph_program(result, parts(rows=5)[0]))
     assert program.results[0].op != "placeholder"

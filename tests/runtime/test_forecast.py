@@ -6,9 +6,9 @@ import torch
 from stepgraph import Engine
 from stepgraph.cost.calibration import UNCALIBRATED
 from stepgraph.cost.devices import find_device
+from stepgraph.lowering.final import foreseen
 from stepgraph.program.collectives import is_collective
 from stepgraph.runtime.batches import flatten_batch
-from stepgraph.runtime.executor import foreseen
 from stepgraph.runtime.forecast import forecast
 from stepgraph.runtime.live_memory import LiveMemory
 from tests.support import CPU, adamw, compiled, mlp, regression_batch, tiny_llama, token_batch

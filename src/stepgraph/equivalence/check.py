@@ -20,10 +20,7 @@ from stepgraph.capture.precision import AS_IT_IS, Precision
 from stepgraph.equivalence.values import GlobalValues
 from stepgraph.errors import InvariantError
 from stepgraph.lowering.bind import bind_to_rank
-from stepgraph.lowering.merge import merge_small_collectives
-from stepgraph.lowering.state import write_state_in_place
-from stepgraph.lowering.updates import update_early
-from stepgraph.lowering.waits import delay_waits
+from stepgraph.lowering.final import passes_of_a_rank
 from stepgraph.pipeline import StepRequest, compile_step
 from stepgraph.planning.decisions import Normalisation
 from stepgraph.planning.plan import Plan
@@ -207,16 +204,12 @@ class _Checker:
             ]
             after = self.values.execute(bound)
             self._record("bind_to_rank", program, before, after)
-            for rewrite, settings in (
-                (merge_small_collectives, ()),
-                (update_early, ()),
-                (delay_waits, (True,)),
-                (write_state_in_place, ()),
-            ):
+            rewrites = passes_of_a_rank(collectives_overlap=True)
+            for rewrite, settings in rewrites:
                 if not self.report.ok:
                     return
                 name = rewrite.__name__
-                last = rewrite is write_state_in_place
+                last = rewrite is rewrites[-1][0]
                 driver = in_place if last else functional
                 bound = [driver.run(rewrite, each, *settings) for each in bound]
                 after = self.values.execute(bound, in_place=last)

@@ -104,7 +104,8 @@ def _gathered(name: str, gathering: Gathering) -> property:
         reduced = gathering.reduce_dtype or dtype
         compiling = torch.compiler.is_compiling()
         part = parameter.to_local() if compiling else _Part.apply(parameter)
-        return UNSHARD(part, list(parameter.shape), dtype, reduced, *how)
+        in_parts = not parameter.placements[0].is_replicate()
+        return UNSHARD(part, list(parameter.shape), dtype, reduced, in_parts, *how)
 
     dynamo.only_inlined(read)
     return property(read)

@@ -37,7 +37,7 @@ def update_early(program: Program) -> Program:
     for node in updates:
         after = [place.get(source, -1) for source in node.all_input_nodes]
         early = max([*after, not_before.get(node, -1)], default=-1)
-        place[node] = position[node] if is_collective(node) else early
+        place[node] = max(early, position[node]) if is_collective(node) else early
     for node in reversed(updates):  # what reads no gradient (decayed moments): where it is read
         if place[node] == -1:
             place[node] = min((place[user] for user in node.users if user in place), default=-1)

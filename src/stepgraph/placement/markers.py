@@ -41,34 +41,31 @@ def place_markers(program: Program) -> Program:
     return program.finish()
 
 
-def _gathered(emit: Builder, part, shape, dtype, _, ranks, group, mesh_dim) -> fx.Node:
+def _gathered(emit: Builder, part, shape, dtype, _, in_parts, ranks, group, mesh_dim) -> fx.Node:
     node = emit.cast(part, dtype)
-    shape = list(shape)
-    if ranks == 1 or list(part.meta["val"].shape) == shape:
+    if ranks == 1 or not in_parts:
         return node
-    padded = _padded(emit, node, chunk_size(shape[0], ranks))
+    padded = _padded(emit, node, shape[0], ranks)
     return redistribute(emit, padded, Shard(0), Replicate(), mesh_dim, ranks, shape[0])
 
 
 def _reduced(
-    emit: Builder, gradient, shape, dtype, reduce_dtype, ranks, group, mesh_dim
+    emit: Builder, gradient, shape, dtype, reduce_dtype, in_parts, ranks, group, mesh_dim
 ) -> fx.Node:
-    shape = list(shape)
-    node = gradient
-    if ranks > 1:
-        node = emit.cast(gradient, reduce_dtype)
-        whole = shape == list(gradient.meta["val"].shape)
-        target = Replicate() if whole else Shard(0)
-        node = redistribute(emit, node, Partial("avg"), target, mesh_dim, ranks, 0)
-    if node.meta["val"].shape[:1] != tuple(shape[:1]):
+    if ranks == 1:
+        return emit.cast(gradient, dtype)
+    node = emit.cast(gradient, reduce_dtype)
+    target = Shard(0) if in_parts else Replicate()
+    node = redistribute(emit, node, Partial("avg"), target, mesh_dim, ranks, 0)
+    if in_parts and gradient.meta["val"].shape[0] % ranks:
         node = emit(aten.slice.Tensor, node, 0, 0, shape[0])
     return emit.cast(node, dtype)
 
 
-def _padded(emit: Builder, node: fx.Node, rows: int) -> fx.Node:
-    value = node.meta["val"]
-    missing = rows - value.shape[0]
-    if not missing:
-        return node
-    pads = [0, 0] * (value.dim() - 1) + [0, missing]
-    return emit(aten.constant_pad_nd.default, node, pads, 0.0)
+def _padded(emit: Builder, part: fx.Node, rows: int, ranks: int) -> fx.Node:
+    """This rank's rows as long as any rank's. All ranks pad, if one must: their programs stay alike."""
+    if rows % ranks == 0:
+        return part
+    value = part.meta["val"]
+    pads = [0, 0] * (value.dim() - 1) + [0, chunk_size(rows, ranks) - value.shape[0]]
+    return emit(aten.constant_pad_nd.default, part, pads, 0.0)

@@ -22,6 +22,7 @@ def unshard(
     shape: Sequence[int],
     dtype: torch.dtype,
     reduce_dtype: torch.dtype,
+    in_parts: bool,
     ranks: int,
     group: str,
     mesh_dim: str,
@@ -31,10 +32,11 @@ def unshard(
     Its gradient is reduced: the mean over the ranks of what each of them has.
 
     Args:
-        part: this rank's rows (dimension 0), without padding; or the whole, which every rank has.
+        part: this rank's rows (dimension 0), without padding; or, not ``in_parts``, the whole.
         shape: of the whole.
         dtype: of the result.
         reduce_dtype: in which gradients are added up.
+        in_parts: each rank has rows of it. (A shape does not tell: the one row of ``[1, n]`` is the whole.)
         ranks: along the mesh dimension.
         group: the process group's name; empty for one rank.
         mesh_dim: the dimension's name.
@@ -43,7 +45,7 @@ def unshard(
         a new tensor of shape ``shape``.
     """
     part = part.to(dtype)
-    if ranks == 1 or list(part.shape) == list(shape):
+    if ranks == 1 or not in_parts:
         return part.reshape(list(shape)).clone()
     rows = chunk_size(shape[0], ranks)
     padded = part.new_zeros([rows, *shape[1:]])
@@ -53,7 +55,7 @@ def unshard(
 
 
 @unshard.register_fake
-def _(part, shape, dtype, reduce_dtype, ranks, group, mesh_dim):
+def _(part, shape, dtype, reduce_dtype, in_parts, ranks, group, mesh_dim):
     return part.new_empty(list(shape), dtype=dtype)
 
 
@@ -63,6 +65,7 @@ def reduce_grad(
     shape: Sequence[int],
     dtype: torch.dtype,
     reduce_dtype: torch.dtype,
+    in_parts: bool,
     ranks: int,
     group: str,
     mesh_dim: str,
@@ -73,12 +76,12 @@ def reduce_grad(
         gradient: of the whole parameter, as this rank's rows of the batch have it.
         shape: of what this rank keeps of the parameter.
         dtype: of the result: the parameter's.
-        reduce_dtype, ranks, group, mesh_dim: as for :func:`unshard`.
+        reduce_dtype, in_parts, ranks, group, mesh_dim: as for :func:`unshard`.
     """
     if ranks == 1:
         return gradient.to(dtype, copy=True).reshape(list(shape))
     total = gradient.to(reduce_dtype)
-    if list(shape) == list(gradient.shape):
+    if not in_parts:
         return (torch_internals.sum_over_group(total.contiguous(), group) / ranks).to(dtype)
     rows = chunk_size(gradient.shape[0], ranks)
     padded = total.new_zeros([rows * ranks, *gradient.shape[1:]])
@@ -88,7 +91,7 @@ def reduce_grad(
 
 
 @reduce_grad.register_fake
-def _(gradient, shape, dtype, reduce_dtype, ranks, group, mesh_dim):
+def _(gradient, shape, dtype, reduce_dtype, in_parts, ranks, group, mesh_dim):
     return gradient.new_empty(list(shape), dtype=dtype)
 
 
@@ -98,7 +101,7 @@ def _remember(ctx, inputs, output) -> None:
 
 
 def _reduce(ctx, gradient: torch.Tensor):
-    return REDUCE_GRAD(gradient, *ctx.arguments), None, None, None, None, None, None
+    return REDUCE_GRAD(gradient, *ctx.arguments), *[None] * 7
 
 
 unshard.register_autograd(_reduce, setup_context=_remember)

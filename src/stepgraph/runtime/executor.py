@@ -8,13 +8,9 @@ from typing import Any
 
 import torch
 
-from stepgraph.lowering.bind import bind_to_rank
+from stepgraph.lowering.final import final_form
 from stepgraph.lowering.lower import Executable, lower
-from stepgraph.lowering.merge import merge_small_collectives
 from stepgraph.lowering.partition import forward_and_backward
-from stepgraph.lowering.state import write_state_in_place
-from stepgraph.lowering.updates import update_early
-from stepgraph.lowering.waits import delay_waits
 from stepgraph.program import roles
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.program import Program
@@ -79,36 +75,6 @@ def lower_in_two(
 
 def _bound(program: Program, ranks: Ranks, driver: PassDriver) -> Program:
     return final_form(program, ranks.rank, ranks.groups, ranks.collectives_overlap, driver)
-
-
-def final_form(
-    program: Program,
-    rank: int,
-    groups: Mapping[str, str],
-    collectives_overlap: bool,
-    driver: PassDriver,
-) -> Program:
-    """What a rank runs of a placed Program, which stays as it is.
-
-    Args:
-        groups: names of mesh dimensions -> names of the rank's process groups.
-    """
-    bound = driver.run(bind_to_rank, program.copy(), rank, groups)
-    bound = driver.run(merge_small_collectives, bound)
-    bound = driver.run(update_early, bound)
-    bound = driver.run(delay_waits, bound, collectives_overlap)
-    unchecked = PassDriver(keep_text=driver.keep_text, records=driver.records)
-    return unchecked.run(write_state_in_place, bound)
-
-
-def foreseen(program: Program, collectives_overlap: bool) -> Program:
-    """:func:`final_form` of the first rank where no ranks run: what a prediction is made from.
-
-    Its groups have the names of their mesh dimensions.
-    """
-    assert program.mesh is not None
-    groups = {name: name for name in program.mesh.names}
-    return final_form(program, 0, groups, collectives_overlap, PassDriver())
 
 
 def _executable(

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from stepgraph.cost.devices import Device
 from stepgraph.cost.predict import Prediction, predict
 from stepgraph.cost.traffic import assign_traffic
+from stepgraph.lowering.final import foreseen
 from stepgraph.program.program import Program
-from stepgraph.runtime.executor import foreseen
 
 _FUSES = {"inductor"}
 

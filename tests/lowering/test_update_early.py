@@ -164,7 +164,7 @@ def test_gradients_no_longer_pile_up():
 
 
 def test_a_collective_of_the_forward_may_stand_behind_the_optimizers():
-    """Where merging has put it: its readers are late. What waits for it to start holds up its own senders."""
+    """Where merging has put it, whose readers are late: updates behind it hold up what sends them."""
     model, batch = tiny_llama(), token_batch()
     optimizer = adamw(model)
     before = programs(model, batch, optimizer, plan="zero1")

@@ -13,9 +13,7 @@ from tests.graph_support import graph_program
 from tests.support import assert_golden
 
 
-def gathered(
-    part, shape, ranks=2, dtype=torch.float32, reduce_dtype=torch.float32, in_parts=True
-):
+def gathered(part, shape, ranks=2, dtype=torch.float32, reduce_dtype=torch.float32, in_parts=True):
     return UNSHARD(part, shape, dtype, reduce_dtype, in_parts, ranks, "7", "dp")
 
 

@@ -8,7 +8,7 @@ whatever else goes in and out stays in its place.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -65,21 +65,31 @@ class GraphProgram:
         joint: forward and backward, as AOTAutograd hands it to a partitioner; it is rewritten in place.
         results: of the forward, the first among its results.
         sources: dynamo's names of the graph's inputs.
+        whole: positions of inputs that are known to be no rows of the batch.
 
     Attributes:
         program: ``UserInput`` (activations, the batch), ``Param`` (what an ``unshard`` reads), ``Buffer``
-            and ``ResultTangent`` inputs; ``ModuleResult`` and ``Grad`` outputs, tensors only.
+            (which every rank has whole) and ``ResultTangent`` inputs; ``ModuleResult`` and ``Grad`` outputs,
+            tensors only.
     """
 
-    def __init__(self, joint: fx.GraphModule, results: int, sources: Sequence[str]) -> None:
+    def __init__(
+        self,
+        joint: fx.GraphModule,
+        results: int,
+        sources: Sequence[str],
+        whole: Collection[int] = (),
+    ) -> None:
         self._output = joint.graph.output_node()
         self._flat = list(
             torch_internals.pytree.tree_leaves(self._output.args[0], is_leaf=_is_leaf)
         )
         self._slots = [i for i, leaf in enumerate(self._flat) if _is_tensor(leaf)]
-        self.program = self._describe(joint, results, list(sources))
+        self.program = self._describe(joint, results, list(sources), whole)
 
-    def _describe(self, joint: fx.GraphModule, results: int, sources: list[str]) -> Program:
+    def _describe(
+        self, joint: fx.GraphModule, results: int, sources: list[str], whole: Collection[int]
+    ) -> Program:
         pairs_in, pairs_out = torch_internals.descriptors(joint)
         inputs: list[roles.Input] = []
         for index, (node, descriptor) in enumerate(pairs_in):
@@ -90,7 +100,7 @@ class GraphProgram:
                     inputs.append(roles.ResultTangent(_OTHERS + index))
                 case ("plain", leaf):
                     source = sources[leaf] if leaf < len(sources) else ""
-                    inputs.append(_role(node, index, source))
+                    inputs.append(_role(node, index, source, leaf in whole))
                 case _:
                     inputs.append(_role(node, index, ""))
         outputs: list[roles.Output] = []
@@ -130,11 +140,11 @@ class GraphProgram:
         self._output.args = (list(self._flat),)
 
 
-def _role(node: fx.Node, index: int, source: str) -> roles.Input:
+def _role(node: fx.Node, index: int, source: str, whole: bool = False) -> roles.Input:
     name = f"{input_name(source)}#{index}"  # one graph may serve several layers: no name is a key
     if _is_parameter(node):
         return roles.Param(name)
-    return roles.Buffer(name) if "_buffers[" in source else roles.UserInput(index, name)
+    return roles.Buffer(name) if whole or "_buffers[" in source else roles.UserInput(index, name)
 
 
 def _is_leaf(value: Any) -> bool:

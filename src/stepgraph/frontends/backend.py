@@ -9,11 +9,12 @@ AOTAutograd's finding, kept with the graph; what waits for a backward is kept by
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from stepgraph.capture.decompositions import decomposition_table
 from stepgraph.capture.graph import GraphProgram, draw_seed
@@ -27,7 +28,7 @@ from stepgraph.lowering.waits import delay_waits
 from stepgraph.memory import policies as memory_policies
 from stepgraph.memory.apply import recompute_in_backward
 from stepgraph.memory.blocks import find_blocks
-from stepgraph.placement.losses import sum_over_ranks
+from stepgraph.placement.losses import sum_over_ranks, whole_results
 from stepgraph.placement.markers import place_markers
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.driver import PassDriver
@@ -41,6 +42,14 @@ OPTIONS = ("memory", "lowering")
 
 
 @dataclass
+class _Made:
+    """A graph makes a loss that is the global batch's; which of its results are no rows."""
+
+    loss: bool = False
+    whole: Sequence[int] = ()
+
+
+@dataclass
 class GraphCompiler:
     """Compiles the graphs of one module, one plan for all.
 
@@ -50,7 +59,8 @@ class GraphCompiler:
         gather_again: parameters are not kept for the backward.
         rows: of this rank's batch now, by which a graph's inputs are told to be rows of it.
         programs: of the graphs so far, with their collectives, in the order they were captured.
-        global_losses: how many graphs made a loss that is that of the global batch.
+        whole: what graphs have returned that is no rows of the batch.
+        global_losses: how often a graph has made a loss that is that of the global batch.
     """
 
     mesh: MeshShape = ONE_PROCESS
@@ -63,6 +73,7 @@ class GraphCompiler:
     rows: int = 0
     programs: list[Program] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    whole: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     global_losses: int = 0
 
     def __call__(
@@ -88,10 +99,13 @@ class GraphCompiler:
         # What is compiled outlives this object, in dynamo's cache: it holds the settings alone.
         own, lowering, overlap = weakref.ref(self), self.lowering, self.collectives_overlap
 
+        whole = {i for i, x in enumerate(examples) if isinstance(x, Tensor) and x in self.whole}
+        made: list[_Made] = []
+
         def rewrite(traced: fx.GraphModule, results: int) -> None:
             compiler = own()
             assert compiler is not None, "its module is gone"
-            compiler.rewrite(traced, results, sources, rows)
+            made.append(compiler.rewrite(traced, results, sources, rows, whole))
 
         def partition(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any):
             rewrite(joint, num_fwd_outputs)
@@ -108,24 +122,42 @@ class GraphCompiler:
             graph, examples, partition, lower, alone, decomposition_table()
         )
         dynamo.forget_modules(graph)
-        return compiled
+        makes_loss = any(each.loss for each in made)
+        places = [place for each in made for place in each.whole]
+        if not makes_loss and not places:
+            return compiled
+
+        def noted(*inputs: Any) -> Any:
+            results = compiled(*inputs)
+            if (compiler := own()) is not None:
+                compiler.global_losses += makes_loss
+                compiler.whole.update((results[i], True) for i in places)
+            return results
+
+        return noted
 
     def rewrite(
-        self, joint: fx.GraphModule, results: int, sources: Sequence[str], rows: int
-    ) -> None:
+        self,
+        joint: fx.GraphModule,
+        results: int,
+        sources: Sequence[str],
+        rows: int,
+        whole: Collection[int],
+    ) -> _Made:
         """Applies the plan to a graph's forward and backward."""
         driver = PassDriver()
-        described = GraphProgram(joint, results, sources)
+        described = GraphProgram(joint, results, sources, whole)
         program = described.program
         program.mesh = self.mesh
         program = driver.run(name_mesh_dims, program, self.groups)
         program = driver.run(key_random_operations, program)
         program = driver.run(draw_seed, program, self.rank)
         program = driver.run(place_markers, program)
+        made = _Made()
         if self.mesh.world_size > 1 and rows:
             before = _collectives(program)
             program = driver.run(sum_over_ranks, program, self.mesh, rows)
-            self.global_losses += _collectives(program) > before
+            made = _Made(_collectives(program) > before, whole_results(program, rows))
         decision = memory_policies.decide(program, self.policy_of(program), self.gather_again)
         program = driver.run(recompute_in_backward, program, decision)
         for note in program.notes:
@@ -136,6 +168,7 @@ class GraphCompiler:
         driver.run(delay_waits, program, self.collectives_overlap)
         described.give_back()
         dynamo.tag_sides(joint)
+        return made
 
     def note(self, text: str) -> None:
         """Adds a line to the report, once."""

@@ -16,8 +16,13 @@ from stepgraph.capture.module import BatchSpec, LossFunction
 from stepgraph.capture.optimizer import FunctionalOptimizer
 from stepgraph.capture.precision import AS_IT_IS, Precision
 from stepgraph.capture.refusals import check_hooks, check_parameter_hooks
-from stepgraph.errors import ShapeLimitError, StrictError
-from stepgraph.frontends.entries import Compiled, evaluation_mode, recompilation_reason, show_key
+from stepgraph.errors import StrictError, UsageError, name_a_few
+from stepgraph.frontends.entries import (
+    Compiled,
+    check_number_of_shapes,
+    evaluation_mode,
+    recompilation_reason,
+)
 from stepgraph.pipeline import (
     StepRequest,
     compile_evaluation,
@@ -79,6 +84,7 @@ class Compiler:
         count_call(self, name)
         check_hooks(self.model, self.optimizer)
         check_parameter_hooks(self.model)
+        self._check_tensors()
         flags = tuple(parameter.requires_grad for parameter in self._parameters)
         in_mode = name != "evaluate" or self.as_module
         modes = hooks.module_modes(self.model, with_training=in_mode)
@@ -92,18 +98,30 @@ class Compiler:
                 reason = f"{name}: {_COUNTED_APART}"
             if reason is not None:
                 before_compiling(self, name, reason)
-            if len({k[0] for k in known} | {key[0]}) > self.max_shapes:
-                raise ShapeLimitError(
-                    f"{len(known) + 1} different batch shapes, or constants in batches; "
-                    f"programs are kept for {self.max_shapes}",
-                    why="so far: " + "; ".join(show_key(k) for k in known),
-                    do="pad batches to a few lengths (stepgraph.pad_batches), pass numbers that change "
-                    "as tensors, or raise max_shapes",
-                )
+            check_number_of_shapes((k[0] for k in known), batch.key, self.max_shapes)
             agree_on_shapes(batch.key, batch.shapes(), self.ranks)
             with self.counting(reason):
                 known[key] = self._compile(name, batch)
         return known[key]
+
+    def _check_tensors(self) -> None:
+        """Programs take the tensors that the model had when it was given, whatever it holds now.
+
+        Raises:
+            UsageError: a parameter was replaced, added or removed; a buffer has another shape.
+        """
+        now = dict(self.model.named_parameters())
+        if [*map(id, now.values())] != [*map(id, self._parameters)]:
+            known = set(map(id, self._parameters))
+            new = [name for name, parameter in now.items() if id(parameter) not in known]
+            raise UsageError(
+                f"parameters were replaced or added since the model was given: {name_a_few(new)}"
+                if new
+                else "parameters were removed since the model was given",
+                why="they are placed when the engine is made, and its programs go on with those",
+                do="change the model before; to load values, use load_state_dict without assign=True",
+            )
+        self.state.adopt_buffers()
 
     def update(self, names: Sequence[str]) -> LoweredProgram:
         """The program that updates these parameters from gradients that the caller holds."""

@@ -48,6 +48,11 @@ NOTHING_TO_ADD = (
 )
 
 
+OWN_MICRO_BATCHES = (
+    "micro_batches: loss and gradients are the mean over micro-batches (graph by graph)"
+)
+
+
 class Engine(SavesAndLoads):
     """Compiles and runs a training step.
 
@@ -162,6 +167,7 @@ class Engine(SavesAndLoads):
             compiled.programs["accumulate"].run(leaves)
         self._state.seed_random_operations(self._seed, self.stats.steps, len(pieces) - 1)
         results = compiled.programs["step"].run(pieces[-1])
+        self._state.mark_written()
         self._set_gradients(results)
         if self._optimizer is not None:
             torch_internals.mark_stepped(self._optimizer)
@@ -202,13 +208,15 @@ class Engine(SavesAndLoads):
                 self._graphs = GraphRunner(
                     self._compiler, self._compiler.loss, error, self._whole_backward
                 )
-        self._graphs.agree(batch)
+        self._graphs.agree(entry, batch)
         return None
 
     def _step_in_graphs(
         self, pieces: Sequence[Sequence[Any]], tree: pytree.TreeSpec
     ) -> torch.Tensor:
         assert self._graphs is not None
+        if len(pieces) > 1:
+            self._compiler.report([OWN_MICRO_BATCHES])
         for parameter in self.model.parameters():
             parameter.grad = None
         losses = []
@@ -290,6 +298,7 @@ class Engine(SavesAndLoads):
         update = self._compiler.update(list(given))
         self._state.update_numbers()
         update.run((), self._state.own_parts(given, update.program))
+        self._state.mark_written()
         for parameter in self.model.parameters():
             parameter.grad = None
         torch_internals.mark_stepped(self._optimizer)

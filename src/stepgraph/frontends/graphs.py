@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from stepgraph import torch_internals
 from stepgraph.capture.module import first_leaf, in_dtype
-from stepgraph.errors import CaptureError, PlanError, StepgraphError
+from stepgraph.capture.refusals import check_hooks
+from stepgraph.errors import CaptureError, PlanError, StepgraphError, UsageError
 from stepgraph.frontends.backend import GraphCompiler
 from stepgraph.frontends.compiler import Compiler
-from stepgraph.frontends.entries import evaluation_mode
+from stepgraph.frontends.entries import check_number_of_shapes, evaluation_mode
 from stepgraph.frontends.sharded_modules import Gathering, gather_where_read
 from stepgraph.frontends.whole_backward import WholeBackward
 from stepgraph.placement.losses import OWN_LOSS
@@ -29,12 +30,16 @@ from stepgraph.program.program import Value
 from stepgraph.runtime.batches import LocalBatch
 from stepgraph.runtime.ranks import agree_on_shapes
 from stepgraph.runtime.recompiles import before_compiling, count_call
+from stepgraph.runtime.split import CHANGED_BETWEEN
 from stepgraph.torch_internals import graphs as dynamo
-from stepgraph.torch_internals import pytree
+from stepgraph.torch_internals import hooks, pytree
 
 log = logging.getLogger("stepgraph")
 
 _MIXED = "mixed torch.Tensor and DTensor"
+# How often a piece of code may be compiled for one kind of batch: in training, in evaluation, for layers
+# that differ in a number. dynamo runs it as Python from then on.
+VARIANTS = 8
 PLACEMENTS = ("ddp", "zero1", "zero2", "zero3", "zero3-keep")
 
 
@@ -91,7 +96,8 @@ class GraphRunner:
             ranks.collectives_overlap,
         )
         self._function, self._entry = function, ""
-        self._batches: set = set()
+        self._hooks = hooks.module_modes(compiler.model, with_training=False)
+        self._batches: dict[str, list[tuple]] = {}
         self._warm: set[str] = set()
         self._codes: set = set()
         self._backends: list[_Backend] = []
@@ -102,7 +108,7 @@ class GraphRunner:
         self.change(plan.lowering, whole_backward)
 
     def _compile(self) -> Callable:
-        limit = self.compiler.max_shapes
+        limit = self.compiler.max_shapes * VARIANTS
         return dynamo.compile_apart(self._function, self._backend(False), limit, False)
 
     def _backend(self, backward: bool) -> _Backend:
@@ -140,15 +146,38 @@ class GraphRunner:
             stored = stored_parameter(self.compiler.plan.placement, shape, ranks.shape)
             state.store_as(roles.Param(name), Value(shape, parameter.dtype, stored))
 
-    def agree(self, batch: LocalBatch) -> None:
+    def agree(self, entry: str, batch: LocalBatch) -> None:
         """Makes sure that a kind of batch which is new here is new, and the same, on every rank.
 
         Raises:
-            BatchError: ranks have batches of different shapes.
+            BatchError: ranks have batches of different shapes; ShapeLimitError: too many of them.
+            HookError, UsageError: the model was changed so that it cannot run as planned.
         """
-        if batch.key not in self._batches:
+        check_hooks(self.compiler.model, self.compiler.optimizer)
+        for name, parameter in self.compiler.model.named_parameters():
+            if not isinstance(parameter, DTensor):
+                raise UsageError(
+                    f"parameter {name!r} came to the model after it was placed: its gradient would be "
+                    "this rank's own",
+                    do="change the model before it is given to stepgraph",
+                )
+        known = self._batches.setdefault(entry, [])
+        if batch.key not in known:
+            check_number_of_shapes(known, batch.key, self.compiler.max_shapes)
             agree_on_shapes(batch.key, batch.shapes(), self.compiler.ranks)
-            self._batches.add(batch.key)
+            known.append(batch.key)
+
+    def _follow_hooks(self, entry: str) -> None:
+        """dynamo does not look whether modules have other forward hooks than when it captured them."""
+        now = hooks.module_modes(self.compiler.model, with_training=False)
+        if now == self._hooks:
+            return
+        reason = f"{entry}: forward hooks changed"
+        if entry in self._warm:
+            before_compiling(self.compiler, entry, reason)
+        self.compiler.stats.recompiles.append(reason)
+        self._hooks, self._compiled = now, self._compile()
+        self._warm.clear()
 
     def run(self, entry: str, leaves: Sequence[Any], tree: pytree.TreeSpec) -> Any:
         """What the callable returns for this rank's part of a batch.
@@ -162,6 +191,7 @@ class GraphRunner:
         self.graphs.rows = batched[0] if batched else 0
         self._entry = entry
         count_call(self.compiler, entry)
+        self._follow_hooks(entry)
         before, self._gathering.active = self._gathering.active, True
         try:
             result = self._compiled(self.compiler.model, pytree.tree_unflatten(cast, tree))
@@ -184,17 +214,37 @@ class GraphRunner:
 
     def loss(self, entry: str, leaves: Sequence[Any], tree: pytree.TreeSpec) -> torch.Tensor:
         """The loss, carrying a graph: the mean over data-parallel ranks."""
+        before = self.graphs.global_losses
         result = self.run(entry, leaves, tree)
         loss = result if isinstance(result, torch.Tensor) else first_leaf(result)
-        if not self.graphs.global_losses and self.compiler.ranks.shape.data_size > 1:
+        own = self.graphs.global_losses == before and self.compiler.ranks.shape.data_size > 1
+        if own and not any(note.startswith(OWN_LOSS) for note in self.compiler.notes):
             self.compiler.report([f"{OWN_LOSS}, because it is made outside every graph"])
-        return self.started(self.mean(loss))
+        return self.guarded(self.started(self.mean(loss)))
 
     def evaluate(self, batch: LocalBatch) -> Any:
         """What the callable returns for the global batch, in evaluation mode."""
         with evaluation_mode(self.compiler.model), torch.no_grad():
             result = self.run("evaluate", batch.leaves, batch.tree)
         return pytree.tree_map(self.rows_of_all, result)
+
+    def guarded(self, result: Any) -> Any:
+        """What a caller gets: a backward from it is an error if a parameter was written in between."""
+        trained = [p for p in self.compiler.model.parameters() if p.requires_grad]
+
+        def versions() -> list[int]:
+            return [parameter._version for parameter in trained]
+
+        before = versions()
+
+        def check(gradient: torch.Tensor) -> None:
+            if versions() != before:
+                raise RuntimeError(CHANGED_BETWEEN)
+
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(check)
+        return result
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """The mean over data-parallel ranks of a value that each has; gradients pass as they are."""
@@ -207,7 +257,11 @@ class GraphRunner:
             return value
         if value.dim() == 0:
             return self.mean(value) if value.is_floating_point() else value
-        if self.graphs.rows and value.shape[0] % self.graphs.rows == 0:
+        if (
+            value not in self.graphs.whole
+            and self.graphs.rows
+            and value.shape[0] % self.graphs.rows == 0
+        ):
             return torch_internals.gather_over_group(value.contiguous(), ranks, self._group)
         return value
 

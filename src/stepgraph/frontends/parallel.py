@@ -207,7 +207,7 @@ class ParallelForward:
             except (GraphBreakError, ParameterHookError) as error:
                 function = _call_forward if self.compiler.as_module else self.compiler.loss
                 self.graphs = GraphRunner(self.compiler, function, error, self.whole_backward)
-        self.graphs.agree(batch)
+        self.graphs.agree(entry, batch)
         return None
 
     def _run_in_graphs(self, batch: LocalBatch, training: bool) -> Any:
@@ -215,7 +215,8 @@ class ParallelForward:
         entry = "gradients" if training else "evaluate"
         with self._own_forward(), torch.set_grad_enabled(torch.is_grad_enabled() or training):
             if self.compiler.as_module:
-                return self.graphs.started(self.graphs.run(entry, batch.leaves, batch.tree))
+                result = self.graphs.run(entry, batch.leaves, batch.tree)
+                return self.graphs.guarded(self.graphs.started(result))
             return self.graphs.loss(entry, batch.leaves, batch.tree)
 
     def _batch(self, args: tuple, kwargs: dict) -> Any:

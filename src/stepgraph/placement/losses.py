@@ -5,17 +5,27 @@ a sum and its count) are added up over ranks, and what follows from them is comp
 back a gradient is that of the mean over ranks of what each of them does with the loss, which is what
 ``reduce_grad`` averages: so the totals' gradients are added up over ranks, too.
 
+In a graph without a backward every result that is a sum, mean, maximum or minimum over rows, of any shape,
+becomes that over all ranks' rows.
+
 reads: results that are single numbers, and their tangents. writes: ``all_reduce`` of totals and of the
 tangent; one factor on the way back. preserves: all other results, and gradients up to that factor.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
 import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Replicate
 
-from stepgraph.placement.normalisation import find_normalisation
+from stepgraph.placement.normalisation import (
+    NUMBERS,
+    find_normalisation,
+    find_totals,
+    is_batched,
+)
 from stepgraph.planning.decisions import Normalisation
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
@@ -23,13 +33,17 @@ from stepgraph.program.collectives import redistribute
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import BACKWARD, FORWARD, Program
+from stepgraph.torch_internals import ALL_REDUCE
 
 aten = torch.ops.aten
 OWN_LOSS = "loss: the mean over data-parallel ranks of each one's own"
+OWN_RESULT = "a result without a gradient is each data-parallel rank's own"
 
 
 def sum_over_ranks(program: Program, mesh: MeshShape, rows: int) -> Program:
     """Makes the graph's loss, if it has one, the global batch's; see the module docstring."""
+    if next(iter(program.operations(BACKWARD)), None) is None:
+        return _sum_results(program, mesh, rows)
     candidates = [
         role
         for role, node in zip(program.outputs, program.results, strict=True)
@@ -43,13 +57,41 @@ def sum_over_ranks(program: Program, mesh: MeshShape, rows: int) -> Program:
         if len(candidates) > 1:
             found.exact, found.reason = False, "a graph makes several losses"
         if found.numbers:  # a graph has no other rows to be held against
-            found.exact, found.reason = False, "sums are scaled by numbers, which may count rows"
+            found.exact, found.reason = False, NUMBERS
         if not found.exact:
             program.note(f"{OWN_LOSS}, because {found.reason}")
             continue
         _Sum(program, mesh).apply(found, program.input_node(tangent))
     name_operations(program.graph)
     return program.finish()
+
+
+def _sum_results(program: Program, mesh: MeshShape, rows: int) -> Program:
+    results = [role for role in program.outputs if isinstance(role, roles.ModuleResult)]
+    found = find_totals(program, results, rows)
+    for reason in found.apart:
+        program.note(f"{OWN_RESULT} (of numbers, evaluate has the mean), because {reason}")
+    _Sum(program, mesh).add_up(found.kinds, {*found.tail, "output"})
+    name_operations(program.graph)
+    return program.finish()
+
+
+def whole_results(program: Program, rows: int) -> list[int]:
+    """Which results of a graph are no rows, whatever their shapes: of parameters alone, or added up."""
+    reached: set[fx.Node] = set()
+    for node, role, value in zip(
+        program.placeholders, program.inputs, program.input_values, strict=True
+    ):
+        if is_batched(role, value, rows):
+            reached.add(node)
+    for node in program.operations():
+        if node.target is not ALL_REDUCE and not reached.isdisjoint(node.all_input_nodes):
+            reached.add(node)
+    return [
+        role.index
+        for role, node in zip(program.outputs, program.results, strict=True)
+        if isinstance(role, roles.ModuleResult) and node not in reached and node.meta["val"].dim()
+    ]
 
 
 class _Sum:
@@ -62,10 +104,7 @@ class _Sum:
         """Inserts the sums over ranks."""
         inside = {self.nodes[name] for name in found.tail} | {tangent}
         backward = next(iter(self.program.operations(BACKWARD)))
-        for name, kind in found.totals.items():
-            total = self.nodes[name]
-            emit = Builder(self.program, FORWARD, total.next)
-            self._replace(total, self._sum(emit, total, kind), set())
+        self.add_up(found.totals)
         kind = found.gradient_kind
         if found.boundary is not None and kind == "sum":
             boundary, kind = self.nodes[found.boundary], "avg"
@@ -73,6 +112,18 @@ class _Sum:
             self._replace(boundary, emit(aten.mul.Scalar, boundary, self.ranks), inside)
         emit = Builder(self.program, BACKWARD, backward)
         self._replace(tangent, self._sum(emit, tangent, kind), set())
+
+    def add_up(self, totals: Mapping[str, str], readers: Collection[str] | None = None) -> None:
+        """Inserts the sums (or what else, by name) of values over ranks, for all readers or some."""
+        for name, kind in totals.items():
+            total = self.nodes[name]
+            others = {
+                user
+                for user in total.users
+                if readers is not None and user.meta.get("name", user.op) not in readers
+            }
+            emit = Builder(self.program, FORWARD, total.next)
+            self._replace(total, self._sum(emit, total, kind), others)
 
     def _sum(self, emit: Builder, node: fx.Node, kind: str) -> fx.Node:
         return redistribute(emit, node, Partial(kind), Replicate(), self.mesh_dim, self.ranks, 0)

@@ -9,7 +9,8 @@ have to be communicated, micro-batches cannot be exact and the mean over them is
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -19,11 +20,12 @@ from torch.distributed.tensor.placement_types import Placement
 from stepgraph.placement.rules import Rules, results_of
 from stepgraph.planning.decisions import Normalisation
 from stepgraph.program import roles
-from stepgraph.program.program import BACKWARD, FORWARD, Program, tensor_arguments
+from stepgraph.program.program import BACKWARD, FORWARD, Program, Value, tensor_arguments
 
 aten = torch.ops.aten
 _SCALING = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
 _LOSS, _TANGENT = roles.Loss(), roles.Tangent()
+NUMBERS = "sums are scaled by numbers, which may count rows"
 TAIL = "tail"  # a single number that is known only once all micro-batches are
 
 
@@ -40,7 +42,7 @@ def find_normalisation(
         rows: only inputs whose first dimension is a multiple of it are cut, and may be activations that
             depend on parameters; None: all of the user's are cut.
     """
-    return _Walk(program, loss, tangent, rows).run()
+    return _Walk(program, tangent, rows).run(program.result(loss))
 
 
 def inexact(loss: fx.Node, reason: str) -> Normalisation:
@@ -48,44 +50,95 @@ def inexact(loss: fx.Node, reason: str) -> Normalisation:
     return Normalisation({loss.meta["name"]: "avg"}, set(), None, "avg", False, reason)
 
 
+def is_batched(role: roles.Input, value: Value, rows: int | None) -> bool:
+    """Whether an input is rows of the batch; ``rows``: as for :func:`find_normalisation`."""
+    if not isinstance(role, roles.UserInput) or not value.shape:
+        return False
+    return rows is None or value.shape[0] % rows == 0
+
+
+@dataclass
+class Totals:
+    """What to add up over slices of the batch.
+
+    Attributes:
+        kinds: names of values and how (``sum``, ``avg``, ``max``, ``min``), in graph order: every rank must
+            count in the same order.
+        tail: names of the operations that read them added up.
+        apart: why some results are of each slice alone.
+    """
+
+    kinds: dict[str, str]
+    tail: set[str]
+    apart: list[str]
+
+
+def find_totals(program: Program, results: Sequence[roles.Output], rows: int) -> Totals:
+    """What to add up for results; nothing for those that are rows.
+
+    Args:
+        rows: as for :func:`find_normalisation`.
+    """
+    return _Walk(program, None, rows).totals(results)
+
+
 class _Inexact(Exception):
     pass
 
 
+@dataclass(frozen=True)
+class _Apart:
+    """A value that cannot be had from what slices have."""
+
+    reason: str
+
+
 class _Walk:
-    def __init__(
-        self, program: Program, loss: roles.Output, tangent: roles.Input, rows: int | None
-    ) -> None:
-        self.program, self.rows = program, rows
-        self.loss, self.tangent = program.result(loss), tangent
+    def __init__(self, program: Program, tangent: roles.Input | None, rows: int | None) -> None:
+        self.program, self.rows, self.tangent = program, rows, tangent
         # On a dimension of one rank every size divides; the rules answer as on any other.
         self.rules = Rules(1)
-        self.state: dict[fx.Node, tuple[Placement | str | None, ...]] = {}
+        self.state: dict[fx.Node, tuple[Placement | str | _Apart | None, ...]] = {}
         self.scaled: set[fx.Node] = (
             set()
         )  # computed with plain numbers, on the way from sums to the loss
         self.varies: set[fx.Node] = set()  # depends on the batch
         self.learns: set[fx.Node] = set()  # depends on a parameter
 
-    def run(self) -> Normalisation:
+    def run(self, loss: fx.Node) -> Normalisation:
+        self._forward()
         try:
-            self._forward()
-            return self._read_off(self.loss)
+            return self._read_off(loss)
         except _Inexact as error:
-            return inexact(self.loss, str(error))
+            return inexact(loss, str(error))
+
+    def totals(self, results: Sequence[roles.Output]) -> Totals:
+        self._forward()
+        tail = {node for node, states in self.state.items() if states == (TAIL,)}
+        found: set[fx.Node] = set()
+        apart: list[str] = []
+        for result in map(self.program.result, results):
+            (state,) = self.state[result]
+            if isinstance(state, _Apart):
+                apart.append(state.reason)
+            elif result in self.varies and not isinstance(state, Shard):
+                if self._numbers(result):
+                    apart.append(NUMBERS)
+                else:
+                    found |= self._totals(result, tail)
+        return Totals(self._kinds(found), {node.meta["name"] for node in tail}, apart)
 
     def _forward(self) -> None:
         rows = zip(
             self.program.placeholders, self.program.inputs, self.program.input_values, strict=True
         )
         for node, role, value in rows:
-            batched = isinstance(role, roles.UserInput) and bool(value.shape)
-            batched = batched and (self.rows is None or value.shape[0] % self.rows == 0)
+            batched = is_batched(role, value, self.rows)
             self.state[node] = (Shard(0) if batched else Replicate(),)
             if batched:
                 self.varies.add(node)
             activation = self.rows is not None and value.dtype.is_floating_point
-            if isinstance(role, roles.Param) or (batched and activation):
+            if isinstance(role, roles.Param) or activation:
                 self.learns.add(node)
         for node in self.program.graph.nodes:
             if node.op == "get_attr":
@@ -106,6 +159,9 @@ class _Walk:
             self.state[node] = (Replicate(),) * len(results_of(node))
             return
         states = [self.state[argument][0] for argument in arguments]
+        if apart := next((state for state in states if isinstance(state, _Apart)), None):
+            self.state[node] = (apart,) * len(results_of(node))
+            return
         if TAIL not in states:
             placements = tuple(s if isinstance(s, Placement) else Replicate() for s in states)
             free = [
@@ -130,26 +186,23 @@ class _Walk:
             if argument in self.varies
         )
         if not single or node.meta["val"].dim():
-            raise _Inexact(f"{node.meta['name']} needs the whole batch at once")
+            apart = _Apart(f"{node.meta['name']} needs the whole batch at once")
+            self.state[node] = (apart,) * len(results_of(node))
+            return
         self.state[node] = (TAIL,)
         self.scaled |= _with_numbers(node)
 
     def _read_off(self, loss: fx.Node) -> Normalisation:
         (state,) = self.state[loss]
         tail = {node for node, states in self.state.items() if states == (TAIL,)}
+        if isinstance(state, _Apart):
+            raise _Inexact(state.reason)
         if state != TAIL and not isinstance(state, Partial):
             raise _Inexact("the loss is not a sum or mean over the batch")
-        totals = {loss} if state != TAIL else {
-            argument for node in tail for argument in node.all_input_nodes
-            if argument in self.varies and argument not in tail
-        }  # fmt: skip
+        totals = self._totals(loss, tail)
         tail |= self._constants_behind(tail)
         boundary = self._backward_tail(tail, totals) if state == TAIL else None
-        kinds = {
-            node.meta["name"]: self.state[node][0].reduce_op  # type: ignore[union-attr]
-            for node in self.program.operations()
-            if node in totals  # in graph order: every rank must count in the same order
-        }
+        kinds = self._kinds(totals)
         if not set(kinds.values()) <= {"sum", "avg"}:
             raise _Inexact("the loss is a maximum or minimum over the batch")
         names = {node.meta["name"] for node in tail if node.op == "call_function"}
@@ -157,8 +210,28 @@ class _Walk:
         if len(learned) != 1:
             raise _Inexact("parts of the loss are normalised in different ways")
         kind = learned.pop()
+        if kind == "sum" and boundary is None and self._learns_apart(tail):
+            raise _Inexact("a term of the loss is no sum over the batch")
         numbers = {} if kind == "avg" else self._numbers(loss)
         return Normalisation(kinds, names, boundary, kind, True, numbers=numbers)
+
+    def _totals(self, loss: fx.Node, tail: set[fx.Node]) -> set[fx.Node]:
+        """What is added up: the loss, or what its tail reads."""
+        if loss not in tail:
+            return {loss}
+        return {
+            argument
+            for node in tail
+            for argument in node.all_input_nodes
+            if argument in self.varies and argument not in tail
+        }
+
+    def _kinds(self, totals: set[fx.Node]) -> dict[str, str]:
+        return {
+            node.meta["name"]: self.state[node][0].reduce_op  # type: ignore[union-attr]
+            for node in self.program.operations()
+            if node in totals
+        }
 
     def _numbers(self, loss: fx.Node) -> dict[str, tuple]:
         """Plain numbers between the totals that learn and the loss: one may be the number of rows."""
@@ -184,6 +257,11 @@ class _Walk:
             and argument not in self.varies
             and all(user in tail for user in argument.users)
         }
+
+    def _learns_apart(self, tail: set[fx.Node]) -> bool:
+        """Whether a loss that is a sum has a term that every slice would add again: of weights alone."""
+        read = {argument for node in tail for argument in node.all_input_nodes}
+        return any(node in self.learns and node not in self.varies for node in read)
 
     def _backward_tail(self, tail: set[fx.Node], totals: set[fx.Node]) -> str | None:
         """Extends the tail by the backward's part on single numbers; returns its boundary's name."""

@@ -36,7 +36,8 @@ def flatten_batch(batch: Any, device: torch.device) -> LocalBatch:
     """Flattens a batch and moves its tensors to the device.
 
     Raises:
-        BatchError: no tensor in it, or tensors that differ in dimension 0.
+        BatchError: no tensor in it, tensors that differ in dimension 0, or constants that no program can be
+            chosen by.
     """
     pairs, tree = flatten_with_paths(batch)
     leaves = tuple(
@@ -44,6 +45,8 @@ def flatten_batch(batch: Any, device: torch.device) -> LocalBatch:
         for _, leaf in pairs
     )
     paths = tuple(path for path, _ in pairs)
+    for path, leaf in zip(paths, leaves, strict=True):
+        _check_constant(path, leaf)
     sizes = {
         path: leaf.shape[0]
         for path, leaf in zip(paths, leaves, strict=True)
@@ -65,6 +68,19 @@ def flatten_batch(batch: Any, device: torch.device) -> LocalBatch:
         for leaf in leaves
     )
     return LocalBatch(leaves, paths, tree, (key, paths, str(tree)))
+
+
+def _check_constant(path: str, leaf: Any) -> None:
+    if isinstance(leaf, torch.Tensor):
+        return
+    try:
+        hash(leaf)
+    except TypeError as error:
+        raise BatchError(
+            f"{path} is a {type(leaf).__name__}, which is no tensor and cannot be compared with another",
+            why="what is no tensor is a constant of the compiled program",
+            do="pass a tensor (torch.as_tensor), a number, a string or None, or keep it on the model",
+        ) from error
 
 
 def cut_micro_batches(batch: LocalBatch, count: int) -> list[list[Any]]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
+import re
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,6 +18,10 @@ from stepgraph import torch_internals
 from stepgraph.errors import BatchError, MeshError
 from stepgraph.program.layout import MeshShape
 from stepgraph.runtime.scheduling import communication_first
+
+log = logging.getLogger("stepgraph")
+
+PATIENCE = 30.0  # seconds for which a rank waits for others without a word
 
 
 def parse_mesh(text: str) -> MeshShape:
@@ -116,13 +124,39 @@ def _ranks_of(mesh: str | DeviceMesh | None, device: torch.device, owns_group: b
 def agree_on_shapes(key: Any, shown: str, ranks: Ranks) -> None:
     """Every rank must bring the same shapes; called by all ranks when they meet new ones.
 
+    Through the store and not by a collective: a rank that meets one alone would meet the others in one of
+    their step's, which takes what it gets.
+
     Raises:
-        BatchError: they differ; the message lists them by rank.
+        BatchError: they differ, and the message lists them by rank; or the others do not come, until the
+            store's own timeout.
     """
     if ranks.shape.world_size == 1:
         return
-    everyone: list[Any] = [None] * ranks.shape.world_size
-    dist.all_gather_object(everyone, (str(key), shown))
+    store = torch_internals.rendezvous_store()
+    number = store.add(f"stepgraph/batches of rank {ranks.rank}", 1)
+    keys = [f"stepgraph/batch {number}/{rank}" for rank in range(ranks.shape.world_size)]
+    own = json.dumps([re.sub(r" at 0x[0-9a-f]+", "", str(key)), shown])
+    store.set(keys[ranks.rank], own)
+    try:
+        store.wait(keys, timedelta(seconds=PATIENCE))
+    except dist.DistStoreError:
+        late = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        log.warning(
+            "rank %d has a batch of a new shape (%s) and waits for ranks %s to meet one: every rank "
+            "must bring the same shapes at every step",
+            ranks.rank,
+            shown,
+            late,
+        )
+        try:
+            store.wait(keys, store.timeout)
+        except dist.DistStoreError as error:
+            raise BatchError(
+                f"rank {ranks.rank} has a batch of a new shape ({shown}), and ranks {late} have none",
+                do="use a sampler that gives every rank the same number of rows (drop_last=True)",
+            ) from error
+    everyone = [json.loads(store.get(key)) for key in keys]
     if len({key for key, _ in everyone}) > 1:
         raise BatchError(
             "the ranks bring batches of different shapes: "

@@ -78,8 +78,14 @@ class SplitProgram:
 
     def versions(self) -> list[int]:
         """How often each parameter has been written, to find that one was written in between."""
-        named = (self.state.tensors[roles.Param(name)] for name in self.gradients)
-        return [tensor._version for tensor in named]
+        named = map(self.state.model.get_parameter, self.gradients)
+        return [parameter._version for parameter in named]
+
+
+CHANGED_BETWEEN = (
+    "a parameter was changed between forward and backward: run the forward again, or call backward "
+    "before the optimizer"
+)
 
 
 class _Call(torch.autograd.Function):
@@ -98,10 +104,7 @@ class _Call(torch.autograd.Function):
     def backward(ctx, *tangents: torch.Tensor):
         split: SplitProgram = ctx.split
         if split.versions() != ctx.versions:
-            raise RuntimeError(
-                "a parameter was changed between forward and backward: run the forward again, or call "
-                "backward before the optimizer"
-            )
+            raise RuntimeError(CHANGED_BETWEEN)
         brought: dict[roles.Input, torch.Tensor] = {
             roles.Saved(index): value for index, value in enumerate(ctx.saved_tensors)
         }

@@ -18,7 +18,13 @@ from stepgraph import torch_internals
 from stepgraph.capture.counters import SharedCounters
 from stepgraph.capture.optimizer import FunctionalOptimizer
 from stepgraph.capture.update import MAX_GRAD_NORM
-from stepgraph.errors import CheckpointError, OptimizerError, UnfilledModelError, name_a_few
+from stepgraph.errors import (
+    CheckpointError,
+    OptimizerError,
+    UnfilledModelError,
+    UsageError,
+    name_a_few,
+)
 from stepgraph.program import roles
 from stepgraph.program.layout import Placements, local_shape, replicated
 from stepgraph.program.program import Program, Value
@@ -235,6 +241,10 @@ class State:
         if self._numbers is not None and self.functional is not None:
             self._numbers.update(self.functional, self.tensors)
 
+    def mark_written(self) -> None:
+        """Tells autograd that parameters have other values: a program wrote them where it does not look."""
+        torch.autograd.graph.increment_version(list(self.model.parameters()))
+
     # -- optimizer state dicts
 
     def publish_optimizer_state(self) -> None:
@@ -299,7 +309,28 @@ class State:
             part = local_part(value, target.placements, self.ranks.shape, self.ranks.rank)
             self.tensors[roles.Param(name)].copy_(part)
         else:
-            self.tensors[roles.Buffer(name)].copy_(value)
+            with torch.no_grad():  # a forward may have made it
+                target.copy_(value)
+
+    def adopt_buffers(self) -> None:
+        """A buffer that was put in another's place is copied into that, which programs take.
+
+        Raises:
+            UsageError: it has another shape.
+        """
+        for name, buffer in self.model.named_buffers():
+            own = self.tensors.get(roles.Buffer(name))
+            if own is None or buffer is own:
+                continue
+            if buffer.shape != own.shape:
+                raise UsageError(
+                    f"buffer {name!r} was replaced by one of shape {list(buffer.shape)}, "
+                    f"and programs take {list(own.shape)}",
+                    do="give the model its buffers before the engine is made",
+                )
+            with torch.no_grad():
+                own.copy_(buffer)
+            _replace(self.model, "_buffers", name, own)
 
 
 def _padded(part: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

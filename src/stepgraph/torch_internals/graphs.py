@@ -49,7 +49,11 @@ def write_into(graph: fx.GraphModule, source: Any) -> str | None:
         first = node.args[0] if node.args else None
         if node.target in (source, made):
             watched.add(node)
-        elif node.kwargs.get("out") in watched or (first in watched and _writes(name)):
+        elif (
+            node.kwargs.get("out") in watched
+            or (first in watched and _writes(name))
+            or (_renormalises(node, name) and watched.intersection(node.all_input_nodes))
+        ):
             lines = (node.meta.get("stack_trace") or str(node)).strip().splitlines()
             return [line.strip() for line in lines if line.strip(" ^~")][-1]
         elif first in watched and name in _VIEWS:
@@ -60,6 +64,14 @@ def write_into(graph: fx.GraphModule, source: Any) -> str | None:
 def _writes(name: str) -> bool:
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or name in ("setitem", "iadd", "isub", "imul", "itruediv", "copy_")
+
+
+def _renormalises(node: fx.Node, name: str) -> bool:
+    """An embedding with ``max_norm`` writes into its table before it reads."""
+    if name not in ("embedding", "embedding_bag"):
+        return False
+    given = node.args[3] if len(node.args) > 3 else node.kwargs.get("max_norm")
+    return given is not None
 
 
 def has_symbols(graph: fx.GraphModule) -> bool:

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from stepgraph.capture.simplify import drop_identities, index_rows_in_place
-from stepgraph.placement.normalisation import by_rows, find_normalisation
+from stepgraph.placement.normalisation import by_rows, find_normalisation, find_totals
 from stepgraph.program import roles
+from tests.graph_support import graph_program
 from tests.support import captured, tiny_llama, token_batch
 
 
@@ -165,3 +166,43 @@ def test_batch_norm_is_inexact_and_names_the_operation():
     found = find_normalisation(captured(Normed(), torch.randn(6, 3)))
     assert not found.exact
     assert "norm" in found.reason and "whole batch" in found.reason
+
+
+@pytest.mark.parametrize("kind", ["sum", "mean"])
+def test_a_penalty_on_weights_beside_a_sum_is_inexact(kind):
+    """Every slice would add its gradient again; means of slices' gradients hold it once."""
+
+    class Penalised(Loss):
+        def forward(self, x, target, weight):
+            return super().forward(x, target, weight) + self.linear.weight.square().sum()
+
+    reduce = getattr(torch, kind)
+    found = find_normalisation(captured(Penalised(lambda y, t, w: reduce(y.square())), BATCH))
+    assert found.exact == (kind == "mean")
+    assert found.exact or "no sum over the batch" in found.reason
+
+
+def graph_results(function, *inputs):
+    """What results of a graph without a backward need, for rows of 4."""
+    program = graph_program(function, *inputs)
+    outputs = [role for role in program.outputs if isinstance(role, roles.ModuleResult)]
+    return find_totals(program, outputs, 4), program
+
+
+def test_results_without_a_gradient_are_added_up_by_their_kind():
+    def results(x, y):
+        total = x.sum()
+        return x * 2, total, x.mean(), x.amax(), x.sum(0), total / y.sum()
+
+    found, _ = graph_results(results, torch.ones(4, 3), torch.ones(4))
+    assert sorted(found.kinds.values()) == ["avg", "max", "sum", "sum", "sum"]
+    assert found.tail and not found.apart
+
+
+def test_a_result_that_needs_the_whole_batch_does_not_spoil_the_others():
+    def results(x):
+        return x.softmax(0), x.sum(), x.sum() / 4
+
+    found, _ = graph_results(results, torch.ones(4, 3))
+    assert list(found.kinds.values()) == ["sum"]
+    assert "needs the whole batch" in found.apart[0] and "may count rows" in found.apart[1]

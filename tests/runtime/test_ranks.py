@@ -1,10 +1,18 @@
 """Mesh strings and the ranks that are there."""
 
+import logging
+import os
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.distributed as dist
 
-from stepgraph.errors import MeshError
-from stepgraph.runtime.ranks import join_ranks, parse_mesh
+from stepgraph import torch_internals
+from stepgraph.errors import BatchError, MeshError
+from stepgraph.frontends.launcher import launch
+from stepgraph.runtime import ranks as ranks_module
+from stepgraph.runtime.ranks import agree_on_shapes, join_ranks, parse_mesh
 
 
 def test_a_mesh_is_names_and_sizes():
@@ -41,3 +49,40 @@ def test_one_process_is_one_rank():
 def test_a_mesh_of_more_ranks_than_run_says_how_to_launch_them():
     with pytest.raises(MeshError, match="nproc-per-node 4"):
         join_ranks("dp=4", torch.device("cpu"))
+
+
+def _agree():
+    """One rank: the same shapes; other shapes; a shape that rank 1 meets alone while rank 0 reduces."""
+    rank, said = int(os.environ["RANK"]), []
+    ranks = join_ranks(None, torch.device("cpu"))
+    agree_on_shapes(("constant", _agree), "x [2]", ranks)
+    try:
+        agree_on_shapes(rank, f"x [{rank}]", ranks)
+    except BatchError as error:
+        said.append(str(error))
+    if rank == 1:
+        own_store = torch_internals.rendezvous_store
+
+        def impatient():
+            store = own_store()
+            store.set_timeout(timedelta(seconds=0.5))
+            return store
+
+        warned = []
+        logging.getLogger("stepgraph").addFilter(lambda record: warned.append(record.getMessage()))
+        ranks_module.PATIENCE, torch_internals.rendezvous_store = 0.5, impatient
+        try:
+            agree_on_shapes("alone", "x [7]", ranks)
+        except BatchError as error:
+            said += [*warned, str(error)]
+    total = torch.ones(1)
+    dist.all_reduce(total)  # what rank 0 was in meanwhile
+    return [*said, total.item()]
+
+
+def test_shapes_are_agreed_on_and_a_rank_that_comes_alone_says_so():
+    zero, one = launch(_agree, ranks=2)
+    assert "rank 0: x [0]; rank 1: x [1]" in zero[0] and zero[0] == one[0]
+    assert "rank 1 has a batch of a new shape (x [7]) and waits for ranks [0]" in one[1]
+    assert "x [7]" in one[2] and "ranks [0] have none" in one[2]
+    assert zero[-1] == one[-1] == 2.0

@@ -68,9 +68,9 @@ class GraphProgram:
         whole: positions of inputs that are known to be no rows of the batch.
 
     Attributes:
-        program: ``UserInput`` (activations, the batch), ``Param`` (what an ``unshard`` reads), ``Buffer``
-            (which every rank has whole) and ``ResultTangent`` inputs; ``ModuleResult`` and ``Grad`` outputs,
-            tensors only.
+        program: its inputs are ``UserInput`` (activations, the batch), ``Param`` (what ``unshard`` reads),
+            ``Buffer`` (what every rank has whole) and ``ResultTangent``; its outputs, tensors only,
+            ``ModuleResult`` and ``Grad``.
     """
 
     def __init__(

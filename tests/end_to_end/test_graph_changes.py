@@ -1,0 +1,344 @@
+"""Graph by graph: what users do to a model or a batch that is not what the graphs were captured for."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import stepgraph
+from stepgraph.errors import BatchError, CaptureError, HookError, ShapeLimitError, UsageError
+from stepgraph.frontends.launcher import launch
+
+# On one worker: what takes time is made once.
+pytestmark = pytest.mark.xdist_group(__name__)
+ROWS = 8
+
+
+class Broken(nn.Module):
+    """Uneven shards, and with one result a weight of one row, behind a graph break."""
+
+    def __init__(self, results: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, results)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        hidden = self.first(x).tanh()
+        torch._dynamo.graph_break()
+        return self.last(hidden)
+
+
+class Averaging(Broken):
+    """Assigns a buffer anew."""
+
+    def forward(self, x):
+        self.mean = self.mean * 0.5 + 0.5
+        return super().forward(x)
+
+
+class Table(Broken):
+    """An embedding that writes into its table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Embedding(5, 6, max_norm=0.5)
+
+    def forward(self, x):
+        return super().forward(x.argmax(1))
+
+
+class Whole(Broken):
+    """Captured as one program."""
+
+    def forward(self, x):
+        return self.last((self.first(x) + self.mean).tanh())
+
+
+class Penalised(Broken):
+    """A weight crosses the break, and has as many rows as the ranks' batches, or a multiple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        weight = torch.cat([self.first.weight, self.first.weight.tanh()])[:ROWS] * self.scale
+        torch._dynamo.graph_break()
+        return self.last(self.first(x).tanh()).square().sum() + weight.square().sum()
+
+
+def batch(rows=ROWS, rank=0, ranks=1):
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, 4, generator=generator).chunk(ranks)[rank]
+
+
+def squares(model, x):
+    return model(x).square().sum()
+
+
+def several(model, x):
+    result = model(x)
+    torch._dynamo.graph_break()
+    right = result.argmax(1) == 0
+    return {
+        "rows": result,
+        "sum": result.square().sum(),
+        "mean": result.mean(),
+        "ratio": (result * right[:, None]).sum() / right.sum(),
+        "count": right.sum(),
+        "largest": result.amax(),
+        "by column": nn.functional.one_hot(result.argmax(1), 4).sum(0),
+    }
+
+
+def engine_of(model, loss=squares, **settings):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    return stepgraph.Engine(
+        model, loss=loss, optimizer=optimizer, plan="zero3", lowering="eager", **settings
+    )
+
+
+def whole(tensors):
+    return {k: (v.full_tensor() if hasattr(v, "full_tensor") else v) for k, v in tensors.items()}
+
+
+def error_of(call, *arguments):
+    try:
+        call(*arguments)
+    except Exception as error:
+        return type(error), str(error)
+    return None, ""
+
+
+# -- what a rank does, by name
+
+
+def one_row(part):
+    model = Broken(1)
+    engine = engine_of(model)
+    losses = [engine.step(part()).item() for _ in range(3)]
+    return losses, whole(model.state_dict())
+
+
+def evaluation(part):
+    engine = engine_of(Broken(), several)
+    return engine.evaluate(part()), engine.notes
+
+
+def evaluation_after_training(part):
+    engine = engine_of(Broken())
+    trained = engine(part()).item()
+    return trained, engine.evaluate(part()).item()
+
+
+def more_shapes_than_kept(part):
+    engine = engine_of(Broken(), max_shapes=2)
+    values = [engine(part(rows)).item() for rows in (2, 4)]
+    values += [engine.evaluate(part(rows)).item() for rows in (2, 4)]
+    return values, error_of(engine, part(6))
+
+
+def a_forward_hook_comes_and_goes(part):
+    model = Broken()
+    engine = engine_of(model)
+    values = [engine.evaluate(part()).item()]
+    handle = model.first.register_forward_hook(lambda module, inputs, result: result * 2)
+    values.append(engine.evaluate(part()).item())
+    handle.remove()
+    values.append(engine.evaluate(part()).item())
+    return values, engine.stats.recompiles
+
+
+def a_backward_hook_comes(part):
+    model = Broken()
+    engine = engine_of(model)
+    engine.step(part())
+    model.first.register_full_backward_hook(lambda *_: None)
+    return error_of(engine.step, part())
+
+
+def written_between_forward_and_backward(part):
+    found = []
+    for make in (Broken, Whole):
+        model = stepgraph.parallelize(make(), plan="zero3", lowering="eager", example=batch())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        first, second = model(part()).square().sum(), model(part()).square().sum()
+        first.backward()
+        optimizer.step()
+        found.append(error_of(second.backward))
+        engine = engine_of(make())
+        first, second = engine(part()), engine(part())
+        engine.backward(first)
+        engine.optimizer_step()
+        found.append(error_of(second.backward))
+    return found
+
+
+def a_module_is_replaced(part):
+    found = []
+    for make in (Broken, Whole):
+        model = make()
+        engine = engine_of(model)
+        engine.step(part())
+        model.last = nn.Linear(6, 3)
+        found.append(error_of(engine.step, part()))
+    return found
+
+
+def a_buffer_is_replaced(part):
+    model = Whole()
+    engine = engine_of(model)
+    engine.evaluate(part())
+    model.mean = torch.ones(6)
+    value = engine.evaluate(part()).item()
+    model.mean = torch.ones(1)
+    return value, error_of(engine.evaluate, part())
+
+
+def a_buffer_that_the_forward_assigns(part):
+    model = Averaging()
+    engine = engine_of(model)
+    before = {name: tensor.clone() for name, tensor in whole(engine.state_dict()).items()}
+    engine.step(part())
+    changed = model.mean.clone()
+    engine.load_state_dict(before)
+    return changed, model.mean.clone()
+
+
+def a_table_that_is_renormalised(part):
+    return error_of(engine_of(Table()).step, part())
+
+
+def a_weight_that_crosses_a_break(part):
+    model = Penalised()
+    engine = engine_of(model, lambda m, x: m(x))
+    return engine(part()).item(), engine.notes
+
+
+def micro_batches(part):
+    engine = engine_of(Broken(), micro_batches=2)
+    engine.step(part())
+    return engine.notes
+
+
+def constants(part):
+    engine = engine_of(Whole(), lambda m, b: squares(m, b["x"]))
+    engine.step({"x": part(), "how": squares})
+    return error_of(engine.step, {"x": part(), "how": {1, 2}})
+
+
+CASES = [
+    one_row, evaluation, evaluation_after_training, more_shapes_than_kept,
+    a_forward_hook_comes_and_goes, a_backward_hook_comes, written_between_forward_and_backward,
+    a_module_is_replaced, a_buffer_is_replaced, a_buffer_that_the_forward_assigns,
+    a_table_that_is_renormalised, a_weight_that_crosses_a_break, micro_batches, constants,
+]  # fmt: skip
+
+
+def run():
+    """One rank: every case."""
+    rank = int(os.environ["RANK"])
+    return {case.__name__: case(lambda rows=ROWS: batch(rows, rank, 2)) for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def found():
+    return launch(run, ranks=2)[0]
+
+
+def test_a_parameter_of_one_row(found):
+    losses, state = found["one_row"]
+    model = Broken(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for loss in losses:
+        optimizer.zero_grad()
+        wanted = squares(model, batch())
+        wanted.backward()
+        optimizer.step()
+        assert loss == pytest.approx(wanted.item(), rel=1e-5)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-5)
+
+
+def test_evaluation_is_that_of_the_global_batch(found):
+    results, notes = found["evaluation"]
+    with torch.no_grad():
+        wanted = several(Broken(), batch())
+    for name, value in wanted.items():
+        torch.testing.assert_close(results[name], value, rtol=1e-5, atol=1e-5, msg=name)
+    assert len(notes) == 1  # that it runs graph by graph
+
+
+def test_evaluation_and_training_have_one_loss(found):
+    trained, evaluated = found["evaluation_after_training"]
+    assert trained == evaluated == pytest.approx(squares(Broken(), batch()).item(), rel=1e-5)
+
+
+def test_a_shape_beyond_the_limit_is_an_error_and_not_another_loss(found):
+    values, (kind, text) = found["more_shapes_than_kept"]
+    wanted = [squares(Broken(), batch(rows)).item() for rows in (2, 4)]
+    assert values == pytest.approx(wanted * 2, rel=1e-5)
+    assert kind is ShapeLimitError and "[1, 4]" in text and "[2, 4]" in text
+
+
+def test_forward_hooks_are_those_of_the_moment(found):
+    values, recompiles = found["a_forward_hook_comes_and_goes"]
+    model = Broken()
+    plain = squares(model, batch()).item()
+    model.first.register_forward_hook(lambda module, inputs, result: result * 2)
+    assert values == pytest.approx([plain, squares(model, batch()).item(), plain], rel=1e-5)
+    assert recompiles == ["evaluate: forward hooks changed"] * 2
+
+
+def test_a_backward_hook_is_an_error(found):
+    kind, text = found["a_backward_hook_comes"]
+    assert kind is HookError and "'first'" in text
+
+
+def test_a_parameter_written_between_forward_and_backward_is_an_error(found):
+    for kind, text in found["written_between_forward_and_backward"]:
+        assert kind is RuntimeError and "changed between forward and backward" in text
+
+
+def test_a_replaced_module_is_an_error(found):
+    for kind, text in found["a_module_is_replaced"]:
+        assert kind is UsageError and "last.weight" in text
+
+
+def test_a_replaced_buffer_is_taken_over(found):
+    value, (kind, text) = found["a_buffer_is_replaced"]
+    model = Whole()
+    model.mean = torch.ones(6)
+    assert value == pytest.approx(squares(model, batch()).item(), rel=1e-5)
+    assert kind is UsageError and "'mean'" in text
+
+
+def test_a_buffer_that_the_forward_assigns_is_loaded(found):
+    changed, loaded = found["a_buffer_that_the_forward_assigns"]
+    assert changed.tolist() == [0.5] * 6 and loaded.tolist() == [0.0] * 6
+
+
+def test_an_embedding_that_writes_into_its_table_is_an_error(found):
+    kind, text = found["a_table_that_is_renormalised"]
+    assert kind is CaptureError and "writes into a parameter" in text
+
+
+def test_a_weight_is_not_taken_for_rows(found):
+    value, notes = found["a_weight_that_crosses_a_break"]
+    model, parts = Penalised(), batch().chunk(2)
+    own = sum(model(part).item() for part in parts) / 2
+    assert value == pytest.approx(own, rel=1e-5)
+    assert any("a term of the loss is no sum over the batch" in note for note in notes)
+
+
+def test_micro_batches_are_said_to_be_averaged(found):
+    assert any(note.startswith("micro_batches:") for note in found["micro_batches"])
+
+
+def test_a_constant_that_cannot_be_compared_is_an_error(found):
+    kind, text = found["constants"]
+    assert kind is BatchError and "how is a set" in text

@@ -26,9 +26,7 @@ from stepgraph.program.program import FORWARD, Program
 _ATTRIBUTE = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]|\.([A-Za-z_]\w*)")
 aten = torch.ops.aten
 _APART = 0x9E3779B97F4A7  # ranks whose generators are alike draw words that differ
-_OTHERS = (
-    1_000_000  # tells apart what is no argument or result of the user's: their position follows
-)
+OTHERS = 1_000_000  # what is no argument or result of the user's: its position follows
 _ROOT = re.compile(r"^L\['[^']*'\](\.__self__|\.model)?\.?")
 
 
@@ -97,7 +95,7 @@ class GraphProgram:
                 case ("tangent", ("output", result)):
                     inputs.append(roles.ResultTangent(result))
                 case ("tangent", _):
-                    inputs.append(roles.ResultTangent(_OTHERS + index))
+                    inputs.append(roles.ResultTangent(OTHERS + index))
                 case ("plain", leaf):
                     source = sources[leaf] if leaf < len(sources) else ""
                     inputs.append(_role(node, index, source, leaf in whole))
@@ -109,7 +107,7 @@ class GraphProgram:
             if slot >= results:
                 outputs.append(roles.Grad(f"result {slot}"))
             else:
-                outputs.append(roles.ModuleResult(number if kind == "output" else _OTHERS + slot))
+                outputs.append(roles.ModuleResult(number if kind == "output" else OTHERS + slot))
         tensors = [self._flat[slot] for slot in self._slots]
         self._output.args = (tuple(tensors),)
         placeholders = [node for node, _ in pairs_in]

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from stepgraph.capture.decompositions import decomposition_table
-from stepgraph.capture.graph import GraphProgram, draw_seed
+from stepgraph.capture.graph import OTHERS, GraphProgram, draw_seed
 from stepgraph.capture.randomness import key_random_operations
 from stepgraph.errors import CaptureError, UsageError, near_misses
 from stepgraph.lowering.bind import bind_to_rank, name_mesh_dims
@@ -157,7 +157,8 @@ class GraphCompiler:
         if self.mesh.world_size > 1 and rows:
             before = _collectives(program)
             program = driver.run(sum_over_ranks, program, self.mesh, rows)
-            made = _Made(_collectives(program) > before, whole_results(program, rows))
+            whole = [index for index in whole_results(program, rows) if index < OTHERS]
+            made = _Made(_collectives(program) > before, whole)
         decision = memory_policies.decide(program, self.policy_of(program), self.gather_again)
         program = driver.run(recompute_in_backward, program, decision)
         for note in program.notes:

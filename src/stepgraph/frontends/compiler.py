@@ -83,8 +83,9 @@ class Compiler:
         """The programs of an entry point (step, gradients, evaluate) for a batch like this one."""
         count_call(self, name)
         check_hooks(self.model, self.optimizer)
-        check_parameter_hooks(self.model)
         self._check_tensors()
+        if any(map(hooks.gradient_hooks, self._parameters)):
+            check_parameter_hooks(self.model)
         flags = tuple(parameter.requires_grad for parameter in self._parameters)
         in_mode = name != "evaluate" or self.as_module
         modes = hooks.module_modes(self.model, with_training=in_mode)
@@ -110,10 +111,10 @@ class Compiler:
         Raises:
             UsageError: a parameter was replaced, added or removed; a buffer has another shape.
         """
-        now = dict(self.model.named_parameters())
-        if [*map(id, now.values())] != [*map(id, self._parameters)]:
+        now = list(self.model.parameters())
+        if [*map(id, now)] != [*map(id, self._parameters)]:
             known = set(map(id, self._parameters))
-            new = [name for name, parameter in now.items() if id(parameter) not in known]
+            new = [name for name, p in self.model.named_parameters() if id(p) not in known]
             raise UsageError(
                 f"parameters were replaced or added since the model was given: {name_a_few(new)}"
                 if new

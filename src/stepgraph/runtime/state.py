@@ -72,6 +72,7 @@ class State:
             tensor: self._shard_parameter(name, tensor, stored_as(tuple(tensor.shape)))
             for name, tensor in named.items()
         }
+        self._buffers: list[tuple[str, nn.Module, str]] = []
         for name, buffer in model.named_buffers():
             if buffer.is_meta:
                 self.unfilled.add(name)
@@ -80,8 +81,11 @@ class State:
                 buffer = buffer.to(device)
                 agree_on([buffer], ranks)
             self.tensors[roles.Buffer(name)] = buffer
-            _replace(model, "_buffers", name, buffer)
+            module, leaf = _place(model, name)
+            module._buffers[leaf] = buffer
+            self._buffers.append((name, module, leaf))
         _replace_parameters(model, optimizer, replaced)
+        self._parameters = list(replaced.values())
         if optimizer is not None:
             optimizer.register_state_dict_pre_hook(lambda _: _call(own, "publish_optimizer_state"))
             optimizer.register_load_state_dict_post_hook(
@@ -243,7 +247,7 @@ class State:
 
     def mark_written(self) -> None:
         """Tells autograd that parameters have other values: a program wrote them where it does not look."""
-        torch.autograd.graph.increment_version(list(self.model.parameters()))
+        torch.autograd.graph.increment_version(self._parameters)
 
     # -- optimizer state dicts
 
@@ -318,9 +322,9 @@ class State:
         Raises:
             UsageError: it has another shape.
         """
-        for name, buffer in self.model.named_buffers():
-            own = self.tensors.get(roles.Buffer(name))
-            if own is None or buffer is own:
+        for name, module, leaf in self._buffers:
+            buffer, own = module._buffers.get(leaf), self.tensors[roles.Buffer(name)]
+            if buffer is own or buffer is None:
                 continue
             if buffer.shape != own.shape:
                 raise UsageError(
@@ -330,7 +334,7 @@ class State:
                 )
             with torch.no_grad():
                 own.copy_(buffer)
-            _replace(self.model, "_buffers", name, own)
+            module._buffers[leaf] = own
 
 
 def _padded(part: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -361,9 +365,9 @@ def _check_optimizer(
             )
 
 
-def _replace(model: nn.Module, table: str, name: str, value: Any) -> None:
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, _, leaf = name.rpartition(".")
-    getattr(model.get_submodule(path), table)[leaf] = value
+    return model.get_submodule(path), leaf
 
 
 def _replace_parameters(

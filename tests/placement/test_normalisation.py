@@ -184,9 +184,7 @@ def test_a_penalty_on_weights_beside_a_sum_is_inexact(kind):
 
 def graph_results(function, *inputs):
     """What results of a graph without a backward need, for rows of 4."""
-    program = graph_program(function, *inputs)
-    outputs = [role for role in program.outputs if isinstance(role, roles.ModuleResult)]
-    return find_totals(program, outputs, 4), program
+    return find_totals(graph_program(function, *inputs), 4)
 
 
 def test_results_without_a_gradient_are_added_up_by_their_kind():
@@ -194,7 +192,7 @@ def test_results_without_a_gradient_are_added_up_by_their_kind():
         total = x.sum()
         return x * 2, total, x.mean(), x.amax(), x.sum(0), total / y.sum()
 
-    found, _ = graph_results(results, torch.ones(4, 3), torch.ones(4))
+    found = graph_results(results, torch.ones(4, 3), torch.ones(4))
     assert sorted(found.kinds.values()) == ["avg", "max", "sum", "sum", "sum"]
     assert found.tail and not found.apart
 
@@ -203,6 +201,28 @@ def test_a_result_that_needs_the_whole_batch_does_not_spoil_the_others():
     def results(x):
         return x.softmax(0), x.sum(), x.sum() / 4
 
-    found, _ = graph_results(results, torch.ones(4, 3))
+    found = graph_results(results, torch.ones(4, 3))
     assert list(found.kinds.values()) == ["sum"]
     assert "needs the whole batch" in found.apart[0] and "may count rows" in found.apart[1]
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        lambda x: x.sum() / 4,
+        lambda x: (x > 0).sum() / 4,
+        lambda x: (x > 0).sum() * 100 // 4,
+        lambda x: x.sum() / torch.tensor(4.0),
+        lambda x: (x / 4 * x).sum(),
+        lambda x: x.mean() * 8,
+    ],
+)
+def test_a_result_that_numbers_of_rows_went_into_is_each_ranks_own(result):
+    found = graph_results(result, torch.ones(4, 3))
+    assert not found.kinds and "may count rows" in found.apart[0]
+
+
+def test_which_results_are_rows():
+    weight = torch.ones(3, 3)
+    found = graph_results(lambda x: (x * 2, x.sum(0), x.t(), x @ weight), torch.ones(4, 3))
+    assert found.rows == {0: True, 1: False, 3: True}

@@ -8,7 +8,7 @@ whatever else goes in and out stays in its place.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,12 +63,13 @@ class GraphProgram:
         joint: forward and backward, as AOTAutograd hands it to a partitioner; it is rewritten in place.
         results: of the forward, the first among its results.
         sources: dynamo's names of the graph's inputs.
-        whole: positions of inputs that are known to be no rows of the batch.
+        known: positions of inputs of which it is known whether they are rows of the batch.
 
     Attributes:
         program: its inputs are ``UserInput`` (activations, the batch), ``Param`` (what ``unshard`` reads),
             ``Buffer`` (what every rank has whole) and ``ResultTangent``; its outputs, tensors only,
             ``ModuleResult`` and ``Grad``.
+        unknown: names of ``UserInput`` tensors that may be rows, or not.
     """
 
     def __init__(
@@ -76,17 +77,18 @@ class GraphProgram:
         joint: fx.GraphModule,
         results: int,
         sources: Sequence[str],
-        whole: Collection[int] = (),
+        known: Mapping[int, bool] | None = None,
     ) -> None:
         self._output = joint.graph.output_node()
         self._flat = list(
             torch_internals.pytree.tree_leaves(self._output.args[0], is_leaf=_is_leaf)
         )
         self._slots = [i for i, leaf in enumerate(self._flat) if _is_tensor(leaf)]
-        self.program = self._describe(joint, results, list(sources), whole)
+        self.unknown: list[str] = []
+        self.program = self._describe(joint, results, list(sources), known or {})
 
     def _describe(
-        self, joint: fx.GraphModule, results: int, sources: list[str], whole: Collection[int]
+        self, joint: fx.GraphModule, results: int, sources: list[str], known: Mapping[int, bool]
     ) -> Program:
         pairs_in, pairs_out = torch_internals.descriptors(joint)
         inputs: list[roles.Input] = []
@@ -98,7 +100,11 @@ class GraphProgram:
                     inputs.append(roles.ResultTangent(OTHERS + index))
                 case ("plain", leaf):
                     source = sources[leaf] if leaf < len(sources) else ""
-                    inputs.append(_role(node, index, source, leaf in whole))
+                    role = _role(node, index, source, known.get(leaf) is False)
+                    inputs.append(role)
+                    tensor = isinstance(role, roles.UserInput) and _is_tensor(node)
+                    if tensor and leaf not in known:
+                        self.unknown.append(role.name)  # type: ignore[union-attr]
                 case _:
                     inputs.append(_role(node, index, ""))
         outputs: list[roles.Output] = []

@@ -20,12 +20,18 @@ from stepgraph import torch_internals
 from stepgraph.capture.annotations import annotate, value_of
 from stepgraph.capture.decompositions import decomposition_table
 from stepgraph.capture.phases import settle_phases
-from stepgraph.capture.refusals import check_hooks, check_parameter_hooks, graph_break_error
+from stepgraph.capture.refusals import (
+    check_assigned_buffers,
+    check_hooks,
+    check_parameter_hooks,
+    graph_break_error,
+)
 from stepgraph.errors import CaptureError, LossError
 from stepgraph.program import roles
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program, Value
 from stepgraph.torch_internals import effects, pytree
+from stepgraph.torch_internals.export import export_graph
 
 LossFunction = Callable[[nn.Module, Any], Any]
 
@@ -104,7 +110,8 @@ def capture(
     module = _StepFunction(model, loss, batch, compute_dtype, only_loss=only_loss)
     with _fake_parameters(model, batch, compute_dtype), torch.set_grad_enabled(training):
         try:
-            captured, flat_names = torch_internals.export_graph(module, tuple(batch.tensors))
+            captured, flat_names, assigned = export_graph(module, tuple(batch.tensors))
+            check_assigned_buffers(assigned)
             names = _canonical_names(model, captured, flat_names)
             joint, result_tree = torch_internals.joint_graph(
                 captured, tuple(batch.tensors), decomposition_table()

@@ -58,6 +58,22 @@ def check_parameter_hooks(model: nn.Module) -> None:
             )
 
 
+def check_assigned_buffers(modules: list[str]) -> None:
+    """Refuses to capture a forward whole that puts other buffers in place of a module's.
+
+    Raises:
+        GraphBreakError: names the module.
+    """
+    if modules:
+        quoted = re.findall(r"'([^']+)'\]", modules[0])
+        path = ".".join(n for n in quoted if n not in ("self", "_export_root", "_modules", "model"))
+        raise GraphBreakError(
+            f"the forward puts a buffer in place of one of {path or 'the model'}",
+            why="a captured step would go on with the old one",
+            do="write into the buffer: self.buffer.copy_(...), or mul_ and add_",
+        )
+
+
 def graph_break_error(error: Exception) -> GraphBreakError:
     """The line of the user's code that dynamo could not capture, and why."""
     frames = getattr(error, "real_stack", None)

@@ -9,7 +9,7 @@ AOTAutograd's finding, kept with the graph; what waits for a backward is kept by
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,23 +30,29 @@ from stepgraph.memory.apply import recompute_in_backward
 from stepgraph.memory.blocks import find_blocks
 from stepgraph.placement.losses import sum_over_ranks, whole_results
 from stepgraph.placement.markers import place_markers
+from stepgraph.placement.normalisation import find_totals
+from stepgraph.placement.results import of_unknown_inputs, total_over_ranks
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.markers import UNSHARD
-from stepgraph.program.program import Program
+from stepgraph.program.program import BACKWARD, Program
 from stepgraph.torch_internals import graphs as dynamo
 
 ONE_PROCESS = MeshShape((("dp", 1),))
 OPTIONS = ("memory", "lowering")
+OTHER_INPUTS = (
+    "evaluate: a graph is run with rows of the batch where it was compiled for none, or the other way: "
+    "what it adds up may be each data-parallel rank's own"
+)
 
 
 @dataclass
 class _Made:
-    """A graph makes a loss that is the global batch's; which of its results are no rows."""
+    """A graph makes a loss that is the global batch's; which results are known to be rows, or none."""
 
     loss: bool = False
-    whole: Sequence[int] = ()
+    results: Mapping[int, bool] = field(default_factory=dict)
 
 
 @dataclass
@@ -59,7 +65,7 @@ class GraphCompiler:
         gather_again: parameters are not kept for the backward.
         rows: of this rank's batch now, by which a graph's inputs are told to be rows of it.
         programs: of the graphs so far, with their collectives, in the order they were captured.
-        whole: what graphs have returned that is no rows of the batch.
+        known: tensors of which it is known whether they are rows of the batch: its own, what graphs made.
         global_losses: how often a graph has made a loss that is that of the global batch.
     """
 
@@ -73,7 +79,7 @@ class GraphCompiler:
     rows: int = 0
     programs: list[Program] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    whole: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    known: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     global_losses: int = 0
 
     def __call__(
@@ -99,13 +105,13 @@ class GraphCompiler:
         # What is compiled outlives this object, in dynamo's cache: it holds the settings alone.
         own, lowering, overlap = weakref.ref(self), self.lowering, self.collectives_overlap
 
-        whole = {i for i, x in enumerate(examples) if isinstance(x, Tensor) and x in self.whole}
+        known = self.known_of(examples)
         made: list[_Made] = []
 
         def rewrite(traced: fx.GraphModule, results: int) -> None:
             compiler = own()
             assert compiler is not None, "its module is gone"
-            made.append(compiler.rewrite(traced, results, sources, rows, whole))
+            made.append(compiler.rewrite(traced, results, sources, rows, known))
 
         def partition(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any):
             rewrite(joint, num_fwd_outputs)
@@ -123,15 +129,18 @@ class GraphCompiler:
         )
         dynamo.forget_modules(graph)
         makes_loss = any(each.loss for each in made)
-        places = [place for each in made for place in each.whole]
+        places = {place: kind for each in made for place, kind in each.results.items()}
         if not makes_loss and not places:
             return compiled
 
         def noted(*inputs: Any) -> Any:
+            compiler = own()
+            if compiler is not None and compiler.known_of(inputs) != known:
+                compiler.note(OTHER_INPUTS)
             results = compiled(*inputs)
-            if (compiler := own()) is not None:
+            if compiler is not None:
                 compiler.global_losses += makes_loss
-                compiler.whole.update((results[i], True) for i in places)
+                compiler.known.update((results[i], kind) for i, kind in places.items())
             return results
 
         return noted
@@ -142,11 +151,11 @@ class GraphCompiler:
         results: int,
         sources: Sequence[str],
         rows: int,
-        whole: Collection[int],
+        known: Mapping[int, bool],
     ) -> _Made:
         """Applies the plan to a graph's forward and backward."""
         driver = PassDriver()
-        described = GraphProgram(joint, results, sources, whole)
+        described = GraphProgram(joint, results, sources, known)
         program = described.program
         program.mesh = self.mesh
         program = driver.run(name_mesh_dims, program, self.groups)
@@ -156,9 +165,20 @@ class GraphCompiler:
         made = _Made()
         if self.mesh.world_size > 1 and rows:
             before = _collectives(program)
-            program = driver.run(sum_over_ranks, program, self.mesh, rows)
-            whole = [index for index in whole_results(program, rows) if index < OTHERS]
-            made = _Made(_collectives(program) > before, whole)
+            if next(iter(program.operations(BACKWARD)), None) is not None:
+                program = driver.run(sum_over_ranks, program, self.mesh, rows)
+                made.loss = _collectives(program) > before
+                made.results = whole_results(program)
+            else:
+                unknown = described.unknown
+                totals = (
+                    of_unknown_inputs(program, unknown, rows)
+                    if unknown
+                    else find_totals(program, rows)
+                )
+                made.results = totals.rows | whole_results(program)
+                program = driver.run(total_over_ranks, program, self.mesh, totals)
+            made.results = {i: kind for i, kind in made.results.items() if i < OTHERS}
         decision = memory_policies.decide(program, self.policy_of(program), self.gather_again)
         program = driver.run(recompute_in_backward, program, decision)
         for note in program.notes:
@@ -170,6 +190,11 @@ class GraphCompiler:
         described.give_back()
         dynamo.tag_sides(joint)
         return made
+
+    def known_of(self, inputs: Sequence[Any]) -> dict[int, bool]:
+        """Which inputs of a graph are known to be rows (True), or none."""
+        pairs = ((i, self.known.get(x)) for i, x in enumerate(inputs) if isinstance(x, Tensor))
+        return {i: kind for i, kind in pairs if kind is not None}
 
     def note(self, text: str) -> None:
         """Adds a line to the report, once."""

@@ -122,7 +122,7 @@ class Compiler:
                 why="they are placed when the engine is made, and its programs go on with those",
                 do="change the model before; to load values, use load_state_dict without assign=True",
             )
-        self.state.adopt_buffers()
+        self.state.buffers.adopt()
 
     def update(self, names: Sequence[str]) -> LoweredProgram:
         """The program that updates these parameters from gradients that the caller holds."""

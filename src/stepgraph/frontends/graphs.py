@@ -105,6 +105,7 @@ class GraphRunner:
         weakref.finalize(self, dynamo.drop_compiled, self._codes, self._backends, self._modes)
         self._whole: WholeBackward | None = None
         self._compiled = self._compile()
+        self._by_hooks = {self._hooks: self._compiled}
         self.change(plan.lowering, whole_backward)
 
     def _compile(self) -> Callable:
@@ -120,14 +121,15 @@ class GraphRunner:
         if lowering != self.graphs.lowering:
             self.graphs.lowering = lowering
             self._compiled = self._compile()
+            self._by_hooks = {self._hooks: self._compiled}
             self._whole = None
         if not whole_backward:
             self._whole = None
         elif self._whole is None:
             self._whole = WholeBackward(self._backend(True), self.compiler.max_shapes)
 
-    def started(self, result: Any) -> Any:
-        """What a caller gets: a backward from it is one graph where that was asked for."""
+    def _started(self, result: Any) -> Any:
+        """A backward from it is one graph where that was asked for."""
         if self._whole is None:
             return result
         leaves, tree = pytree.tree_flatten(result)
@@ -176,7 +178,11 @@ class GraphRunner:
         if entry in self._warm:
             before_compiling(self.compiler, entry, reason)
         self.compiler.stats.recompiles.append(reason)
-        self._hooks, self._compiled = now, self._compile()
+        if now not in self._by_hooks:
+            while len(self._by_hooks) > 1:  # what was before hooks came is kept, they tend to go
+                self._by_hooks.popitem()
+            self._by_hooks[now] = self._compile()
+        self._hooks, self._compiled = now, self._by_hooks[now]
         self._warm.clear()
 
     def run(self, entry: str, leaves: Sequence[Any], tree: pytree.TreeSpec) -> Any:
@@ -189,6 +195,7 @@ class GraphRunner:
         cast = [in_dtype(x, compute) if isinstance(x, torch.Tensor) else x for x in leaves]
         batched = [x.shape[0] for x in cast if isinstance(x, torch.Tensor) and x.dim()]
         self.graphs.rows = batched[0] if batched else 0
+        self.graphs.known.update((x, x.dim() > 0) for x in cast if isinstance(x, torch.Tensor))
         self._entry = entry
         count_call(self.compiler, entry)
         self._follow_hooks(entry)
@@ -220,20 +227,23 @@ class GraphRunner:
         own = self.graphs.global_losses == before and self.compiler.ranks.shape.data_size > 1
         if own and not any(note.startswith(OWN_LOSS) for note in self.compiler.notes):
             self.compiler.report([f"{OWN_LOSS}, because it is made outside every graph"])
-        return self.guarded(self.started(self.mean(loss)))
+        return self.handed_out(self.mean(loss))
 
     def evaluate(self, batch: LocalBatch) -> Any:
         """What the callable returns for the global batch, in evaluation mode."""
         with evaluation_mode(self.compiler.model), torch.no_grad():
             result = self.run("evaluate", batch.leaves, batch.tree)
+        self.compiler.report(self.graphs.notes)
         return pytree.tree_map(self.rows_of_all, result)
 
-    def guarded(self, result: Any) -> Any:
-        """What a caller gets: a backward from it is an error if a parameter was written in between."""
-        trained = [p for p in self.compiler.model.parameters() if p.requires_grad]
+    def handed_out(self, result: Any) -> Any:
+        """What a caller gets: a backward from it is an error if a parameter behind it was written since."""
+        leaves = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+        read = dynamo.leaves_behind(leaves)
+        result = self._started(result)
 
         def versions() -> list[int]:
-            return [parameter._version for parameter in trained]
+            return [parameter._version for parameter in read]
 
         before = versions()
 
@@ -257,11 +267,8 @@ class GraphRunner:
             return value
         if value.dim() == 0:
             return self.mean(value) if value.is_floating_point() else value
-        if (
-            value not in self.graphs.whole
-            and self.graphs.rows
-            and value.shape[0] % self.graphs.rows == 0
-        ):
+        rows = self.graphs.rows
+        if self.graphs.known.get(value, rows and value.shape[0] % rows == 0):
             return torch_internals.gather_over_group(value.contiguous(), ranks, self._group)
         return value
 

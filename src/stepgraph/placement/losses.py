@@ -5,9 +5,6 @@ a sum and its count) are added up over ranks, and what follows from them is comp
 back a gradient is that of the mean over ranks of what each of them does with the loss, which is what
 ``reduce_grad`` averages: so the totals' gradients are added up over ranks, too.
 
-In a graph without a backward every result that is a sum, mean, maximum or minimum over rows, of any shape,
-becomes that over all ranks' rows.
-
 reads: results that are single numbers, and their tangents. writes: ``all_reduce`` of totals and of the
 tangent; one factor on the way back. preserves: all other results, and gradients up to that factor.
 """
@@ -22,9 +19,8 @@ from torch.distributed.tensor import Partial, Replicate
 
 from stepgraph.placement.normalisation import (
     NUMBERS,
+    counts_rows,
     find_normalisation,
-    find_totals,
-    is_batched,
 )
 from stepgraph.planning.decisions import Normalisation
 from stepgraph.program import roles
@@ -37,13 +33,10 @@ from stepgraph.torch_internals import ALL_REDUCE
 
 aten = torch.ops.aten
 OWN_LOSS = "loss: the mean over data-parallel ranks of each one's own"
-OWN_RESULT = "a result without a gradient is each data-parallel rank's own"
 
 
 def sum_over_ranks(program: Program, mesh: MeshShape, rows: int) -> Program:
     """Makes the graph's loss, if it has one, the global batch's; see the module docstring."""
-    if next(iter(program.operations(BACKWARD)), None) is None:
-        return _sum_results(program, mesh, rows)
     candidates = [
         role
         for role, node in zip(program.outputs, program.results, strict=True)
@@ -56,7 +49,9 @@ def sum_over_ranks(program: Program, mesh: MeshShape, rows: int) -> Program:
         found = find_normalisation(program, loss, tangent, rows)
         if len(candidates) > 1:
             found.exact, found.reason = False, "a graph makes several losses"
-        if found.numbers:  # a graph has no other rows to be held against
+        numbers = [number for literals in found.numbers.values() for number in literals]
+        if any(found.gradient_kind == "sum" or counts_rows(number, rows) for number in numbers):
+            # a graph has no other rows to be held against
             found.exact, found.reason = False, NUMBERS
         if not found.exact:
             program.note(f"{OWN_LOSS}, because {found.reason}")
@@ -66,32 +61,21 @@ def sum_over_ranks(program: Program, mesh: MeshShape, rows: int) -> Program:
     return program.finish()
 
 
-def _sum_results(program: Program, mesh: MeshShape, rows: int) -> Program:
-    results = [role for role in program.outputs if isinstance(role, roles.ModuleResult)]
-    found = find_totals(program, results, rows)
-    for reason in found.apart:
-        program.note(f"{OWN_RESULT} (of numbers, evaluate has the mean), because {reason}")
-    _Sum(program, mesh).add_up(found.kinds, {*found.tail, "output"})
-    name_operations(program.graph)
-    return program.finish()
-
-
-def whole_results(program: Program, rows: int) -> list[int]:
-    """Which results of a graph are no rows, whatever their shapes: of parameters alone, or added up."""
-    reached: set[fx.Node] = set()
-    for node, role, value in zip(
-        program.placeholders, program.inputs, program.input_values, strict=True
-    ):
-        if is_batched(role, value, rows):
-            reached.add(node)
+def whole_results(program: Program) -> dict[int, bool]:
+    """Results of a graph that are no rows, whatever their shapes: of parameters alone, or added up."""
+    reached = {
+        node
+        for node, role in zip(program.placeholders, program.inputs, strict=True)
+        if isinstance(role, roles.UserInput)
+    }
     for node in program.operations():
         if node.target is not ALL_REDUCE and not reached.isdisjoint(node.all_input_nodes):
             reached.add(node)
-    return [
-        role.index
+    return {
+        role.index: False
         for role, node in zip(program.outputs, program.results, strict=True)
-        if isinstance(role, roles.ModuleResult) and node not in reached and node.meta["val"].dim()
-    ]
+        if isinstance(role, roles.ModuleResult) and node not in reached
+    }
 
 
 class _Sum:
@@ -104,35 +88,45 @@ class _Sum:
         """Inserts the sums over ranks."""
         inside = {self.nodes[name] for name in found.tail} | {tangent}
         backward = next(iter(self.program.operations(BACKWARD)))
-        self.add_up(found.totals)
+        add_up(self.program, self.mesh_dim, self.ranks, found.totals)
         kind = found.gradient_kind
         if found.boundary is not None and kind == "sum":
             boundary, kind = self.nodes[found.boundary], "avg"
             emit = Builder(self.program, BACKWARD, boundary.next)
-            self._replace(boundary, emit(aten.mul.Scalar, boundary, self.ranks), inside)
+            _replace(boundary, emit(aten.mul.Scalar, boundary, self.ranks), inside)
         emit = Builder(self.program, BACKWARD, backward)
-        self._replace(tangent, self._sum(emit, tangent, kind), set())
+        added = redistribute(
+            emit, tangent, Partial(kind), Replicate(), self.mesh_dim, self.ranks, 0
+        )
+        _replace(tangent, added, set())
 
-    def add_up(self, totals: Mapping[str, str], readers: Collection[str] | None = None) -> None:
-        """Inserts the sums (or what else, by name) of values over ranks, for all readers or some."""
-        for name, kind in totals.items():
-            total = self.nodes[name]
-            others = {
-                user
-                for user in total.users
-                if readers is not None and user.meta.get("name", user.op) not in readers
-            }
-            emit = Builder(self.program, FORWARD, total.next)
-            self._replace(total, self._sum(emit, total, kind), others)
 
-    def _sum(self, emit: Builder, node: fx.Node, kind: str) -> fx.Node:
-        return redistribute(emit, node, Partial(kind), Replicate(), self.mesh_dim, self.ranks, 0)
+def add_up(
+    program: Program,
+    mesh_dim: str,
+    ranks: int,
+    totals: Mapping[str, str],
+    readers: Collection[str] | None = None,
+) -> None:
+    """Inserts the sums (or what else, by name) of values over ranks, for all readers or some."""
+    nodes = {node.meta["name"]: node for node in program.operations()}
+    for name, kind in totals.items():
+        total = nodes[name]
+        others = {
+            user
+            for user in total.users
+            if readers is not None and user.meta.get("name", user.op) not in readers
+        }
+        emit = Builder(program, FORWARD, total.next)
+        added = redistribute(emit, total, Partial(kind), Replicate(), mesh_dim, ranks, 0)
+        _replace(total, added, others)
 
-    def _replace(self, node: fx.Node, new: fx.Node, but_for: set[fx.Node]) -> None:
-        made = {new, *_behind(new, node)}
-        for user in list(node.users):
-            if user not in made and user not in but_for:
-                user.replace_input_with(node, new)
+
+def _replace(node: fx.Node, new: fx.Node, but_for: set[fx.Node]) -> None:
+    made = {new, *_behind(new, node)}
+    for user in list(node.users):
+        if user not in made and user not in but_for:
+            user.replace_input_with(node, new)
 
 
 def _behind(new: fx.Node, old: fx.Node) -> set[fx.Node]:

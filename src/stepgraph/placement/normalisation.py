@@ -9,8 +9,8 @@ have to be communicated, micro-batches cannot be exact and the mean over them is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -24,6 +24,7 @@ from stepgraph.program.program import BACKWARD, FORWARD, Program, Value, tensor_
 
 aten = torch.ops.aten
 _SCALING = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
+_TAKING_NUMBERS = {aten.mul, aten.div, aten.floor_divide, aten.full}
 _LOSS, _TANGENT = roles.Loss(), roles.Tangent()
 NUMBERS = "sums are scaled by numbers, which may count rows"
 TAIL = "tail"  # a single number that is known only once all micro-batches are
@@ -50,6 +51,14 @@ def inexact(loss: fx.Node, reason: str) -> Normalisation:
     return Normalisation({loss.meta["name"]: "avg"}, set(), None, "avg", False, reason)
 
 
+def counts_rows(number: float, rows: int) -> bool:
+    """Whether a number, or one divided by it, is a multiple of the number of rows."""
+    if not number or not math.isfinite(number):
+        return False
+    times = max(abs(number), 1 / abs(number)) / rows
+    return times > 0.5 and abs(times - round(times)) < 1e-6 * times
+
+
 def is_batched(role: roles.Input, value: Value, rows: int | None) -> bool:
     """Whether an input is rows of the batch; ``rows``: as for :func:`find_normalisation`."""
     if not isinstance(role, roles.UserInput) or not value.shape:
@@ -66,20 +75,23 @@ class Totals:
             count in the same order.
         tail: names of the operations that read them added up.
         apart: why some results are of each slice alone.
+        rows: results, by index: whether they are rows, or the same on every rank; others are neither.
     """
 
-    kinds: dict[str, str]
-    tail: set[str]
-    apart: list[str]
+    kinds: dict[str, str] = field(default_factory=dict)
+    tail: set[str] = field(default_factory=set)
+    apart: list[str] = field(default_factory=list)
+    rows: dict[int, bool] = field(default_factory=dict)
 
 
-def find_totals(program: Program, results: Sequence[roles.Output], rows: int) -> Totals:
-    """What to add up for results; nothing for those that are rows.
+def find_totals(program: Program, rows: int) -> Totals:
+    """What to add up for the results of a graph without a backward.
 
     Args:
+        program: each ``UserInput`` is rows of the batch.
         rows: as for :func:`find_normalisation`.
     """
-    return _Walk(program, None, rows).totals(results)
+    return _Walk(program, None, rows).totals()
 
 
 class _Inexact(Exception):
@@ -112,21 +124,44 @@ class _Walk:
         except _Inexact as error:
             return inexact(loss, str(error))
 
-    def totals(self, results: Sequence[roles.Output]) -> Totals:
+    def totals(self) -> Totals:
         self._forward()
         tail = {node for node, states in self.state.items() if states == (TAIL,)}
+        made = Totals(tail={node.meta["name"] for node in tail})
         found: set[fx.Node] = set()
-        apart: list[str] = []
-        for result in map(self.program.result, results):
+        for role, result in zip(self.program.outputs, self.program.results, strict=True):
+            assert isinstance(role, roles.ModuleResult)
             (state,) = self.state[result]
             if isinstance(state, _Apart):
-                apart.append(state.reason)
-            elif result in self.varies and not isinstance(state, Shard):
-                if self._numbers(result):
-                    apart.append(NUMBERS)
-                else:
-                    found |= self._totals(result, tail)
-        return Totals(self._kinds(found), {node.meta["name"] for node in tail}, apart)
+                made.apart.append(state.reason)
+            elif isinstance(state, Shard):
+                if state == Shard(0):
+                    made.rows[role.index] = True
+            elif result in self.varies and self._may_count_rows(result):
+                made.apart.append(NUMBERS)
+            else:
+                made.rows[role.index] = False
+                found |= self._totals(result, tail) if result in self.varies else set()
+        made.kinds = self._kinds(found)
+        return made
+
+    def _may_count_rows(self, result: fx.Node) -> bool:
+        """Whether a number that went into a result may be how many rows there are, or a multiple."""
+        seen, stack = {result}, [result]
+        for node in stack:  # grows
+            if any(counts_rows(number, self.rows or 1) for number in self._numbers_in(node)):
+                return True
+            stack += set(node.all_input_nodes) - seen
+            seen.update(node.all_input_nodes)
+        return False
+
+    def _numbers_in(self, node: fx.Node) -> list[float]:
+        if node.op == "get_attr":
+            value = getattr(self.program.module, str(node.target))
+            return [float(value)] if value.numel() == 1 else []
+        if getattr(node.target, "overloadpacket", None) in _TAKING_NUMBERS:
+            return [a for a in node.args if isinstance(a, (int, float)) and a not in (True, False)]
+        return []
 
     def _forward(self) -> None:
         rows = zip(
@@ -177,7 +212,7 @@ class _Walk:
                     sum(a == b for a, b in zip(placements, s.inputs, strict=True)) for s in free
                 ]
                 self.state[node] = free[same.index(max(same))].outputs
-                if self.state[node] == (Partial("sum"),):
+                if isinstance(self.state[node][0], Partial):
                     self.scaled |= _with_numbers(node)
                 return
         single = all(
@@ -212,7 +247,7 @@ class _Walk:
         kind = learned.pop()
         if kind == "sum" and boundary is None and self._learns_apart(tail):
             raise _Inexact("a term of the loss is no sum over the batch")
-        numbers = {} if kind == "avg" else self._numbers(loss)
+        numbers = self._numbers(loss)
         return Normalisation(kinds, names, boundary, kind, True, numbers=numbers)
 
     def _totals(self, loss: fx.Node, tail: set[fx.Node]) -> set[fx.Node]:
@@ -343,7 +378,11 @@ def by_rows(found: Normalisation, twice: Normalisation, loss: fx.Node) -> Normal
     if not changed:
         return found
     ratio = None
-    if len(changed) == 1 and list(found.totals) == [loss.meta["name"]]:
+    if (
+        found.gradient_kind == "sum"
+        and len(changed) == 1
+        and list(found.totals) == [loss.meta["name"]]
+    ):
         pairs = list(
             zip(found.numbers[changed[0]], twice.numbers.get(changed[0], ()), strict=False)
         )

@@ -23,7 +23,8 @@ class LoweredProgram:
     """One program, ready to run on this rank.
 
     ``arguments`` are its inputs in order, the places of what each call brings left open: ``batch_places``
-    are (position among the arguments, leaf of the batch), ``other_places`` (position, role).
+    are (position among the arguments, leaf of the batch), ``other_places`` (position, role). ``buffers``
+    are those among the arguments.
     """
 
     program: Program
@@ -32,6 +33,7 @@ class LoweredProgram:
     batch_places: list[tuple[int, int]]
     other_places: list[tuple[int, roles.Input]]
     outputs: list[roles.Output]
+    buffers: list[torch.Tensor]
 
     def run(
         self, leaves: Sequence[Any] = (), brought: Mapping[roles.Input, torch.Tensor] | None = None
@@ -90,4 +92,5 @@ def _executable(
         elif isinstance(role, roles.BROUGHT):
             others.append((position, role))
         arguments.append(None if isinstance(role, roles.BROUGHT) else state.tensors[role])
-    return LoweredProgram(program, execute, arguments, batch, others, list(final.outputs))
+    buffers = [state.tensors[role] for role in final.inputs if isinstance(role, roles.Buffer)]
+    return LoweredProgram(program, execute, arguments, batch, others, list(final.outputs), buffers)

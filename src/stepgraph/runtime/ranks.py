@@ -131,16 +131,17 @@ def agree_on_shapes(key: Any, shown: str, ranks: Ranks) -> None:
         BatchError: they differ, and the message lists them by rank; or the others do not come, until the
             store's own timeout.
     """
-    if ranks.shape.world_size == 1:
+    if ranks.shape.world_size == 1 or dist.get_backend() == "fake":
         return
     store = torch_internals.rendezvous_store()
-    number = store.add(f"stepgraph/batches of rank {ranks.rank}", 1)
+    counter = f"stepgraph/batches of rank {ranks.rank}"
+    number = store.add(counter, 1)
     keys = [f"stepgraph/batch {number}/{rank}" for rank in range(ranks.shape.world_size)]
     own = json.dumps([re.sub(r" at 0x[0-9a-f]+", "", str(key)), shown])
     store.set(keys[ranks.rank], own)
     try:
         store.wait(keys, timedelta(seconds=PATIENCE))
-    except dist.DistStoreError:
+    except RuntimeError:  # how a wait ends depends on the kind of store
         late = [rank for rank, key in enumerate(keys) if not store.check([key])]
         log.warning(
             "rank %d has a batch of a new shape (%s) and waits for ranks %s to meet one: every rank "
@@ -151,7 +152,9 @@ def agree_on_shapes(key: Any, shown: str, ranks: Ranks) -> None:
         )
         try:
             store.wait(keys, store.timeout)
-        except dist.DistStoreError as error:
+        except RuntimeError as error:
+            store.delete_key(keys[ranks.rank])
+            store.add(counter, -1)
             raise BatchError(
                 f"rank {ranks.rank} has a batch of a new shape ({shown}), and ranks {late} have none",
                 do="use a sampler that gives every rank the same number of rows (drop_last=True)",

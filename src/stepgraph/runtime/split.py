@@ -77,14 +77,14 @@ class SplitProgram:
         return total / ranks.shape.data_size
 
     def versions(self) -> list[int]:
-        """How often each parameter has been written, to find that one was written in between."""
+        """How often what the backward reads was written, to find that it was in between."""
         named = map(self.state.model.get_parameter, self.gradients)
-        return [parameter._version for parameter in named]
+        return [tensor._version for tensor in (*named, *self.backward.buffers)]
 
 
 CHANGED_BETWEEN = (
-    "a parameter was changed between forward and backward: run the forward again, or call backward "
-    "before the optimizer"
+    "a parameter or buffer was changed between forward and backward: run the forward again, or call "
+    "backward before the optimizer"
 )
 
 

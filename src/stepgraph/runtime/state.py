@@ -22,7 +22,6 @@ from stepgraph.errors import (
     CheckpointError,
     OptimizerError,
     UnfilledModelError,
-    UsageError,
     name_a_few,
 )
 from stepgraph.program import roles
@@ -31,6 +30,7 @@ from stepgraph.program.program import Program, Value
 from stepgraph.program.randomness import seed_words
 from stepgraph.program.shards import local_part, rows_held
 from stepgraph.runtime import optimizer_state
+from stepgraph.runtime.buffers import PlacesOfBuffers
 from stepgraph.runtime.group_numbers import GroupNumbers
 from stepgraph.runtime.ranks import Ranks, agree_on
 from stepgraph.torch_internals import hooks
@@ -72,7 +72,6 @@ class State:
             tensor: self._shard_parameter(name, tensor, stored_as(tuple(tensor.shape)))
             for name, tensor in named.items()
         }
-        self._buffers: list[tuple[str, nn.Module, str]] = []
         for name, buffer in model.named_buffers():
             if buffer.is_meta:
                 self.unfilled.add(name)
@@ -83,7 +82,7 @@ class State:
             self.tensors[roles.Buffer(name)] = buffer
             module, leaf = _place(model, name)
             module._buffers[leaf] = buffer
-            self._buffers.append((name, module, leaf))
+        self.buffers = PlacesOfBuffers(model)
         _replace_parameters(model, optimizer, replaced)
         self._parameters = list(replaced.values())
         if optimizer is not None:
@@ -315,26 +314,6 @@ class State:
         else:
             with torch.no_grad():  # a forward may have made it
                 target.copy_(value)
-
-    def adopt_buffers(self) -> None:
-        """A buffer that was put in another's place is copied into that, which programs take.
-
-        Raises:
-            UsageError: it has another shape.
-        """
-        for name, module, leaf in self._buffers:
-            buffer, own = module._buffers.get(leaf), self.tensors[roles.Buffer(name)]
-            if buffer is own or buffer is None:
-                continue
-            if buffer.shape != own.shape:
-                raise UsageError(
-                    f"buffer {name!r} was replaced by one of shape {list(buffer.shape)}, "
-                    f"and programs take {list(own.shape)}",
-                    do="give the model its buffers before the engine is made",
-                )
-            with torch.no_grad():
-                own.copy_(buffer)
-            module._buffers[leaf] = own
 
 
 def _padded(part: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch._dynamo.config as _dynamo_config
 import torch.utils._pytree as pytree  # noqa: F401  (the one door to it)
 from torch import fx, nn
 from torch._decomp import core_aten_decompositions, get_decompositions
@@ -99,36 +98,6 @@ def has_sharding_rule(op: Any) -> bool:
         or op in propagator.op_to_rules
         or op in _single_dim_rules()
     )
-
-
-def export_graph(module: nn.Module, args: tuple) -> tuple[fx.GraphModule, dict[str, str]]:
-    """Captures ``module(*args)`` whole with dynamo.
-
-    Returns:
-        the graph module, and the flat parameter names mapped to the module's own.
-
-    Raises:
-        GRAPH_BREAKS: if the Python code cannot be captured whole.
-    """
-    from torch._dynamo.functional_export import _dynamo_graph_capture_for_export
-
-    with _keeping_compiled_code(), _dynamo_config.patch(allow_rnn=True):
-        captured = _dynamo_graph_capture_for_export(module)(*args)
-    return captured, dict(captured.meta["dynamo_flat_name_to_original_fqn"])
-
-
-@contextlib.contextmanager
-def _keeping_compiled_code() -> Iterator[None]:
-    """Keeps what the process has compiled: torch's export begins with ``torch._dynamo.reset()``.
-
-    The user's other models would recompile without a word. Capture uses no compiled code itself.
-    """
-    reset = torch._dynamo.reset
-    torch._dynamo.reset = lambda: None
-    try:
-        yield
-    finally:
-        torch._dynamo.reset = reset
 
 
 def joint_graph(
@@ -370,7 +339,10 @@ def rendezvous_store() -> Any:
     from torch.distributed.distributed_c10d import _get_default_store
 
     store = _get_default_store()
-    return store.clone() if hasattr(store, "clone") else store
+    try:
+        return store.clone()
+    except (AttributeError, RuntimeError):  # a kind that has no connections
+        return store
 
 
 # ----------------------------------------------------------------------------------- running

@@ -181,6 +181,21 @@ def compile_apart(function: Callable, backend: Callable, limit: int, fullgraph: 
     return compiled
 
 
+def leaves_behind(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors to whose ``.grad`` a backward from some values adds."""
+    found, stack = [], [value.grad_fn for value in values if value.grad_fn is not None]
+    seen = set(stack)
+    while stack:
+        function = stack.pop()
+        if isinstance(leaf := getattr(function, "variable", None), torch.Tensor):
+            found.append(leaf)
+        for behind, _ in function.next_functions:
+            if behind is not None and behind not in seen:
+                seen.add(behind)
+                stack.append(behind)
+    return found
+
+
 def code_now() -> types.CodeType | None:
     """While a backend runs: the code that dynamo is compiling."""
     from torch._dynamo.symbolic_convert import InstructionTranslator

@@ -1,0 +1,52 @@
+"""Buffers of a model whose programs take those that it had when they were made."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import nn
+
+from stepgraph.errors import UsageError
+
+
+class PlacesOfBuffers:
+    """Where a model has its buffers: modules, their names there, and what stood there at first."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = [
+            (f"{path}.{leaf}" if path else leaf, module, leaf, buffer)
+            for path, module in model.named_modules()
+            for leaf, buffer in module._buffers.items()
+        ]
+        count = Counter(id(buffer) for *_, buffer in self._places if buffer is not None)
+        self._shared = {key for key, places in count.items() if places > 1}
+
+    def adopt(self) -> None:
+        """Copies a buffer that was put in another's place into that one, and puts that back.
+
+        Raises:
+            UsageError: it has another shape or type, there was none or is none now, or modules share it.
+        """
+        for name, module, leaf, own in self._places:
+            buffer = module._buffers.get(leaf)
+            if buffer is own:
+                continue
+            if (
+                buffer is None
+                or own is None
+                or id(own) in self._shared
+                or (buffer.shape, buffer.dtype) != (own.shape, own.dtype)
+            ):
+                raise UsageError(
+                    f"buffer {name!r} was replaced by {_shown(buffer)}, and programs take {_shown(own)}"
+                    + (", which modules share" if id(own) in self._shared else ""),
+                    do="give the model its buffers before the engine is made",
+                )
+            with torch.no_grad():
+                own.copy_(buffer)
+            module._buffers[leaf] = own
+
+
+def _shown(buffer: torch.Tensor | None) -> str:
+    return "none" if buffer is None else f"{list(buffer.shape)} {buffer.dtype}"

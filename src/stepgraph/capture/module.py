@@ -111,7 +111,6 @@ def capture(
     with _fake_parameters(model, batch, compute_dtype), torch.set_grad_enabled(training):
         try:
             captured, flat_names, assigned = export_graph(module, tuple(batch.tensors))
-            check_assigned_buffers(assigned)
             names = _canonical_names(model, captured, flat_names)
             joint, result_tree = torch_internals.joint_graph(
                 captured, tuple(batch.tensors), decomposition_table()
@@ -124,7 +123,11 @@ def capture(
                 raise cause from None
             raise graph_break_error(error) from error
     kind = roles.ModuleResult if as_module else None if training else roles.UserOutput
-    return _describe(joint, names, batch, kind), result_tree
+    program = _describe(joint, names, batch, kind)
+    if training:
+        written = {role.name for role in program.outputs if isinstance(role, roles.NewBuffer)}
+        check_assigned_buffers(assigned, written)
+    return program, result_tree
 
 
 class _StepFunction(nn.Module):

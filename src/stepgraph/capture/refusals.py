@@ -58,20 +58,25 @@ def check_parameter_hooks(model: nn.Module) -> None:
             )
 
 
-def check_assigned_buffers(modules: list[str]) -> None:
+def check_assigned_buffers(modules: list[str], written: set[str]) -> None:
     """Refuses to capture a forward whole that puts other buffers in place of a module's.
 
+    Args:
+        modules: whose buffers the code assigns, by dynamo's names; ``self.seen += 1`` does so, too.
+        written: names of the buffers that the captured step writes.
+
     Raises:
-        GraphBreakError: names the module.
+        GraphBreakError: names a module none of whose buffers is written.
     """
-    if modules:
-        quoted = re.findall(r"'([^']+)'\]", modules[0])
+    for source in modules:
+        quoted = re.findall(r"'([^']+)'\]", source)
         path = ".".join(n for n in quoted if n not in ("self", "_export_root", "_modules", "model"))
-        raise GraphBreakError(
-            f"the forward puts a buffer in place of one of {path or 'the model'}",
-            why="a captured step would go on with the old one",
-            do="write into the buffer: self.buffer.copy_(...), or mul_ and add_",
-        )
+        if not any(name.rpartition(".")[0] == path for name in written):
+            raise GraphBreakError(
+                f"the forward puts a buffer in place of one of {path or 'the model'}",
+                why="a captured step would go on with the old one",
+                do="write into the buffer: self.buffer.copy_(...), or mul_ and add_",
+            )
 
 
 def graph_break_error(error: Exception) -> GraphBreakError:

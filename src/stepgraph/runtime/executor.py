@@ -33,7 +33,7 @@ class LoweredProgram:
     batch_places: list[tuple[int, int]]
     other_places: list[tuple[int, roles.Input]]
     outputs: list[roles.Output]
-    buffers: list[torch.Tensor]
+    buffers: dict[str, torch.Tensor]
 
     def run(
         self, leaves: Sequence[Any] = (), brought: Mapping[roles.Input, torch.Tensor] | None = None
@@ -92,5 +92,5 @@ def _executable(
         elif isinstance(role, roles.BROUGHT):
             others.append((position, role))
         arguments.append(None if isinstance(role, roles.BROUGHT) else state.tensors[role])
-    buffers = [state.tensors[role] for role in final.inputs if isinstance(role, roles.Buffer)]
+    buffers = {r.name: state.tensors[r] for r in final.inputs if isinstance(r, roles.Buffer)}
     return LoweredProgram(program, execute, arguments, batch, others, list(final.outputs), buffers)

@@ -79,7 +79,9 @@ class SplitProgram:
     def versions(self) -> list[int]:
         """How often what the backward reads was written, to find that it was in between."""
         named = map(self.state.model.get_parameter, self.gradients)
-        return [tensor._version for tensor in (*named, *self.backward.buffers)]
+        own = {r.name for r in self.forward.program.outputs if isinstance(r, roles.NewBuffer)}
+        read = [buffer for name, buffer in self.backward.buffers.items() if name not in own]
+        return [tensor._version for tensor in (*named, *read)]
 
 
 CHANGED_BETWEEN = (

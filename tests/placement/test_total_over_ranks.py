@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from stepgraph.placement.normalisation import Totals, find_totals
-from stepgraph.placement.results import of_unknown_inputs, total_over_ranks
+from stepgraph.placement.normalisation import Totals
+from stepgraph.placement.results import total_over_ranks, totals_of
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.invariants import check_invariants
 from tests.graph_support import TWO, graph_program
@@ -23,7 +23,7 @@ def program():
 
 def test_the_text_shows_totals_added_up():
     before = program()
-    after = total_over_ranks(before.copy(), TWO, find_totals(before, 4))
+    after = total_over_ranks(before.copy(), TWO, totals_of(before, [], 4))
     assert_golden(__file__, "total_over_ranks", before, after)
     check_invariants(after, "total_over_ranks")
     assert sum(map(is_collective, after.operations())) == 4  # the total once for both that read it
@@ -31,7 +31,7 @@ def test_the_text_shows_totals_added_up():
 
 def test_inputs_that_may_be_rows_or_not_add_up_nothing_and_it_is_said():
     before = program()
-    totals = of_unknown_inputs(before, ["hidden"], 4)
+    totals = totals_of(before, ["hidden"], 4)
     after = total_over_ranks(before.copy(), TWO, totals)
     assert not any(map(is_collective, after.operations()))
     assert any("not known whether hidden is rows" in note for note in after.notes)
@@ -39,4 +39,4 @@ def test_inputs_that_may_be_rows_or_not_add_up_nothing_and_it_is_said():
 
 def test_rows_alone_need_no_word():
     rows = graph_program(lambda x: x * 2, torch.ones(4, 3))
-    assert of_unknown_inputs(rows, ["hidden"], 4) == Totals()
+    assert totals_of(rows, ["hidden"], 4) == Totals()

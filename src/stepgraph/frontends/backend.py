@@ -28,10 +28,9 @@ from stepgraph.lowering.waits import delay_waits
 from stepgraph.memory import policies as memory_policies
 from stepgraph.memory.apply import recompute_in_backward
 from stepgraph.memory.blocks import find_blocks
-from stepgraph.placement.losses import sum_over_ranks, whole_results
+from stepgraph.placement.losses import sum_over_ranks
 from stepgraph.placement.markers import place_markers
-from stepgraph.placement.normalisation import find_totals
-from stepgraph.placement.results import of_unknown_inputs, total_over_ranks
+from stepgraph.placement.results import total_over_ranks, totals_of, whole_results
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.layout import MeshShape
@@ -170,12 +169,7 @@ class GraphCompiler:
                 made.loss = _collectives(program) > before
                 made.results = whole_results(program)
             else:
-                unknown = described.unknown
-                totals = (
-                    of_unknown_inputs(program, unknown, rows)
-                    if unknown
-                    else find_totals(program, rows)
-                )
+                totals = totals_of(program, described.unknown, rows)
                 made.results = totals.rows | whole_results(program)
                 program = driver.run(total_over_ranks, program, self.mesh, totals)
             made.results = {i: kind for i, kind in made.results.items() if i < OTHERS}

@@ -17,11 +17,8 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Replicate
 
-from stepgraph.placement.normalisation import (
-    NUMBERS,
-    counts_rows,
-    find_normalisation,
-)
+from stepgraph.placement.normalisation import find_normalisation
+from stepgraph.placement.numbers import MAY_COUNT_ROWS, counts_rows
 from stepgraph.planning.decisions import Normalisation
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
@@ -29,7 +26,6 @@ from stepgraph.program.collectives import redistribute
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import BACKWARD, FORWARD, Program
-from stepgraph.torch_internals import ALL_REDUCE
 
 aten = torch.ops.aten
 OWN_LOSS = "loss: the mean over data-parallel ranks of each one's own"
@@ -52,30 +48,13 @@ def sum_over_ranks(program: Program, mesh: MeshShape, rows: int) -> Program:
         numbers = [number for literals in found.numbers.values() for number in literals]
         if any(found.gradient_kind == "sum" or counts_rows(number, rows) for number in numbers):
             # a graph has no other rows to be held against
-            found.exact, found.reason = False, NUMBERS
+            found.exact, found.reason = False, MAY_COUNT_ROWS
         if not found.exact:
             program.note(f"{OWN_LOSS}, because {found.reason}")
             continue
         _Sum(program, mesh).apply(found, program.input_node(tangent))
     name_operations(program.graph)
     return program.finish()
-
-
-def whole_results(program: Program) -> dict[int, bool]:
-    """Results of a graph that are no rows, whatever their shapes: of parameters alone, or added up."""
-    reached = {
-        node
-        for node, role in zip(program.placeholders, program.inputs, strict=True)
-        if isinstance(role, roles.UserInput)
-    }
-    for node in program.operations():
-        if node.target is not ALL_REDUCE and not reached.isdisjoint(node.all_input_nodes):
-            reached.add(node)
-    return {
-        role.index: False
-        for role, node in zip(program.outputs, program.results, strict=True)
-        if isinstance(role, roles.ModuleResult) and node not in reached
-    }
 
 
 class _Sum:

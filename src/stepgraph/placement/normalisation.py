@@ -9,7 +9,6 @@ have to be communicated, micro-batches cannot be exact and the mean over them is
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,16 +16,14 @@ from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from stepgraph.placement.numbers import MAY_COUNT_ROWS, literals, may_count_rows, with_numbers
 from stepgraph.placement.rules import Rules, results_of
 from stepgraph.planning.decisions import Normalisation
 from stepgraph.program import roles
 from stepgraph.program.program import BACKWARD, FORWARD, Program, Value, tensor_arguments
 
 aten = torch.ops.aten
-_SCALING = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
-_TAKING_NUMBERS = {aten.mul, aten.div, aten.floor_divide, aten.full}
 _LOSS, _TANGENT = roles.Loss(), roles.Tangent()
-NUMBERS = "sums are scaled by numbers, which may count rows"
 TAIL = "tail"  # a single number that is known only once all micro-batches are
 
 
@@ -49,14 +46,6 @@ def find_normalisation(
 def inexact(loss: fx.Node, reason: str) -> Normalisation:
     """The mean over micro-batches, because of a reason."""
     return Normalisation({loss.meta["name"]: "avg"}, set(), None, "avg", False, reason)
-
-
-def counts_rows(number: float, rows: int) -> bool:
-    """Whether a number, or one divided by it, is a multiple of the number of rows."""
-    if not number or not math.isfinite(number):
-        return False
-    times = max(abs(number), 1 / abs(number)) / rows
-    return times > 0.5 and abs(times - round(times)) < 1e-6 * times
 
 
 def is_batched(role: roles.Input, value: Value, rows: int | None) -> bool:
@@ -111,9 +100,8 @@ class _Walk:
         # On a dimension of one rank every size divides; the rules answer as on any other.
         self.rules = Rules(1)
         self.state: dict[fx.Node, tuple[Placement | str | _Apart | None, ...]] = {}
-        self.scaled: set[fx.Node] = (
-            set()
-        )  # computed with plain numbers, on the way from sums to the loss
+        # Computed with plain numbers, on the way from sums to the loss.
+        self.scaled: set[fx.Node] = set()
         self.varies: set[fx.Node] = set()  # depends on the batch
         self.learns: set[fx.Node] = set()  # depends on a parameter
 
@@ -137,31 +125,13 @@ class _Walk:
             elif isinstance(state, Shard):
                 if state == Shard(0):
                     made.rows[role.index] = True
-            elif result in self.varies and self._may_count_rows(result):
-                made.apart.append(NUMBERS)
+            elif result in self.varies and may_count_rows(self.program, result, self.rows or 1):
+                made.apart.append(MAY_COUNT_ROWS)
             else:
                 made.rows[role.index] = False
                 found |= self._totals(result, tail) if result in self.varies else set()
         made.kinds = self._kinds(found)
         return made
-
-    def _may_count_rows(self, result: fx.Node) -> bool:
-        """Whether a number that went into a result may be how many rows there are, or a multiple."""
-        seen, stack = {result}, [result]
-        for node in stack:  # grows
-            if any(counts_rows(number, self.rows or 1) for number in self._numbers_in(node)):
-                return True
-            stack += set(node.all_input_nodes) - seen
-            seen.update(node.all_input_nodes)
-        return False
-
-    def _numbers_in(self, node: fx.Node) -> list[float]:
-        if node.op == "get_attr":
-            value = getattr(self.program.module, str(node.target))
-            return [float(value)] if value.numel() == 1 else []
-        if getattr(node.target, "overloadpacket", None) in _TAKING_NUMBERS:
-            return [a for a in node.args if isinstance(a, (int, float)) and a not in (True, False)]
-        return []
 
     def _forward(self) -> None:
         rows = zip(
@@ -213,7 +183,7 @@ class _Walk:
                 ]
                 self.state[node] = free[same.index(max(same))].outputs
                 if isinstance(self.state[node][0], Partial):
-                    self.scaled |= _with_numbers(node)
+                    self.scaled |= with_numbers(node)
                 return
         single = all(
             argument.meta["val"].dim() == 0 and (s == TAIL or isinstance(s, Partial))
@@ -225,7 +195,7 @@ class _Walk:
             self.state[node] = (apart,) * len(results_of(node))
             return
         self.state[node] = (TAIL,)
-        self.scaled |= _with_numbers(node)
+        self.scaled |= with_numbers(node)
 
     def _read_off(self, loss: fx.Node) -> Normalisation:
         (state,) = self.state[loss]
@@ -274,7 +244,7 @@ class _Walk:
         while stack:
             node = stack.pop()
             if node in self.scaled and node in self.learns:
-                found[node.meta["name"]] = _literals(node)
+                found[node.meta["name"]] = literals(node)
             stack += [n for n in node.all_input_nodes if n in self.scaled or self._is_number(n)]
         return found
 
@@ -344,28 +314,6 @@ class _Walk:
             if (node.op == "call_function" and node.meta["phase"] == BACKWARD)
             else False
         )
-
-
-def _with_numbers(node: fx.Node) -> set[fx.Node]:
-    """A value and what leads to it one by one, element by element: those that plain numbers went into."""
-    found, chain = set(), [node]
-    for value in chain:  # grows
-        if _literals(value):
-            found.add(value)
-        pointwise = [n for n in value.all_input_nodes if torch.Tag.pointwise in _tags(n)]
-        chain += pointwise if len(value.all_input_nodes) == 1 else []
-    return found
-
-
-def _tags(node: fx.Node) -> tuple:
-    return tuple(getattr(node.target, "tags", ())) if node.op == "call_function" else ()
-
-
-def _literals(node: fx.Node) -> tuple:
-    """The numbers that an operation multiplies or divides by."""
-    if node.target not in _SCALING:
-        return ()
-    return tuple(a for a in node.args if isinstance(a, (int, float)) and not isinstance(a, bool))
 
 
 def by_rows(found: Normalisation, twice: Normalisation, loss: fx.Node) -> Normalisation:

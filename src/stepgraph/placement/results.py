@@ -11,10 +11,12 @@ are rows, or do not depend on them.
 from __future__ import annotations
 
 from stepgraph.placement.losses import add_up
-from stepgraph.placement.normalisation import Totals
+from stepgraph.placement.normalisation import Totals, find_totals
+from stepgraph.program import roles
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
+from stepgraph.torch_internals import ALL_REDUCE
 
 OWN_RESULT = "evaluate: a result is each data-parallel rank's own, numbers their mean"
 
@@ -29,9 +31,33 @@ def total_over_ranks(program: Program, mesh: MeshShape, totals: Totals) -> Progr
     return program.finish()
 
 
-def of_unknown_inputs(program: Program, unknown: list[str], rows: int) -> Totals:
-    """What to add up where inputs may be rows, or not: nothing."""
+def totals_of(program: Program, unknown: list[str], rows: int) -> Totals:
+    """What to add up for a graph's results, and which of them are rows.
+
+    Args:
+        unknown: names of inputs that may be rows, or not: where there are any, nothing is added up.
+        rows: of this rank's batch.
+    """
+    if not unknown:
+        return find_totals(program, rows)
     shapes = [node.meta["val"].shape for node in program.results]
     numbers = any(not shape or shape[0] % rows for shape in shapes)
     reason = f"it is not known whether {unknown[0]} is rows of the batch"
     return Totals(apart=[reason] if numbers else [])
+
+
+def whole_results(program: Program) -> dict[int, bool]:
+    """Results of a graph that are no rows, whatever their shapes: of parameters alone, or added up."""
+    reached = {
+        node
+        for node, role in zip(program.placeholders, program.inputs, strict=True)
+        if isinstance(role, roles.UserInput)
+    }
+    for node in program.operations():
+        if node.target is not ALL_REDUCE and not reached.isdisjoint(node.all_input_nodes):
+            reached.add(node)
+    return {
+        role.index: False
+        for role, node in zip(program.outputs, program.results, strict=True)
+        if isinstance(role, roles.ModuleResult) and node not in reached
+    }

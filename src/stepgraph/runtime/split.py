@@ -35,6 +35,9 @@ class SplitProgram:
         kinds = (roles.Loss, roles.ModuleResult)
         self.results = [role for role in program.outputs if isinstance(role, kinds)]
         self.shares = [self._share(role) for role in self.results]
+        own = {role.name for role in program.outputs if isinstance(role, roles.NewBuffer)}
+        buffers = self.backward.buffers.items()
+        self._read_again = [buffer for name, buffer in buffers if name not in own]
 
     def run(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
         """Runs the forward; the results carry a graph, whose backward adds to the parameters' ``.grad``.
@@ -79,9 +82,7 @@ class SplitProgram:
     def versions(self) -> list[int]:
         """How often what the backward reads was written, to find that it was in between."""
         named = map(self.state.model.get_parameter, self.gradients)
-        own = {r.name for r in self.forward.program.outputs if isinstance(r, roles.NewBuffer)}
-        read = [buffer for name, buffer in self.backward.buffers.items() if name not in own]
-        return [tensor._version for tensor in (*named, *read)]
+        return [tensor._version for tensor in (*named, *self._read_again)]
 
 
 CHANGED_BETWEEN = (

@@ -18,12 +18,7 @@ from stepgraph import torch_internals
 from stepgraph.capture.counters import SharedCounters
 from stepgraph.capture.optimizer import FunctionalOptimizer
 from stepgraph.capture.update import MAX_GRAD_NORM
-from stepgraph.errors import (
-    CheckpointError,
-    OptimizerError,
-    UnfilledModelError,
-    name_a_few,
-)
+from stepgraph.errors import CheckpointError, OptimizerError, UnfilledModelError, name_a_few
 from stepgraph.program import roles
 from stepgraph.program.layout import Placements, local_shape, replicated
 from stepgraph.program.program import Program, Value
@@ -80,8 +75,8 @@ class State:
                 buffer = buffer.to(device)
                 agree_on([buffer], ranks)
             self.tensors[roles.Buffer(name)] = buffer
-            module, leaf = _place(model, name)
-            module._buffers[leaf] = buffer
+            path, _, leaf = name.rpartition(".")
+            model.get_submodule(path)._buffers[leaf] = buffer
         self.buffers = PlacesOfBuffers(model)
         _replace_parameters(model, optimizer, replaced)
         self._parameters = list(replaced.values())
@@ -342,11 +337,6 @@ def _check_optimizer(
                 f"parameters of the model (the first has shape {list(foreign[0].shape)})",
                 do="build the optimizer from model.parameters() of the model given to Engine",
             )
-
-
-def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, leaf = name.rpartition(".")
-    return model.get_submodule(path), leaf
 
 
 def _replace_parameters(

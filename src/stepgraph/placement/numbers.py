@@ -1,0 +1,65 @@
+"""Plain numbers in a Program, any of which may be how many rows a batch has."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import fx
+
+from stepgraph.program.program import Program
+
+aten = torch.ops.aten
+_SCALING = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
+_TAKING_NUMBERS = {aten.mul, aten.div, aten.floor_divide, aten.full}
+MAY_COUNT_ROWS = "sums are scaled by numbers, which may count rows"
+
+
+def counts_rows(number: float, rows: int) -> bool:
+    """Whether a number, or one divided by it, is a multiple of the number of rows."""
+    if not number or not math.isfinite(number):
+        return False
+    times = max(abs(number), 1 / abs(number)) / rows
+    return times > 0.5 and abs(times - round(times)) < 1e-6 * times
+
+
+def may_count_rows(program: Program, result: fx.Node, rows: int) -> bool:
+    """Whether a number that went into a result may be how many rows there are, or a multiple."""
+    seen, stack = {result}, [result]
+    for node in stack:  # grows
+        if any(counts_rows(number, rows) for number in _numbers_in(program, node)):
+            return True
+        stack += set(node.all_input_nodes) - seen
+        seen.update(node.all_input_nodes)
+    return False
+
+
+def _numbers_in(program: Program, node: fx.Node) -> list[float]:
+    if node.op == "get_attr":
+        value = getattr(program.module, str(node.target))
+        return [float(value)] if value.numel() == 1 else []
+    if getattr(node.target, "overloadpacket", None) in _TAKING_NUMBERS:
+        return [a for a in node.args if isinstance(a, (int, float)) and a not in (True, False)]
+    return []
+
+
+def with_numbers(node: fx.Node) -> set[fx.Node]:
+    """A value and what leads to it one by one, element by element: those that plain numbers went into."""
+    found, chain = set(), [node]
+    for value in chain:  # grows
+        if literals(value):
+            found.add(value)
+        pointwise = [n for n in value.all_input_nodes if torch.Tag.pointwise in _tags(n)]
+        chain += pointwise if len(value.all_input_nodes) == 1 else []
+    return found
+
+
+def _tags(node: fx.Node) -> tuple:
+    return tuple(getattr(node.target, "tags", ())) if node.op == "call_function" else ()
+
+
+def literals(node: fx.Node) -> tuple:
+    """The numbers that an operation multiplies or divides by."""
+    if node.target not in _SCALING:
+        return ()
+    return tuple(a for a in node.args if isinstance(a, (int, float)) and not isinstance(a, bool))

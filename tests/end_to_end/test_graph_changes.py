@@ -150,6 +150,17 @@ def more_shapes_than_kept(part):
     return values, error_of(engine, part(6))
 
 
+def shapes_that_both_know(part):
+    rank, found = int(os.environ["RANK"]), []
+    for model in (Broken(), Whole()):
+        engine = engine_of(model)
+        for rows in (2, 4):
+            engine.step(part(rows))
+        found.append(error_of(engine.step, part((2, 4)[rank])))
+        found.append(engine.step(part(4)).isfinite().item())
+    return found
+
+
 def a_forward_hook_comes_and_goes(part):
     model = Broken()
     engine = engine_of(model)
@@ -246,7 +257,7 @@ def constants(part):
 
 
 CASES = [
-    one_row, evaluation, evaluation_after_training, more_shapes_than_kept,
+    one_row, evaluation, evaluation_after_training, more_shapes_than_kept, shapes_that_both_know,
     a_forward_hook_comes_and_goes, a_backward_hook_comes, written_between_forward_and_backward,
     a_module_is_replaced, a_buffer_is_replaced, a_buffer_that_the_forward_assigns,
     a_buffer_that_a_forward_without_breaks_assigns,
@@ -305,6 +316,13 @@ def test_a_shape_beyond_the_limit_is_an_error_and_not_another_loss(found):
     wanted = [squares(Broken(), batch(rows)).item() for rows in (2, 4)]
     assert values == pytest.approx(wanted * 2, rel=1e-5)
     assert kind is ShapeLimitError and "[1, 4]" in text and "[2, 4]" in text
+
+
+def test_ranks_with_different_shapes_that_each_knows_are_an_error(found):
+    broken, went_on, whole, went_on_too = found["shapes_that_both_know"]
+    assert went_on and went_on_too
+    for kind, text in (broken, whole):
+        assert kind is BatchError and "rank 0: " in text and "rank 1: " in text
 
 
 def test_forward_hooks_are_those_of_the_moment(found):

@@ -19,7 +19,6 @@ from stepgraph.capture.refusals import check_hooks, check_parameter_hooks
 from stepgraph.errors import StrictError, UsageError, name_a_few
 from stepgraph.frontends.entries import (
     Compiled,
-    check_number_of_shapes,
     evaluation_mode,
     recompilation_reason,
 )
@@ -36,7 +35,8 @@ from stepgraph.program.driver import PassDriver
 from stepgraph.program.program import Program
 from stepgraph.runtime.batches import LocalBatch, global_spec
 from stepgraph.runtime.executor import LoweredProgram, lower_for_rank, lower_in_two
-from stepgraph.runtime.ranks import Ranks, agree_on_shapes, from_first_rank
+from stepgraph.runtime.kinds import KindsOfBatch
+from stepgraph.runtime.ranks import Ranks, from_first_rank
 from stepgraph.runtime.recompiles import Stats, before_compiling, count_call
 from stepgraph.runtime.split import SplitProgram
 from stepgraph.runtime.state import State
@@ -74,6 +74,7 @@ class Compiler:
 
     def __post_init__(self) -> None:
         self._parameters = list(self.model.parameters())
+        self.kinds = KindsOfBatch(self.ranks, self.max_shapes)
         self._compiled: dict[str, dict[tuple, Compiled]] = {}
         self._updates: dict[tuple[str, ...], LoweredProgram] = {}
         self._counters = self.state.counters.version
@@ -91,6 +92,7 @@ class Compiler:
         modes = hooks.module_modes(self.model, with_training=in_mode)
         key = (batch.key, flags, modes)
         self._drop_outdated()
+        self.kinds.meet(name, batch)
         known = self._compiled.setdefault(name, {})
         if key not in known:
             self.state.check_filled()
@@ -99,8 +101,6 @@ class Compiler:
                 reason = f"{name}: {_COUNTED_APART}"
             if reason is not None:
                 before_compiling(self, name, reason)
-            check_number_of_shapes((k[0] for k in known), batch.key, self.max_shapes)
-            agree_on_shapes(batch.key, batch.shapes(), self.ranks)
             with self.counting(reason):
                 known[key] = self._compile(name, batch)
         return known[key]

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from stepgraph.errors import ShapeLimitError
 from stepgraph.runtime.batches import LocalBatch
 from stepgraph.runtime.executor import LoweredProgram
 from stepgraph.runtime.split import SplitProgram
@@ -43,35 +42,6 @@ def recompilation_reason(
         changed = [n for n, a, b in zip(names, key[1], last[1], strict=True) if a != b]
         return f"{entry}: requires_grad changed: {', '.join(changed[:5])}"
     return f"{entry}: train/eval mode or forward hooks changed"
-
-
-def check_number_of_shapes(known: Iterable[tuple], new: tuple, limit: int) -> None:
-    """Refuses a kind of batch beyond those that programs are kept for.
-
-    Args:
-        known: the keys of batches so far.
-
-    Raises:
-        ShapeLimitError: lists them.
-    """
-    kinds = dict.fromkeys([*known, new])
-    if len(kinds) > limit:
-        raise ShapeLimitError(
-            f"{len(kinds)} different batch shapes, or constants in batches; "
-            f"programs are kept for {limit}",
-            why="so far: " + "; ".join(_show(key) for key in list(kinds)[:-1]),
-            do="pad batches to a few lengths (stepgraph.pad_batches), pass numbers that change "
-            "as tensors, or raise max_shapes",
-        )
-
-
-def _show(key: tuple) -> str:
-    """The shapes and constants of a batch."""
-    leaves, paths, _ = key
-    return ", ".join(
-        f"{path}={leaf[2]!r}" if leaf[0] == "constant" else f"{path} {list(leaf[0])}"
-        for path, leaf in zip(paths, leaves, strict=True)
-    )
 
 
 class evaluation_mode:

@@ -20,7 +20,7 @@ from stepgraph.capture.refusals import check_hooks
 from stepgraph.errors import CaptureError, PlanError, StepgraphError, UsageError
 from stepgraph.frontends.backend import GraphCompiler
 from stepgraph.frontends.compiler import Compiler
-from stepgraph.frontends.entries import check_number_of_shapes, evaluation_mode
+from stepgraph.frontends.entries import evaluation_mode
 from stepgraph.frontends.sharded_modules import Gathering, gather_where_read
 from stepgraph.frontends.whole_backward import WholeBackward
 from stepgraph.placement.losses import OWN_LOSS
@@ -28,7 +28,6 @@ from stepgraph.placement.policies import for_own_update, gathers_again, stored_p
 from stepgraph.program import roles
 from stepgraph.program.program import Value
 from stepgraph.runtime.batches import LocalBatch
-from stepgraph.runtime.ranks import agree_on_shapes
 from stepgraph.runtime.recompiles import before_compiling, count_call
 from stepgraph.runtime.split import CHANGED_BETWEEN
 from stepgraph.torch_internals import graphs as dynamo
@@ -97,7 +96,6 @@ class GraphRunner:
         )
         self._function, self._entry = function, ""
         self._hooks = hooks.module_modes(compiler.model, with_training=False)
-        self._batches: dict[str, list[tuple]] = {}
         self._warm: set[str] = set()
         self._codes: set = set()
         self._backends: list[_Backend] = []
@@ -149,10 +147,10 @@ class GraphRunner:
             state.store_as(roles.Param(name), Value(shape, parameter.dtype, stored))
 
     def agree(self, entry: str, batch: LocalBatch) -> None:
-        """Makes sure that a kind of batch which is new here is new, and the same, on every rank.
+        """Makes sure that the model is as it was planned, and that all ranks bring batches of one kind.
 
         Raises:
-            BatchError: ranks have batches of different shapes; ShapeLimitError: too many of them.
+            BatchError, ShapeLimitError: of :meth:`KindsOfBatch.meet`.
             HookError, UsageError: the model was changed so that it cannot run as planned.
         """
         check_hooks(self.compiler.model, self.compiler.optimizer)
@@ -163,11 +161,7 @@ class GraphRunner:
                     "this rank's own",
                     do="change the model before it is given to stepgraph",
                 )
-        known = self._batches.setdefault(entry, [])
-        if batch.key not in known:
-            check_number_of_shapes(known, batch.key, self.compiler.max_shapes)
-            agree_on_shapes(batch.key, batch.shapes(), self.compiler.ranks)
-            known.append(batch.key)
+        self.compiler.kinds.meet(entry, batch)
 
     def _follow_hooks(self, entry: str) -> None:
         """dynamo does not look whether modules have other forward hooks than when it captured them."""

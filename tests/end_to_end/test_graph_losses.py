@@ -21,7 +21,60 @@ def outside(y, weights):
     return (y.square().sum(1) * weights).sum() / weights.sum()
 
 
+@torch._dynamo.disable
+def divided_outside(total, count):
+    return total / count
+
+
+def a_sum_and_a_count(y, w):
+    kept = w > 0.5
+    return divided_outside((y.square().sum(1) * kept).sum(), kept.sum())
+
+
+def a_count_of_an_earlier_graph(y, w):
+    count = (w > 0.5).sum()
+    torch._dynamo.graph_break()
+    return y.square().sum() / count
+
+
+def a_mean_without_a_gradient(y, w):
+    with torch.no_grad():
+        torch._dynamo.graph_break()
+        scale = y.abs().mean(0)
+        torch._dynamo.graph_break()
+    return (y / scale).square().mean()
+
+
+def two_losses(y, w):
+    first = y.square().mean()
+    torch._dynamo.graph_break()
+    second = (y.sum(1) * w).sum() / w.sum()
+    torch._dynamo.graph_break()
+    return first + second
+
+
+def of_columns(y, w):
+    columns = y.t().exp()
+    torch._dynamo.graph_break()
+    return (columns * w).sum() / w.sum()
+
+
+def of_the_batchs_sum(y, w):
+    total = y.sum(0)
+    torch._dynamo.graph_break()
+    return (y - total).square().mean()
+
+
 LOSSES = {
+    "a sum over a tensor of the rows' number": lambda y, w: (
+        y.square().sum() / torch.tensor(len(y) * 1.0)
+    ),
+    "a sum and a count divided outside": a_sum_and_a_count,
+    "a count of an earlier graph": a_count_of_an_earlier_graph,
+    "a mean without a gradient": a_mean_without_a_gradient,
+    "two losses added": two_losses,
+    "of columns": of_columns,
+    "of the batch's sum": of_the_batchs_sum,
     "a mean": lambda y, w: y.square().mean(),
     "a sum": lambda y, w: y.square().sum(),
     "a sum over the rows' number": lambda y, w: y.square().sum() / len(y),
@@ -61,11 +114,19 @@ def found():
     return launch(run, ranks=2)[0]
 
 
+OWN = (
+    "a sum over the rows' number",
+    "a sum over a tensor of the rows' number",
+    "no graph's",
+    "of the batch's sum",
+)
+
+
 def expected(name):
     model, (x, weights) = made(), batch()
-    if name == "no graph's":
+    if name in OWN:
         pairs = zip(x.chunk(2), weights.chunk(2), strict=True)
-        value = sum(outside(model(part), weight) for part, weight in pairs) / 2
+        value = sum(LOSSES[name](model(part), weight) for part, weight in pairs) / 2
     else:
         value = LOSSES[name](model(x), weights)
     value.backward()
@@ -79,5 +140,4 @@ def test_a_loss_that_a_graph_makes_is_that_of_one_process(name, found):
     assert value == pytest.approx(wanted, rel=1e-5)
     for gradient, other in zip(gradients, whole, strict=True):
         torch.testing.assert_close(gradient, other)
-    own = name in ("a sum over the rows' number", "no graph's")
-    assert bool(notes) == own, notes
+    assert bool(notes) == (name in OWN), notes

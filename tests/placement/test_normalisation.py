@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
 
 from stepgraph.capture.simplify import drop_identities, index_rows_in_place
 from stepgraph.placement.normalisation import by_rows, find_normalisation, find_totals
@@ -105,6 +106,8 @@ ROWS_AS_A_NUMBER = {
     "times their inverse": lambda y, t, w: (1 / y.shape[0]) * y.square().sum(),
     "divided before the sum": lambda y, t, w: (y.square().sum(1) / len(y)).sum(),
     "divided by all elements": lambda y, t, w: y.square().sum() / y.numel(),
+    "divided by a tensor of them": lambda y, t, w: y.square().sum() / torch.tensor(float(len(y))),
+    "times one of their inverse": lambda y, t, w: y.square().sum() * torch.full((), 1 / len(y)),
 }
 
 
@@ -184,7 +187,7 @@ def test_a_penalty_on_weights_beside_a_sum_is_inexact(kind):
 
 def graph_results(function, *inputs):
     """What results of a graph without a backward need, for rows of 4."""
-    return find_totals(graph_program(function, *inputs), 4)
+    return find_totals(graph_program(function, *inputs), 4, {})
 
 
 def test_results_without_a_gradient_are_added_up_by_their_kind():
@@ -194,7 +197,8 @@ def test_results_without_a_gradient_are_added_up_by_their_kind():
 
     found = graph_results(results, torch.ones(4, 3), torch.ones(4))
     assert sorted(found.kinds.values()) == ["avg", "max", "sum", "sum", "sum"]
-    assert found.tail and not found.apart
+    assert found.tail
+    assert found.results == {0: Shard(0)} | {i: Replicate() for i in range(1, 6)}
 
 
 def test_a_result_that_needs_the_whole_batch_does_not_spoil_the_others():
@@ -203,7 +207,9 @@ def test_a_result_that_needs_the_whole_batch_does_not_spoil_the_others():
 
     found = graph_results(results, torch.ones(4, 3))
     assert list(found.kinds.values()) == ["sum"]
-    assert "needs the whole batch" in found.apart[0] and "may count rows" in found.apart[1]
+    assert found.results[1] == Replicate()
+    assert "needs the whole batch" in found.results[0].reason
+    assert "may count rows" in found.results[2].reason
 
 
 @pytest.mark.parametrize(
@@ -219,10 +225,10 @@ def test_a_result_that_needs_the_whole_batch_does_not_spoil_the_others():
 )
 def test_a_result_that_numbers_of_rows_went_into_is_each_ranks_own(result):
     found = graph_results(result, torch.ones(4, 3))
-    assert not found.kinds and "may count rows" in found.apart[0]
+    assert not found.kinds and "may count rows" in found.results[0].reason
 
 
 def test_which_results_are_rows():
     weight = torch.ones(3, 3)
     found = graph_results(lambda x: (x * 2, x.sum(0), x.t(), x @ weight), torch.ones(4, 3))
-    assert found.rows == {0: True, 1: False, 3: True}
+    assert found.results == {0: Shard(0), 1: Replicate(), 2: Shard(1), 3: Shard(0)}

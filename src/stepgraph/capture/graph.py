@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed.tensor import Replicate
 
 from stepgraph import torch_internals
 from stepgraph.capture.annotations import annotate, value_of
 from stepgraph.capture.phases import settle_phases
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
+from stepgraph.program.layout import Spread
 from stepgraph.program.markers import UNSHARD
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import FORWARD, Program
@@ -63,13 +65,14 @@ class GraphProgram:
         joint: forward and backward, as AOTAutograd hands it to a partitioner; it is rewritten in place.
         results: of the forward, the first among its results.
         sources: dynamo's names of the graph's inputs.
-        known: positions of inputs of which it is known whether they are rows of the batch.
+        known: positions of inputs -> how ranks have them, as far as it is known.
 
     Attributes:
         program: its inputs are ``UserInput`` (activations, the batch), ``Param`` (what ``unshard`` reads),
             ``Buffer`` (what every rank has whole) and ``ResultTangent``; its outputs, tensors only,
             ``ModuleResult`` and ``Grad``.
-        unknown: names of ``UserInput`` tensors that may be rows, or not.
+        spread: how ranks have ``UserInput`` tensors.
+        unknown: names of those of which it is not known.
     """
 
     def __init__(
@@ -77,18 +80,19 @@ class GraphProgram:
         joint: fx.GraphModule,
         results: int,
         sources: Sequence[str],
-        known: Mapping[int, bool] | None = None,
+        known: Mapping[int, Spread] | None = None,
     ) -> None:
         self._output = joint.graph.output_node()
         self._flat = list(
             torch_internals.pytree.tree_leaves(self._output.args[0], is_leaf=_is_leaf)
         )
         self._slots = [i for i, leaf in enumerate(self._flat) if _is_tensor(leaf)]
+        self.spread: dict[roles.Input, Spread] = {}
         self.unknown: list[str] = []
         self.program = self._describe(joint, results, list(sources), known or {})
 
     def _describe(
-        self, joint: fx.GraphModule, results: int, sources: list[str], known: Mapping[int, bool]
+        self, joint: fx.GraphModule, results: int, sources: list[str], known: Mapping[int, Spread]
     ) -> Program:
         pairs_in, pairs_out = torch_internals.descriptors(joint)
         inputs: list[roles.Input] = []
@@ -100,11 +104,13 @@ class GraphProgram:
                     inputs.append(roles.ResultTangent(OTHERS + index))
                 case ("plain", leaf):
                     source = sources[leaf] if leaf < len(sources) else ""
-                    role = _role(node, index, source, known.get(leaf) is False)
+                    role = _role(node, index, source, isinstance(known.get(leaf), Replicate))
                     inputs.append(role)
-                    tensor = isinstance(role, roles.UserInput) and _is_tensor(node)
-                    if tensor and leaf not in known:
-                        self.unknown.append(role.name)  # type: ignore[union-attr]
+                    if isinstance(role, roles.UserInput) and _is_tensor(node):
+                        if leaf in known:
+                            self.spread[role] = known[leaf]
+                        else:
+                            self.unknown.append(role.name)
                 case _:
                     inputs.append(_role(node, index, ""))
         outputs: list[roles.Output] = []

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, fx
+from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from stepgraph.capture.decompositions import decomposition_table
@@ -30,28 +31,19 @@ from stepgraph.memory.apply import recompute_in_backward
 from stepgraph.memory.blocks import find_blocks
 from stepgraph.placement.losses import sum_over_ranks
 from stepgraph.placement.markers import place_markers
-from stepgraph.placement.results import total_over_ranks, totals_of, whole_results
-from stepgraph.program.collectives import is_collective
+from stepgraph.placement.sums import Sums, decide_sums
 from stepgraph.program.driver import PassDriver
-from stepgraph.program.layout import MeshShape
+from stepgraph.program.layout import MeshShape, Spread
 from stepgraph.program.markers import UNSHARD
-from stepgraph.program.program import BACKWARD, Program
+from stepgraph.program.program import Program
 from stepgraph.torch_internals import graphs as dynamo
 
 ONE_PROCESS = MeshShape((("dp", 1),))
 OPTIONS = ("memory", "lowering")
 OTHER_INPUTS = (
-    "evaluate: a graph is run with rows of the batch where it was compiled for none, or the other way: "
+    "graphs: one is run with rows of the batch where it was compiled for none, or the other way: "
     "what it adds up may be each data-parallel rank's own"
 )
-
-
-@dataclass
-class _Made:
-    """A graph makes a loss that is the global batch's; which results are known to be rows, or none."""
-
-    loss: bool = False
-    results: Mapping[int, bool] = field(default_factory=dict)
 
 
 @dataclass
@@ -64,7 +56,7 @@ class GraphCompiler:
         gather_again: parameters are not kept for the backward.
         rows: of this rank's batch now, by which a graph's inputs are told to be rows of it.
         programs: of the graphs so far, with their collectives, in the order they were captured.
-        known: tensors of which it is known whether they are rows of the batch: its own, what graphs made.
+        known: how ranks have the batch's tensors and what graphs made, as far as it is known.
         global_losses: how often a graph has made a loss that is that of the global batch.
     """
 
@@ -104,8 +96,13 @@ class GraphCompiler:
         # What is compiled outlives this object, in dynamo's cache: it holds the settings alone.
         own, lowering, overlap = weakref.ref(self), self.lowering, self.collectives_overlap
 
-        known = self.known_of(examples)
-        made: list[_Made] = []
+        places = [
+            i
+            for i, x in enumerate(examples)
+            if isinstance(x, Tensor) and not isinstance(x, Parameter)
+        ]
+        known = self.known_of(examples, places)
+        made: list[Sums] = []
 
         def rewrite(traced: fx.GraphModule, results: int) -> None:
             compiler = own()
@@ -127,22 +124,25 @@ class GraphCompiler:
             graph, examples, partition, lower, alone, decomposition_table()
         )
         dynamo.forget_modules(graph)
-        makes_loss = any(each.loss for each in made)
-        places = {place: kind for each in made for place, kind in each.results.items()}
-        if not makes_loss and not places:
+        makes_loss = any(sums.loss for sums in made)
+        adds = makes_loss or any(sums.totals for sums in made)
+        results = {i: how for sums in made for i, how in sums.results.items() if i < OTHERS}
+        if not adds and not results:
             return compiled
 
-        def noted(*inputs: Any) -> Any:
+        def followed(*inputs: Any) -> Any:
             compiler = own()
-            if compiler is not None and compiler.known_of(inputs) != known:
-                compiler.note(OTHER_INPUTS)
-            results = compiled(*inputs)
+            as_compiled = compiler is not None and compiler.known_of(inputs, places) == known
+            made = compiled(*inputs)
             if compiler is not None:
                 compiler.global_losses += makes_loss
-                compiler.known.update((results[i], kind) for i, kind in places.items())
-            return results
+                if as_compiled:
+                    compiler.known.update((made[i], how) for i, how in results.items())
+                elif adds:
+                    compiler.note(OTHER_INPUTS)
+            return made
 
-        return noted
+        return followed
 
     def rewrite(
         self,
@@ -150,8 +150,8 @@ class GraphCompiler:
         results: int,
         sources: Sequence[str],
         rows: int,
-        known: Mapping[int, bool],
-    ) -> _Made:
+        known: Mapping[int, Spread],
+    ) -> Sums:
         """Applies the plan to a graph's forward and backward."""
         driver = PassDriver()
         described = GraphProgram(joint, results, sources, known)
@@ -161,18 +161,10 @@ class GraphCompiler:
         program = driver.run(key_random_operations, program)
         program = driver.run(draw_seed, program, self.rank)
         program = driver.run(place_markers, program)
-        made = _Made()
+        sums = Sums()
         if self.mesh.world_size > 1 and rows:
-            before = _collectives(program)
-            if next(iter(program.operations(BACKWARD)), None) is not None:
-                program = driver.run(sum_over_ranks, program, self.mesh, rows)
-                made.loss = _collectives(program) > before
-                made.results = whole_results(program)
-            else:
-                totals = totals_of(program, described.unknown, rows)
-                made.results = totals.rows | whole_results(program)
-                program = driver.run(total_over_ranks, program, self.mesh, totals)
-            made.results = {i: kind for i, kind in made.results.items() if i < OTHERS}
+            sums = decide_sums(program, rows, described.spread, described.unknown)
+            program = driver.run(sum_over_ranks, program, self.mesh, sums)
         decision = memory_policies.decide(program, self.policy_of(program), self.gather_again)
         program = driver.run(recompute_in_backward, program, decision)
         for note in program.notes:
@@ -183,12 +175,12 @@ class GraphCompiler:
         driver.run(delay_waits, program, self.collectives_overlap)
         described.give_back()
         dynamo.tag_sides(joint)
-        return made
+        return sums
 
-    def known_of(self, inputs: Sequence[Any]) -> dict[int, bool]:
-        """Which inputs of a graph are known to be rows (True), or none."""
-        pairs = ((i, self.known.get(x)) for i, x in enumerate(inputs) if isinstance(x, Tensor))
-        return {i: kind for i, kind in pairs if kind is not None}
+    def known_of(self, inputs: Sequence[Any], places: Sequence[int]) -> dict[int, Spread]:
+        """How ranks have the inputs of a graph at some places, where it is known."""
+        found = ((i, self.known.get(inputs[i])) for i in places)
+        return {i: how for i, how in found if how is not None}
 
     def note(self, text: str) -> None:
         """Adds a line to the report, once."""
@@ -199,10 +191,6 @@ class GraphCompiler:
         """``layers:N`` where no block of this graph repeats: as the user's code has it."""
         repeats = not self.memory.startswith("layers") or find_blocks(program)
         return self.memory if repeats else "none"
-
-
-def _collectives(program: Program) -> int:
-    return sum(map(is_collective, program.operations()))
 
 
 def stepgraph_backend(

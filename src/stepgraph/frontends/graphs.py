@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph import torch_internals
 from stepgraph.capture.module import first_leaf, in_dtype
@@ -23,8 +24,8 @@ from stepgraph.frontends.compiler import Compiler
 from stepgraph.frontends.entries import evaluation_mode
 from stepgraph.frontends.sharded_modules import Gathering, gather_where_read
 from stepgraph.frontends.whole_backward import WholeBackward
-from stepgraph.placement.losses import OWN_LOSS
 from stepgraph.placement.policies import for_own_update, gathers_again, stored_parameter
+from stepgraph.placement.sums import OWN_LOSS
 from stepgraph.program import roles
 from stepgraph.program.program import Value
 from stepgraph.runtime.batches import LocalBatch
@@ -187,9 +188,9 @@ class GraphRunner:
         """
         compute = self.compiler.precision.compute
         cast = [in_dtype(x, compute) if isinstance(x, torch.Tensor) else x for x in leaves]
-        batched = [x.shape[0] for x in cast if isinstance(x, torch.Tensor) and x.dim()]
-        self.graphs.rows = batched[0] if batched else 0
-        self.graphs.known.update((x, x.dim() > 0) for x in cast if isinstance(x, torch.Tensor))
+        tensors = [x for x in cast if isinstance(x, torch.Tensor)]
+        self.graphs.rows = next((x.shape[0] for x in tensors if x.dim()), 0)
+        self.graphs.known.update((x, Shard(0) if x.dim() else Replicate()) for x in tensors)
         self._entry = entry
         count_call(self.compiler, entry)
         self._follow_hooks(entry)
@@ -261,10 +262,14 @@ class GraphRunner:
             return value
         if value.dim() == 0:
             return self.mean(value) if value.is_floating_point() else value
-        rows = self.graphs.rows
-        if self.graphs.known.get(value, rows and value.shape[0] % rows == 0):
-            return torch_internals.gather_over_group(value.contiguous(), ranks, self._group)
-        return value
+        how, rows = self.graphs.known.get(value), self.graphs.rows
+        if not isinstance(how, Placement):  # its shape says so
+            how = Shard(0) if rows and value.shape[0] % rows == 0 else Replicate()
+        if not isinstance(how, Shard):
+            return value
+        first = value.movedim(how.dim, 0).contiguous()
+        whole = torch_internals.gather_over_group(first, ranks, self._group)
+        return whole.movedim(0, how.dim)
 
     def compile(self, graph: torch.fx.GraphModule, examples: Any, backward: bool) -> Callable:
         """Compiles a graph that dynamo captured, of the model or (``backward``) of its whole backward."""

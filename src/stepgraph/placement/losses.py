@@ -1,12 +1,11 @@
-"""A loss that one graph of many makes from its rows becomes that of the global batch.
+"""What a graph makes of its rows becomes that of the global batch: its loss, and other sums and means.
 
-Ranks are to a graph what micro-batches are to a step: the totals behind the loss (a mean over elements,
-a sum and its count) are added up over ranks, and what follows from them is computed on the sum. On its way
-back a gradient is that of the mean over ranks of what each of them does with the loss, which is what
-``reduce_grad`` averages: so the totals' gradients are added up over ranks, too.
+The totals behind them are added up over ranks, and what follows from them is computed on the sum. On its
+way back a loss's gradient is that of the mean over ranks of what each of them does with the loss, which is
+what ``reduce_grad`` averages: so the totals' gradients are added up over ranks, too.
 
-reads: results that are single numbers, and their tangents. writes: ``all_reduce`` of totals and of the
-tangent; one factor on the way back. preserves: all other results, and gradients up to that factor.
+reads: results, and the tangent of the loss. writes: ``all_reduce`` of totals and of the tangent; one factor
+on the way back. preserves: results that are rows or do not depend on them, gradients up to that factor.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Replicate
 
-from stepgraph.placement.normalisation import find_normalisation
-from stepgraph.placement.numbers import MAY_COUNT_ROWS, counts_rows
+from stepgraph.placement.sums import Sums
 from stepgraph.planning.decisions import Normalisation
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
@@ -28,31 +26,20 @@ from stepgraph.program.names import name_operations
 from stepgraph.program.program import BACKWARD, FORWARD, Program
 
 aten = torch.ops.aten
-OWN_LOSS = "loss: the mean over data-parallel ranks of each one's own"
 
 
-def sum_over_ranks(program: Program, mesh: MeshShape, rows: int) -> Program:
-    """Makes the graph's loss, if it has one, the global batch's; see the module docstring."""
-    candidates = [
-        role
-        for role, node in zip(program.outputs, program.results, strict=True)
-        if isinstance(role, roles.ModuleResult)
-        and node.meta["val"].dim() == 0
-        and roles.ResultTangent(role.index) in program.inputs
-    ]
-    for loss in candidates:
-        tangent = roles.ResultTangent(loss.index)
-        found = find_normalisation(program, loss, tangent, rows)
-        if len(candidates) > 1:
-            found.exact, found.reason = False, "a graph makes several losses"
-        numbers = [number for literals in found.numbers.values() for number in literals]
-        if any(found.gradient_kind == "sum" or counts_rows(number, rows) for number in numbers):
-            # a graph has no other rows to be held against
-            found.exact, found.reason = False, MAY_COUNT_ROWS
-        if not found.exact:
-            program.note(f"{OWN_LOSS}, because {found.reason}")
-            continue
-        _Sum(program, mesh).apply(found, program.input_node(tangent))
+def sum_over_ranks(program: Program, mesh: MeshShape, sums: Sums) -> Program:
+    """Adds up over ranks what was decided on; see the module docstring."""
+    summed = _Sum(program, mesh)
+    of_loss: Mapping[str, str] = {}
+    if sums.loss is not None:
+        loss, found = sums.loss
+        of_loss = found.totals
+        summed.apply(found, program.input_node(roles.ResultTangent(loss.index)))
+    others = {name: kind for name, kind in sums.totals.items() if name not in of_loss}
+    summed.add_up(others, {*sums.tail, "output"})
+    for note in sums.notes:
+        program.note(note)
     name_operations(program.graph)
     return program.finish()
 
@@ -67,38 +54,29 @@ class _Sum:
         """Inserts the sums over ranks."""
         inside = {self.nodes[name] for name in found.tail} | {tangent}
         backward = next(iter(self.program.operations(BACKWARD)))
-        add_up(self.program, self.mesh_dim, self.ranks, found.totals)
+        self.add_up(found.totals)
         kind = found.gradient_kind
         if found.boundary is not None and kind == "sum":
             boundary, kind = self.nodes[found.boundary], "avg"
             emit = Builder(self.program, BACKWARD, boundary.next)
             _replace(boundary, emit(aten.mul.Scalar, boundary, self.ranks), inside)
         emit = Builder(self.program, BACKWARD, backward)
-        added = redistribute(
-            emit, tangent, Partial(kind), Replicate(), self.mesh_dim, self.ranks, 0
-        )
-        _replace(tangent, added, set())
+        _replace(tangent, self._sum(emit, tangent, kind), set())
 
+    def add_up(self, totals: Mapping[str, str], readers: Collection[str] | None = None) -> None:
+        """Inserts sums (or what else, by name) over ranks, for all readers of a value or some."""
+        for name, kind in totals.items():
+            total = self.nodes[name]
+            others = {
+                user
+                for user in total.users
+                if readers is not None and user.meta.get("name", user.op) not in readers
+            }
+            emit = Builder(self.program, FORWARD, total.next)
+            _replace(total, self._sum(emit, total, kind), others)
 
-def add_up(
-    program: Program,
-    mesh_dim: str,
-    ranks: int,
-    totals: Mapping[str, str],
-    readers: Collection[str] | None = None,
-) -> None:
-    """Inserts the sums (or what else, by name) of values over ranks, for all readers or some."""
-    nodes = {node.meta["name"]: node for node in program.operations()}
-    for name, kind in totals.items():
-        total = nodes[name]
-        others = {
-            user
-            for user in total.users
-            if readers is not None and user.meta.get("name", user.op) not in readers
-        }
-        emit = Builder(program, FORWARD, total.next)
-        added = redistribute(emit, total, Partial(kind), Replicate(), mesh_dim, ranks, 0)
-        _replace(total, added, others)
+    def _sum(self, emit: Builder, node: fx.Node, kind: str) -> fx.Node:
+        return redistribute(emit, node, Partial(kind), Replicate(), self.mesh_dim, self.ranks, 0)
 
 
 def _replace(node: fx.Node, new: fx.Node, but_for: set[fx.Node]) -> None:

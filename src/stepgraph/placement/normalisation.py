@@ -9,6 +9,7 @@ have to be communicated, micro-batches cannot be exact and the mean over them is
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,6 +21,7 @@ from stepgraph.placement.numbers import MAY_COUNT_ROWS, literals, may_count_rows
 from stepgraph.placement.rules import Rules, results_of
 from stepgraph.planning.decisions import Normalisation
 from stepgraph.program import roles
+from stepgraph.program.layout import Apart, Spread
 from stepgraph.program.program import BACKWARD, FORWARD, Program, Value, tensor_arguments
 
 aten = torch.ops.aten
@@ -32,6 +34,7 @@ def find_normalisation(
     loss: roles.Output = _LOSS,
     tangent: roles.Input = _TANGENT,
     rows: int | None = None,
+    spread: Mapping[roles.Input, Spread] | None = None,
 ) -> Normalisation:
     """How the loss of a joint Program adds up over slices of its batch.
 
@@ -39,8 +42,9 @@ def find_normalisation(
         loss, tangent: the roles of the loss and of its gradient.
         rows: only inputs whose first dimension is a multiple of it are cut, and may be activations that
             depend on parameters; None: all of the user's are cut.
+        spread: inputs of which it is known how slices have them, whatever their shapes.
     """
-    return _Walk(program, tangent, rows).run(program.result(loss))
+    return _Walk(program, tangent, rows, spread or {}).run(program.result(loss))
 
 
 def inexact(loss: fx.Node, reason: str) -> Normalisation:
@@ -57,49 +61,48 @@ def is_batched(role: roles.Input, value: Value, rows: int | None) -> bool:
 
 @dataclass
 class Totals:
-    """What to add up over slices of the batch.
+    """What to add up over slices of the batch for results that no gradient comes to.
 
     Attributes:
         kinds: names of values and how (``sum``, ``avg``, ``max``, ``min``), in graph order: every rank must
             count in the same order.
         tail: names of the operations that read them added up.
-        apart: why some results are of each slice alone.
-        rows: results, by index: whether they are rows, or the same on every rank; others are neither.
+        results: by index, how slices have them then.
     """
 
     kinds: dict[str, str] = field(default_factory=dict)
     tail: set[str] = field(default_factory=set)
-    apart: list[str] = field(default_factory=list)
-    rows: dict[int, bool] = field(default_factory=dict)
+    results: dict[int, Spread] = field(default_factory=dict)
 
 
-def find_totals(program: Program, rows: int) -> Totals:
-    """What to add up for the results of a graph without a backward.
+def find_totals(
+    program: Program, rows: int, spread: Mapping[roles.Input, Spread], why_none: str = ""
+) -> Totals:
+    """What to add up for the results of a graph.
 
     Args:
-        program: each ``UserInput`` is rows of the batch.
-        rows: as for :func:`find_normalisation`.
+        rows, spread: as for :func:`find_normalisation`.
+        why_none: if given, nothing is to be added up, for this reason.
     """
-    return _Walk(program, None, rows).totals()
+    return _Walk(program, None, rows, spread).totals(why_none)
 
 
 class _Inexact(Exception):
     pass
 
 
-@dataclass(frozen=True)
-class _Apart:
-    """A value that cannot be had from what slices have."""
-
-    reason: str
-
-
 class _Walk:
-    def __init__(self, program: Program, tangent: roles.Input | None, rows: int | None) -> None:
-        self.program, self.rows, self.tangent = program, rows, tangent
+    def __init__(
+        self,
+        program: Program,
+        tangent: roles.Input | None,
+        rows: int | None,
+        spread: Mapping[roles.Input, Spread],
+    ) -> None:
+        self.program, self.rows, self.tangent, self.spread = program, rows, tangent, spread
         # On a dimension of one rank every size divides; the rules answer as on any other.
         self.rules = Rules(1)
-        self.state: dict[fx.Node, tuple[Placement | str | _Apart | None, ...]] = {}
+        self.state: dict[fx.Node, tuple[Placement | str | Apart | None, ...]] = {}
         # Computed with plain numbers, on the way from sums to the loss.
         self.scaled: set[fx.Node] = set()
         self.varies: set[fx.Node] = set()  # depends on the batch
@@ -112,26 +115,32 @@ class _Walk:
         except _Inexact as error:
             return inexact(loss, str(error))
 
-    def totals(self) -> Totals:
+    def totals(self, why_none: str) -> Totals:
         self._forward()
         tail = {node for node, states in self.state.items() if states == (TAIL,)}
         made = Totals(tail={node.meta["name"] for node in tail})
         found: set[fx.Node] = set()
         for role, result in zip(self.program.outputs, self.program.results, strict=True):
-            assert isinstance(role, roles.ModuleResult)
+            if not isinstance(role, roles.ModuleResult):
+                continue
             (state,) = self.state[result]
-            if isinstance(state, _Apart):
-                made.apart.append(state.reason)
-            elif isinstance(state, Shard):
-                if state == Shard(0):
-                    made.rows[role.index] = True
-            elif result in self.varies and may_count_rows(self.program, result, self.rows or 1):
-                made.apart.append(MAY_COUNT_ROWS)
+            if isinstance(state, (Apart, Shard)):
+                made.results[role.index] = state
+            elif result not in self.varies:
+                made.results[role.index] = Replicate()
+            elif reason := why_none or self._why_apart(role, result):
+                made.results[role.index] = Apart(reason)
             else:
-                made.rows[role.index] = False
-                found |= self._totals(result, tail) if result in self.varies else set()
+                made.results[role.index] = Replicate()
+                found |= self._totals(result, tail)
         made.kinds = self._kinds(found)
         return made
+
+    def _why_apart(self, role: roles.ModuleResult, result: fx.Node) -> str | None:
+        """Why a result that depends on the batch, and is no rows of it, is not to be added up."""
+        if roles.ResultTangent(role.index) in self.program.inputs:
+            return f"{result.meta['name']}, which has a gradient, is made of the rows of one rank"
+        return MAY_COUNT_ROWS if may_count_rows(self.program, result, self.rows or 1) else None
 
     def _forward(self) -> None:
         rows = zip(
@@ -139,8 +148,9 @@ class _Walk:
         )
         for node, role, value in rows:
             batched = is_batched(role, value, self.rows)
-            self.state[node] = (Shard(0) if batched else Replicate(),)
-            if batched:
+            state = self.spread.get(role) or (Shard(0) if batched else Replicate())
+            self.state[node] = (state,)
+            if not isinstance(state, Replicate):
                 self.varies.add(node)
             activation = self.rows is not None and value.dtype.is_floating_point
             if isinstance(role, roles.Param) or activation:
@@ -164,7 +174,7 @@ class _Walk:
             self.state[node] = (Replicate(),) * len(results_of(node))
             return
         states = [self.state[argument][0] for argument in arguments]
-        if apart := next((state for state in states if isinstance(state, _Apart)), None):
+        if apart := next((state for state in states if isinstance(state, Apart)), None):
             self.state[node] = (apart,) * len(results_of(node))
             return
         if TAIL not in states:
@@ -183,7 +193,7 @@ class _Walk:
                 ]
                 self.state[node] = free[same.index(max(same))].outputs
                 if isinstance(self.state[node][0], Partial):
-                    self.scaled |= with_numbers(node)
+                    self.scaled |= with_numbers(self.program, node)
                 return
         single = all(
             argument.meta["val"].dim() == 0 and (s == TAIL or isinstance(s, Partial))
@@ -191,16 +201,16 @@ class _Walk:
             if argument in self.varies
         )
         if not single or node.meta["val"].dim():
-            apart = _Apart(f"{node.meta['name']} needs the whole batch at once")
+            apart = Apart(f"{node.meta['name']} needs the whole batch at once")
             self.state[node] = (apart,) * len(results_of(node))
             return
         self.state[node] = (TAIL,)
-        self.scaled |= with_numbers(node)
+        self.scaled |= with_numbers(self.program, node)
 
     def _read_off(self, loss: fx.Node) -> Normalisation:
         (state,) = self.state[loss]
         tail = {node for node, states in self.state.items() if states == (TAIL,)}
-        if isinstance(state, _Apart):
+        if isinstance(state, Apart):
             raise _Inexact(state.reason)
         if state != TAIL and not isinstance(state, Partial):
             raise _Inexact("the loss is not a sum or mean over the batch")
@@ -244,7 +254,7 @@ class _Walk:
         while stack:
             node = stack.pop()
             if node in self.scaled and node in self.learns:
-                found[node.meta["name"]] = literals(node)
+                found[node.meta["name"]] = literals(self.program, node)
             stack += [n for n in node.all_input_nodes if n in self.scaled or self._is_number(n)]
         return found
 

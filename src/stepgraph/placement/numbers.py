@@ -43,14 +43,15 @@ def _numbers_in(program: Program, node: fx.Node) -> list[float]:
     return []
 
 
-def with_numbers(node: fx.Node) -> set[fx.Node]:
+def with_numbers(program: Program, node: fx.Node) -> set[fx.Node]:
     """A value and what leads to it one by one, element by element: those that plain numbers went into."""
     found, chain = set(), [node]
     for value in chain:  # grows
-        if literals(value):
+        if literals(program, value):
             found.add(value)
-        pointwise = [n for n in value.all_input_nodes if torch.Tag.pointwise in _tags(n)]
-        chain += pointwise if len(value.all_input_nodes) == 1 else []
+        varying = [n for n in value.all_input_nodes if not _constant(program, n)]
+        pointwise = [n for n in varying if torch.Tag.pointwise in _tags(n)]
+        chain += pointwise if len(varying) == 1 else []
     return found
 
 
@@ -58,8 +59,22 @@ def _tags(node: fx.Node) -> tuple:
     return tuple(getattr(node.target, "tags", ())) if node.op == "call_function" else ()
 
 
-def literals(node: fx.Node) -> tuple:
-    """The numbers that an operation multiplies or divides by."""
+def literals(program: Program, node: fx.Node) -> tuple:
+    """The numbers that an operation multiplies or divides by, be they tensors."""
     if node.target not in _SCALING:
         return ()
-    return tuple(a for a in node.args if isinstance(a, (int, float)) and not isinstance(a, bool))
+    numbers = [a for a in node.args if isinstance(a, (int, float)) and not isinstance(a, bool)]
+    for argument in node.all_input_nodes:
+        numbers += _constant(program, argument)
+    return tuple(numbers)
+
+
+def _constant(program: Program, node: fx.Node) -> list[float]:
+    """The numbers that a tensor of one number is made of, where nothing else goes into it."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.numel() != 1 or node.op == "placeholder":
+        return []
+    if not node.all_input_nodes:
+        return _numbers_in(program, node)
+    behind = [_constant(program, source) for source in node.all_input_nodes]
+    return [*sum(behind, []), *_numbers_in(program, node)] if all(behind) else []

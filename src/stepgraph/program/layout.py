@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -16,6 +16,16 @@ from torch.distributed.tensor.placement_types import Placement
 from stepgraph import torch_internals
 
 Placements = tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class Apart:
+    """A value that cannot be had from what slices of the batch have, or is of each slice alone."""
+
+    reason: str = field(compare=False)
+
+
+Spread = Placement | Apart  # how slices of a batch have a value
 
 
 class InnerShard(Shard):

@@ -244,6 +244,25 @@ def a_weight_that_crosses_a_break(part):
     return engine(part()).item(), engine.notes
 
 
+def by_the_table(model, x):
+    return model(x).square().sum() / model.table.sum()
+
+
+def a_table_that_a_model_holds(part):
+    model = Broken()
+    model.table = torch.ones(ROWS // 2)  # as many as a rank has rows
+    return engine_of(model, by_the_table)(part()).item()
+
+
+def in_another_order(model, x):
+    result = model(x)
+    return {"columns": result.t(), "blocks": torch.stack([result, 2 * result]).flatten(0, 1)}
+
+
+def rows_in_another_order(part):
+    return engine_of(Broken(), in_another_order).evaluate(part())
+
+
 def micro_batches(part):
     engine = engine_of(Broken(), micro_batches=2)
     engine.step(part())
@@ -261,7 +280,8 @@ CASES = [
     a_forward_hook_comes_and_goes, a_backward_hook_comes, written_between_forward_and_backward,
     a_module_is_replaced, a_buffer_is_replaced, a_buffer_that_the_forward_assigns,
     a_buffer_that_a_forward_without_breaks_assigns,
-    a_table_that_is_renormalised, a_weight_that_crosses_a_break, micro_batches, constants,
+    a_table_that_is_renormalised, a_weight_that_crosses_a_break, a_table_that_a_model_holds,
+    rows_in_another_order, micro_batches, constants,
 ]  # fmt: skip
 
 
@@ -381,6 +401,16 @@ def test_a_weight_is_not_taken_for_rows(found):
     own = sum(model(part).item() for part in parts) / 2
     assert value == pytest.approx(own, rel=1e-5)
     assert any("a term of the loss is no sum over the batch" in note for note in notes)
+
+
+def test_a_table_that_a_model_holds_is_not_taken_for_rows(found):
+    wanted = squares(Broken(), batch()).item() / (ROWS // 2)
+    assert found["a_table_that_a_model_holds"] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_rows_are_put_together_along_the_dimension_they_lie_in(found):
+    for name, wanted in in_another_order(Broken(), batch()).items():
+        torch.testing.assert_close(found["rows_in_another_order"][name], wanted)
 
 
 def test_micro_batches_are_said_to_be_averaged(found):

@@ -151,6 +151,15 @@ def test_numbers_beside_an_own_loss_are_own():
     assert isinstance(sums.results[1], Apart)
 
 
+def test_a_number_that_rows_are_computed_with_is_each_ranks_own_like_them():
+    def scaled(y):
+        count = (y.detach() > 0).sum().clamp(min=1)
+        return y / count, count
+
+    sums = decide_sums(graph_program(scaled, scores()), ROWS)
+    assert not sums.totals and [*map(type, sums.results.values())] == [Apart, Apart]
+
+
 def test_a_loss_of_what_is_each_ranks_own_is_own_and_says_what():
     program = graph_program(lambda y, own: (y * own).mean(), scores(), torch.ones(3))
     (own,) = [role for role in program.inputs if "own" in getattr(role, "name", "")]

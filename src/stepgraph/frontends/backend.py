@@ -133,14 +133,14 @@ class GraphCompiler:
         def followed(*inputs: Any) -> Any:
             compiler = own()
             as_compiled = compiler is not None and compiler.known_of(inputs, places) == known
-            made = compiled(*inputs)
+            values = compiled(*inputs)
             if compiler is not None:
                 compiler.global_losses += makes_loss
                 if as_compiled:
-                    compiler.known.update((made[i], how) for i, how in results.items())
+                    compiler.known.update((values[i], how) for i, how in results.items())
                 elif adds:
                     compiler.note(OTHER_INPUTS)
-            return made
+            return values
 
         return followed
 

@@ -27,6 +27,7 @@ from stepgraph.frontends.whole_backward import WholeBackward
 from stepgraph.placement.policies import for_own_update, gathers_again, stored_parameter
 from stepgraph.placement.sums import OWN_LOSS
 from stepgraph.program import roles
+from stepgraph.program.layout import blocks_of
 from stepgraph.program.program import Value
 from stepgraph.runtime.batches import LocalBatch
 from stepgraph.runtime.recompiles import before_compiling, count_call
@@ -96,6 +97,10 @@ class GraphRunner:
             ranks.collectives_overlap,
         )
         self._function, self._entry = function, ""
+        # What modules hold before there is a batch is no rows of one.
+        held = [dict(vars(module)) for module in compiler.model.modules()]
+        tensors = [x for x in pytree.tree_leaves(held) if isinstance(x, torch.Tensor)]
+        self.graphs.known.update((x, Replicate()) for x in tensors)
         self._hooks = hooks.module_modes(compiler.model, with_training=False)
         self._warm: set[str] = set()
         self._codes: set = set()
@@ -267,9 +272,9 @@ class GraphRunner:
             how = Shard(0) if rows and value.shape[0] % rows == 0 else Replicate()
         if not isinstance(how, Shard):
             return value
-        first = value.movedim(how.dim, 0).contiguous()
-        whole = torch_internals.gather_over_group(first, ranks, self._group)
-        return whole.movedim(0, how.dim)
+        blocks = value.unflatten(how.dim, (blocks_of(how), -1)).movedim(how.dim + 1, 0)
+        whole = torch_internals.gather_over_group(blocks.contiguous(), ranks, self._group)
+        return whole.movedim(0, how.dim + 1).flatten(how.dim, how.dim + 1)
 
     def compile(self, graph: torch.fx.GraphModule, examples: Any, backward: bool) -> Callable:
         """Compiles a graph that dynamo captured, of the model or (``backward``) of its whole backward."""

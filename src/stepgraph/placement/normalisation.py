@@ -118,26 +118,38 @@ class _Walk:
     def totals(self, why_none: str) -> Totals:
         self._forward()
         tail = {node for node, states in self.state.items() if states == (TAIL,)}
-        made = Totals(tail={node.meta["name"] for node in tail})
-        found: set[fx.Node] = set()
+        made, found = Totals(), set()
         for role, result in zip(self.program.outputs, self.program.results, strict=True):
             if not isinstance(role, roles.ModuleResult):
                 continue
             (state,) = self.state[result]
-            if isinstance(state, (Apart, Shard)):
+            if isinstance(state, (Apart, Shard)) or result not in self.varies:
                 made.results[role.index] = state
-            elif result not in self.varies:
-                made.results[role.index] = Replicate()
-            elif reason := why_none or self._why_apart(role, result):
+                continue
+            behind = self._behind(result, tail)
+            if reason := why_none or self._why_apart(role, result, behind):
                 made.results[role.index] = Apart(reason)
             else:
                 made.results[role.index] = Replicate()
-                found |= self._totals(result, tail)
+                made.tail |= {node.meta["name"] for node in behind}
+                found |= self._totals(result, behind)
         made.kinds = self._kinds(found)
         return made
 
-    def _why_apart(self, role: roles.ModuleResult, result: fx.Node) -> str | None:
+    def _behind(self, result: fx.Node, tail: set[fx.Node]) -> set[fx.Node]:
+        """What of the tail leads to a result."""
+        found = [result] if result in tail else []
+        for node in found:  # grows
+            found += [n for n in node.all_input_nodes if n in tail and n not in found]
+        return set(found)
+
+    def _why_apart(
+        self, role: roles.ModuleResult, result: fx.Node, behind: set[fx.Node]
+    ) -> str | None:
         """Why a result that depends on the batch, and is no rows of it, is not to be added up."""
+        readers = {user for node in behind for user in node.users if user in self.state}
+        if any(isinstance(self.state[user][0], Apart) for user in readers):
+            return f"{result.meta['name']} is computed with rows"
         if roles.ResultTangent(role.index) in self.program.inputs:
             return f"{result.meta['name']}, which has a gradient, is made of the rows of one rank"
         return MAY_COUNT_ROWS if may_count_rows(self.program, result, self.rows or 1) else None

@@ -254,6 +254,23 @@ def a_table_that_a_model_holds(part):
     return engine_of(model, by_the_table)(part()).item()
 
 
+def of_saved(model, x):
+    """Its backward reads what the forward made and nobody else has."""
+    return model(x).exp().sin().square().mean()
+
+
+def a_backward_twice(part):
+    found = []
+    for lowering in ("eager", "inductor"):
+        model = Broken()
+        engine = stepgraph.Engine(model, loss=of_saved, plan="zero3", lowering=lowering)
+        loss = engine(part())
+        loss.backward(retain_graph=True)
+        loss.backward()
+        found.append([p.grad.full_tensor() for p in model.parameters()])
+    return found
+
+
 def in_another_order(model, x):
     result = model(x)
     return {"columns": result.t(), "blocks": torch.stack([result, 2 * result]).flatten(0, 1)}
@@ -281,7 +298,7 @@ CASES = [
     a_module_is_replaced, a_buffer_is_replaced, a_buffer_that_the_forward_assigns,
     a_buffer_that_a_forward_without_breaks_assigns,
     a_table_that_is_renormalised, a_weight_that_crosses_a_break, a_table_that_a_model_holds,
-    rows_in_another_order, micro_batches, constants,
+    rows_in_another_order, a_backward_twice, micro_batches, constants,
 ]  # fmt: skip
 
 
@@ -411,6 +428,16 @@ def test_a_table_that_a_model_holds_is_not_taken_for_rows(found):
 def test_rows_are_put_together_along_the_dimension_they_lie_in(found):
     for name, wanted in in_another_order(Broken(), batch()).items():
         torch.testing.assert_close(found["rows_in_another_order"][name], wanted)
+
+
+def test_a_backward_runs_twice(found):
+    model = Broken()
+    loss = of_saved(model, batch())
+    loss.backward(retain_graph=True)
+    loss.backward()
+    for gradients in found["a_backward_twice"]:
+        for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+            torch.testing.assert_close(gradient, parameter.grad)
 
 
 def test_micro_batches_are_said_to_be_averaged(found):

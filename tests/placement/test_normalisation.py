@@ -187,7 +187,7 @@ def test_a_penalty_on_weights_beside_a_sum_is_inexact(kind):
 
 def graph_results(function, *inputs):
     """What results of a graph without a backward need, for rows of 4."""
-    return find_totals(graph_program(function, *inputs), 4, {})
+    return find_totals(graph_program(function, *inputs), 4, {}, adds=True)
 
 
 def test_results_without_a_gradient_are_added_up_by_their_kind():

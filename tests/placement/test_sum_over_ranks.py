@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.nn import functional as F
 
 from stepgraph.placement.losses import sum_over_ranks
-from stepgraph.placement.sums import OWN_LOSS, Sums, decide_sums
+from stepgraph.placement.sums import Sums, decide_sums
 from stepgraph.program import roles
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.invariants import check_invariants
@@ -29,20 +29,25 @@ def tokens(y, labels):
 
 
 LABELS = torch.tensor([0, 1, 2, 1])
-MEANS = {
-    "a mean": (lambda y: y.square().mean(), (1, 1)),
-    "a sum": (lambda y: y.square().sum(), (1, 1)),
-    "a weighted mean": (lambda y: (y.sum(1) * y.detach()[:, 0]).sum() / y.detach().sum(), (2, 1)),
+PENDING = {
+    "avg": lambda y: y.square().mean(),
+    "sum": lambda y: y.square().sum(),
 }
 OWN = {
     "divided by a number": lambda y: y.square().sum() / len(y),
     "a maximum": lambda y: y.max(),
-    "two losses": lambda y: (y.mean(), y.square().mean()),
+    "two weighted means": lambda y: (y.sum() / (y > 0).sum(), y.sum() / (y < 0).sum()),
+    "made of numbers that a table counts": lambda y: y.sum() / torch.ones(len(y)).sum(),
+    "a penalty over a count": lambda y: (y.sum() + y.new_ones(()).exp()) / (y > 0).sum().clamp(1),
 }
 
 
 def summed(program, rows=ROWS, **known):
     return sum_over_ranks(program, TWO, decide_sums(program, rows, **known))
+
+
+def reads_a_collective(node):
+    return is_collective(node) or any(map(reads_a_collective, node.all_input_nodes))
 
 
 def collectives(program, phase):
@@ -56,19 +61,26 @@ def test_sums_and_counts_of_tokens_are_those_of_all_ranks():
     assert (collectives(after, FORWARD), collectives(after, BACKWARD)) == (2, 1)
 
 
-@pytest.mark.parametrize("name", MEANS)
-def test_totals_are_added_up(name):
-    function, expected = MEANS[name]
-    program = summed(graph_program(function, scores()))
-    assert (collectives(program, FORWARD), collectives(program, BACKWARD)) == expected
+def test_totals_are_added_up():
+    def weighted(y):
+        return (y.sum(1) * y.detach()[:, 0]).sum() / y.detach().sum()
+
+    program = summed(graph_program(weighted, scores()))
+    assert (collectives(program, FORWARD), collectives(program, BACKWARD)) == (2, 1)
     check_invariants(program)
 
 
+@pytest.mark.parametrize("kind", PENDING)
+def test_sums_and_means_stay_pending(kind):
+    program = graph_program(PENDING[kind], scores())
+    assert decide_sums(program, ROWS) == Sums(results={0: Partial(kind)})
+
+
 @pytest.mark.parametrize("name", OWN)
-def test_what_does_not_add_up_is_each_ranks_own_and_says_so(name):
-    program = summed(graph_program(OWN[name], scores()))
-    assert not collectives(program, None)
-    assert any(note.startswith(OWN_LOSS) for note in program.notes)
+def test_what_does_not_add_up_is_each_ranks_own(name):
+    sums = decide_sums(graph_program(OWN[name], scores()), ROWS)
+    assert sums.loss is None and not sums.totals
+    assert {type(how) for how in sums.results.values()} == {Apart}
 
 
 def test_activations_are_left_alone():
@@ -77,8 +89,8 @@ def test_activations_are_left_alone():
 
 
 def test_inputs_that_are_no_rows_are_not_cut():
-    program = summed(graph_program(lambda y: y.mean(), scores()), 3)
-    assert not collectives(program, None)
+    sums = decide_sums(graph_program(lambda y: y.mean(), scores()), 3)
+    assert isinstance(sums.results[0], Apart)
 
 
 # -- results without a gradient
@@ -95,21 +107,21 @@ def evaluation():
 
 def test_results_of_a_graph_without_a_backward_are_added_up():
     before = evaluation()
-    after = summed(before.copy())
+    after = summed(before.copy(), evaluates=True)
     assert_golden(__file__, "sums_without_a_backward", before, after)
     check_invariants(after)
     assert collectives(after, None) == 4  # the total once for both that read it
 
 
 def test_inputs_that_may_be_rows_or_not_add_up_nothing_and_it_is_said():
-    after = summed(evaluation(), unknown=["hidden"])
+    after = summed(evaluation(), unknown=["hidden"], evaluates=True)
     assert not collectives(after, None)
     assert any("not known whether hidden is rows" in note for note in after.notes)
 
 
 def test_rows_alone_need_no_word():
     rows = graph_program(lambda x: x * 2, torch.ones(4, 3))
-    assert decide_sums(rows, 4, unknown=["hidden"]) == Sums()
+    assert decide_sums(rows, 4, unknown=["hidden"], evaluates=True) == Sums()
 
 
 def beside(y):
@@ -118,15 +130,32 @@ def beside(y):
     return (y.square().sum(1) * kept).sum(), count, count.clamp(min=1), y.detach().amax(0), y.sum(0)
 
 
-def test_numbers_beside_a_loss_are_those_of_all_ranks_as_it_is():
+def test_a_graph_in_training_leaves_sums_pending():
     program = graph_program(beside, scores())
+    loss, count, clamped, largest, columns = (
+        Partial("sum"),
+        Partial("sum"),
+        Apart(""),
+        Partial("max"),
+        Partial("sum"),
+    )
     sums = decide_sums(program, ROWS)
-    assert sums.loss is not None and len(sums.totals) == 2
+    assert sums == Sums(results=dict(enumerate([loss, count, clamped, largest, columns])))
+
+
+def test_a_graph_adds_up_what_one_before_it_left_pending():
+    program = graph_program(lambda s, n: s / n.clamp(min=1), scores().sum(), torch.tensor(3))
+    total, count = (role for role in program.inputs if isinstance(role, roles.UserInput))
+    sums = decide_sums(program, ROWS, {total: Partial("sum"), count: Partial("sum")})
+    assert sums.loss is not None and sums.results == {0: Replicate()}
     after = sum_over_ranks(program, TWO, sums)
     check_invariants(after)
-    assert (collectives(after, FORWARD), collectives(after, BACKWARD)) == (3, 1)
-    *whole, column_sums = [sums.results[i] for i in range(5)]
-    assert whole == [Replicate()] * 4 and isinstance(column_sums, Apart)  # it has a gradient
+    assert (collectives(after, FORWARD), collectives(after, BACKWARD)) == (2, 1)
+
+
+def test_a_loss_of_unknown_inputs_is_own():
+    sums = decide_sums(graph_program(tokens, scores(), LABELS), ROWS, unknown=["mask"])
+    assert sums.loss is None and "whether mask is rows" in sums.results[0].reason
 
 
 def test_a_loss_of_what_all_ranks_have_is_left_alone():
@@ -136,19 +165,17 @@ def test_a_loss_of_what_all_ranks_have_is_left_alone():
     assert sums == Sums(results={0: Replicate()})
 
 
-def test_a_total_of_the_loss_is_added_up_once():
+def test_totals_are_added_up_for_the_loss_alone():
     def average(y):
         count = (y.detach() > 0).sum()
-        return y.sum() / count, count
+        clamped = count.clamp(min=1)
+        return y.sum() / clamped, count, clamped
 
-    assert collectives(summed(graph_program(average, scores())), FORWARD) == 2
-
-
-def test_numbers_beside_an_own_loss_are_own():
-    program = graph_program(lambda y: (y.max(), (y.detach() > 0).sum()), scores())
+    program = graph_program(average, scores())
     sums = decide_sums(program, ROWS)
-    assert sums.loss is None and not sums.totals
-    assert isinstance(sums.results[1], Apart)
+    assert sums.results == {0: Replicate(), 1: Partial("sum"), 2: Replicate()}
+    results = sum_over_ranks(program, TWO, sums).results
+    assert not reads_a_collective(results[1]) and reads_a_collective(results[2])
 
 
 def test_a_number_that_rows_are_computed_with_is_each_ranks_own_like_them():
@@ -156,21 +183,21 @@ def test_a_number_that_rows_are_computed_with_is_each_ranks_own_like_them():
         count = (y.detach() > 0).sum().clamp(min=1)
         return y / count, count
 
-    sums = decide_sums(graph_program(scaled, scores()), ROWS)
+    sums = decide_sums(graph_program(scaled, scores()), ROWS, evaluates=True)
     assert not sums.totals and [*map(type, sums.results.values())] == [Apart, Apart]
 
 
 def test_a_loss_of_what_is_each_ranks_own_is_own_and_says_what():
     program = graph_program(lambda y, own: (y * own).mean(), scores(), torch.ones(3))
     (own,) = [role for role in program.inputs if "own" in getattr(role, "name", "")]
-    assert decide_sums(program, ROWS).loss is not None
+    assert decide_sums(program, ROWS).results == {0: Partial("avg")}
     sums = decide_sums(program, ROWS, {own: Apart("the mean of a batch was taken")})
-    assert sums.loss is None and "the mean of a batch was taken" in sums.notes[0]
+    assert "the mean of a batch was taken" in sums.results[0].reason
 
 
 def test_rows_may_lie_along_any_dimension():
     program = graph_program(lambda y: y.mean(), torch.randn(3, ROWS, requires_grad=True))
     (rows,) = [role for role in program.inputs if isinstance(role, roles.UserInput)]
-    assert decide_sums(program, ROWS, {rows: Shard(1)}).loss is not None
+    assert decide_sums(program, ROWS, {rows: Shard(1)}).results == {0: Partial("avg")}
     turned = graph_program(lambda y: y.transpose(0, 1).exp(), scores())
     assert decide_sums(turned, ROWS).results == {0: Shard(1)}

@@ -73,6 +73,7 @@ class GraphProgram:
             ``ModuleResult`` and ``Grad``.
         spread: how ranks have ``UserInput`` tensors.
         unknown: names of those of which it is not known.
+        written: indices of results that are new values of inputs -> positions of those.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class GraphProgram:
         self._slots = [i for i, leaf in enumerate(self._flat) if _is_tensor(leaf)]
         self.spread: dict[roles.Input, Spread] = {}
         self.unknown: list[str] = []
+        self.written: dict[int, int] = {}
         self.program = self._describe(joint, results, list(sources), known or {})
 
     def _describe(
@@ -104,7 +106,7 @@ class GraphProgram:
                     inputs.append(roles.ResultTangent(OTHERS + index))
                 case ("plain", leaf):
                     source = sources[leaf] if leaf < len(sources) else ""
-                    role = _role(node, index, source, isinstance(known.get(leaf), Replicate))
+                    role = _role(node, index, source, known.get(leaf))
                     inputs.append(role)
                     if isinstance(role, roles.UserInput) and _is_tensor(node):
                         if leaf in known:
@@ -120,6 +122,8 @@ class GraphProgram:
                 outputs.append(roles.Grad(f"result {slot}"))
             else:
                 outputs.append(roles.ModuleResult(number if kind == "output" else OTHERS + slot))
+            if kind == "mutation" and number[0] == "plain":
+                self.written[OTHERS + slot] = number[1]
         tensors = [self._flat[slot] for slot in self._slots]
         self._output.args = (tuple(tensors),)
         placeholders = [node for node, _ in pairs_in]
@@ -150,11 +154,12 @@ class GraphProgram:
         self._output.args = (list(self._flat),)
 
 
-def _role(node: fx.Node, index: int, source: str, whole: bool = False) -> roles.Input:
+def _role(node: fx.Node, index: int, source: str, how: Spread | None = None) -> roles.Input:
     name = f"{input_name(source)}#{index}"  # one graph may serve several layers: no name is a key
     if _is_parameter(node):
         return roles.Param(name)
-    return roles.Buffer(name) if whole or "_buffers[" in source else roles.UserInput(index, name)
+    whole = "_buffers[" in source if how is None else isinstance(how, Replicate)
+    return roles.Buffer(name) if whole else roles.UserInput(index, name)
 
 
 def _is_leaf(value: Any) -> bool:

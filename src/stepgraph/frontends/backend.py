@@ -42,7 +42,7 @@ ONE_PROCESS = MeshShape((("dp", 1),))
 OPTIONS = ("memory", "lowering")
 OTHER_INPUTS = (
     "graphs: one is run with rows of the batch where it was compiled for none, or the other way: "
-    "what it adds up may be each data-parallel rank's own"
+    "what it adds up may be too much, or each data-parallel rank's own"
 )
 
 
@@ -57,7 +57,7 @@ class GraphCompiler:
         rows: of this rank's batch now, by which a graph's inputs are told to be rows of it.
         programs: of the graphs so far, with their collectives, in the order they were captured.
         known: how ranks have the batch's tensors and what graphs made, as far as it is known.
-        global_losses: how often a graph has made a loss that is that of the global batch.
+        evaluates: what runs now is an evaluation.
     """
 
     mesh: MeshShape = ONE_PROCESS
@@ -71,7 +71,7 @@ class GraphCompiler:
     programs: list[Program] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     known: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
-    global_losses: int = 0
+    evaluates: bool = False
 
     def __call__(
         self, graph: fx.GraphModule, examples: Sequence[Any], backward: bool = False
@@ -124,10 +124,10 @@ class GraphCompiler:
             graph, examples, partition, lower, alone, decomposition_table()
         )
         dynamo.forget_modules(graph)
-        makes_loss = any(sums.loss for sums in made)
-        adds = makes_loss or any(sums.totals for sums in made)
+        adds = any(sums.loss or sums.totals for sums in made)
         results = {i: how for sums in made for i, how in sums.results.items() if i < OTHERS}
-        if not adds and not results:
+        written = {i: how for sums in made for i, how in sums.written.items()}
+        if not (adds or results or written):
             return compiled
 
         def followed(*inputs: Any) -> Any:
@@ -135,7 +135,10 @@ class GraphCompiler:
             as_compiled = compiler is not None and compiler.known_of(inputs, places) == known
             values = compiled(*inputs)
             if compiler is not None:
-                compiler.global_losses += makes_loss
+                for i, how in written.items():
+                    compiler.known.pop(inputs[i], None)
+                    if as_compiled and how is not None:
+                        compiler.known[inputs[i]] = how
                 if as_compiled:
                     compiler.known.update((values[i], how) for i, how in results.items())
                 elif adds:
@@ -163,7 +166,8 @@ class GraphCompiler:
         program = driver.run(place_markers, program)
         sums = Sums()
         if self.mesh.world_size > 1 and rows:
-            sums = decide_sums(program, rows, described.spread, described.unknown)
+            sums = decide_sums(program, rows, described.spread, described.unknown, self.evaluates)
+            sums.written = {at: sums.results.get(i) for i, at in described.written.items()}
             program = driver.run(sum_over_ranks, program, self.mesh, sums)
         decision = memory_policies.decide(program, self.policy_of(program), self.gather_again)
         program = driver.run(recompute_in_backward, program, decision)

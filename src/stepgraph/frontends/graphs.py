@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph import torch_internals
@@ -27,7 +27,7 @@ from stepgraph.frontends.whole_backward import WholeBackward
 from stepgraph.placement.policies import for_own_update, gathers_again, stored_parameter
 from stepgraph.placement.sums import OWN_LOSS
 from stepgraph.program import roles
-from stepgraph.program.layout import blocks_of
+from stepgraph.program.layout import Apart, blocks_of
 from stepgraph.program.program import Value
 from stepgraph.runtime.batches import LocalBatch
 from stepgraph.runtime.recompiles import before_compiling, count_call
@@ -196,13 +196,14 @@ class GraphRunner:
         tensors = [x for x in cast if isinstance(x, torch.Tensor)]
         self.graphs.rows = next((x.shape[0] for x in tensors if x.dim()), 0)
         self.graphs.known.update((x, Shard(0) if x.dim() else Replicate()) for x in tensors)
-        self._entry = entry
+        self._entry, self.graphs.evaluates = entry, entry == "evaluate"
         count_call(self.compiler, entry)
         self._follow_hooks(entry)
         before, self._gathering.active = self._gathering.active, True
         try:
             result = self._compiled(self.compiler.model, pytree.tree_unflatten(cast, tree))
             self._warm.add(entry)
+            self.compiler.report(self.graphs.notes)
             return result
         except torch_internals.DynamoError as error:
             inner = dynamo.inner_error(error)
@@ -221,19 +222,37 @@ class GraphRunner:
 
     def loss(self, entry: str, leaves: Sequence[Any], tree: pytree.TreeSpec) -> torch.Tensor:
         """The loss, carrying a graph: the mean over data-parallel ranks."""
-        before = self.graphs.global_losses
         result = self.run(entry, leaves, tree)
         loss = result if isinstance(result, torch.Tensor) else first_leaf(result)
-        own = self.graphs.global_losses == before and self.compiler.ranks.shape.data_size > 1
-        if own and not any(note.startswith(OWN_LOSS) for note in self.compiler.notes):
-            self.compiler.report([f"{OWN_LOSS}, because it is made outside every graph"])
-        return self.handed_out(self.mean(loss))
+        return self.handed_out(self.mean(self._of_all_ranks(loss)))
+
+    def results(self, entry: str, leaves: Sequence[Any], tree: pytree.TreeSpec) -> Any:
+        """What the module returns: this rank's rows, and the loss, carrying a graph, as in :meth:`loss`."""
+
+        def of_all_ranks(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor) or x.dim() or not x.requires_grad:
+                return x
+            how = self.graphs.known.get(x)
+            return x if how is None else self.mean(self._of_all_ranks(x))
+
+        return self.handed_out(pytree.tree_map(of_all_ranks, self.run(entry, leaves, tree)))
+
+    def _of_all_ranks(self, loss: torch.Tensor) -> torch.Tensor:
+        """What has the loss of the global batch as its mean over ranks. One that is own is said to be."""
+        how, ranks = self.graphs.known.get(loss), self.compiler.ranks.shape.data_size
+        if ranks == 1 or how in (Replicate(), Partial("avg")):
+            return loss
+        if how == Partial("sum"):
+            return loss * ranks
+        reason = how.reason if isinstance(how, Apart) else "it is made outside every graph"
+        if not any(note.startswith(OWN_LOSS) for note in self.compiler.notes):
+            self.compiler.report([f"{OWN_LOSS}, because {reason}"])
+        return loss
 
     def evaluate(self, batch: LocalBatch) -> Any:
         """What the callable returns for the global batch, in evaluation mode."""
         with evaluation_mode(self.compiler.model), torch.no_grad():
             result = self.run("evaluate", batch.leaves, batch.tree)
-        self.compiler.report(self.graphs.notes)
         return pytree.tree_map(self.rows_of_all, result)
 
     def handed_out(self, result: Any) -> Any:
@@ -265,9 +284,13 @@ class GraphRunner:
         ranks = self.compiler.ranks.shape.data_size
         if not isinstance(value, torch.Tensor) or ranks == 1:
             return value
+        how, rows = self.graphs.known.get(value), self.graphs.rows
+        if isinstance(how, Partial):  # of a graph that training has, too
+            if how.reduce_op == "avg":
+                return self.mean(value)
+            return torch_internals.sum_over_group(value, self._group, how.reduce_op)
         if value.dim() == 0:
             return self.mean(value) if value.is_floating_point() else value
-        how, rows = self.graphs.known.get(value), self.graphs.rows
         if not isinstance(how, Placement):  # its shape says so
             how = Shard(0) if rows and value.shape[0] % rows == 0 else Replicate()
         if not isinstance(how, Shard):

@@ -215,7 +215,7 @@ class ParallelForward:
         entry = "gradients" if training else "evaluate"
         with self._own_forward(), torch.set_grad_enabled(torch.is_grad_enabled() or training):
             if self.compiler.as_module:
-                return self.graphs.handed_out(self.graphs.run(entry, batch.leaves, batch.tree))
+                return self.graphs.results(entry, batch.leaves, batch.tree)
             return self.graphs.loss(entry, batch.leaves, batch.tree)
 
     def _batch(self, args: tuple, kwargs: dict) -> Any:

@@ -31,13 +31,10 @@ aten = torch.ops.aten
 def sum_over_ranks(program: Program, mesh: MeshShape, sums: Sums) -> Program:
     """Adds up over ranks what was decided on; see the module docstring."""
     summed = _Sum(program, mesh)
-    of_loss: Mapping[str, str] = {}
     if sums.loss is not None:
         loss, found = sums.loss
-        of_loss = found.totals
         summed.apply(found, program.input_node(roles.ResultTangent(loss.index)))
-    others = {name: kind for name, kind in sums.totals.items() if name not in of_loss}
-    summed.add_up(others, {*sums.tail, "output"})
+    summed.add_up(sums.totals, {*sums.tail, "output"})
     for note in sums.notes:
         program.note(note)
     name_operations(program.graph)
@@ -48,13 +45,15 @@ class _Sum:
     def __init__(self, program: Program, mesh: MeshShape) -> None:
         self.program = program
         ((self.mesh_dim, self.ranks),) = mesh.dims
-        self.nodes = {node.meta["name"]: node for node in program.operations()}
+        nodes = [*program.placeholders, *program.operations()]
+        self.nodes = {node.meta["name"]: node for node in nodes}
+        self.first = next(program.operations(), program.graph.output_node())
 
     def apply(self, found: Normalisation, tangent: fx.Node) -> None:
         """Inserts the sums over ranks."""
         inside = {self.nodes[name] for name in found.tail} | {tangent}
         backward = next(iter(self.program.operations(BACKWARD)))
-        self.add_up(found.totals)
+        self.add_up(found.totals, found.tail)
         kind = found.gradient_kind
         if found.boundary is not None and kind == "sum":
             boundary, kind = self.nodes[found.boundary], "avg"
@@ -63,16 +62,13 @@ class _Sum:
         emit = Builder(self.program, BACKWARD, backward)
         _replace(tangent, self._sum(emit, tangent, kind), set())
 
-    def add_up(self, totals: Mapping[str, str], readers: Collection[str] | None = None) -> None:
-        """Inserts sums (or what else, by name) over ranks, for all readers of a value or some."""
+    def add_up(self, totals: Mapping[str, str], readers: Collection[str]) -> None:
+        """Inserts sums (or what else, by name) over ranks of values, for some who read them."""
         for name, kind in totals.items():
             total = self.nodes[name]
-            others = {
-                user
-                for user in total.users
-                if readers is not None and user.meta.get("name", user.op) not in readers
-            }
-            emit = Builder(self.program, FORWARD, total.next)
+            others = {u for u in total.users if u.meta.get("name", u.op) not in readers}
+            point = self.first if total.op == "placeholder" else total.next
+            emit = Builder(self.program, FORWARD, point)
             _replace(total, self._sum(emit, total, kind), others)
 
     def _sum(self, emit: Builder, node: fx.Node, kind: str) -> fx.Node:

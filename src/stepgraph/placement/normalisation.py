@@ -61,13 +61,13 @@ def is_batched(role: roles.Input, value: Value, rows: int | None) -> bool:
 
 @dataclass
 class Totals:
-    """What to add up over slices of the batch for results that no gradient comes to.
+    """How slices have results, and what to add up over them for those that no gradient comes to.
 
     Attributes:
         kinds: names of values and how (``sum``, ``avg``, ``max``, ``min``), in graph order: every rank must
             count in the same order.
         tail: names of the operations that read them added up.
-        results: by index, how slices have them then.
+        results: by index, how slices have them once that is added up.
     """
 
     kinds: dict[str, str] = field(default_factory=dict)
@@ -76,15 +76,15 @@ class Totals:
 
 
 def find_totals(
-    program: Program, rows: int, spread: Mapping[roles.Input, Spread], why_none: str = ""
+    program: Program, rows: int, spread: Mapping[roles.Input, Spread], adds: bool
 ) -> Totals:
-    """What to add up for the results of a graph.
+    """How slices have the results of a graph.
 
     Args:
         rows, spread: as for :func:`find_normalisation`.
-        why_none: if given, nothing is to be added up, for this reason.
+        adds: whether anything is to be added up; otherwise sums stay pending.
     """
-    return _Walk(program, None, rows, spread).totals(why_none)
+    return _Walk(program, None, rows, spread).totals(adds)
 
 
 class _Inexact(Exception):
@@ -115,7 +115,7 @@ class _Walk:
         except _Inexact as error:
             return inexact(loss, str(error))
 
-    def totals(self, why_none: str) -> Totals:
+    def totals(self, adds: bool) -> Totals:
         self._forward()
         tail = {node for node, states in self.state.items() if states == (TAIL,)}
         made, found = Totals(), set()
@@ -127,8 +127,12 @@ class _Walk:
                 made.results[role.index] = state
                 continue
             behind = self._behind(result, tail)
-            if reason := why_none or self._why_apart(role, result, behind):
+            pending = state if isinstance(state, Partial) else None
+            if reason := self._why_apart(result, behind):
                 made.results[role.index] = Apart(reason)
+            elif not adds:
+                name = result.meta["name"]
+                made.results[role.index] = pending or Apart(f"{name} needs the whole batch at once")
             else:
                 made.results[role.index] = Replicate()
                 made.tail |= {node.meta["name"] for node in behind}
@@ -143,15 +147,11 @@ class _Walk:
             found += [n for n in node.all_input_nodes if n in tail and n not in found]
         return set(found)
 
-    def _why_apart(
-        self, role: roles.ModuleResult, result: fx.Node, behind: set[fx.Node]
-    ) -> str | None:
+    def _why_apart(self, result: fx.Node, behind: set[fx.Node]) -> str | None:
         """Why a result that depends on the batch, and is no rows of it, is not to be added up."""
         readers = {user for node in behind for user in node.users if user in self.state}
         if any(isinstance(self.state[user][0], Apart) for user in readers):
             return f"{result.meta['name']} is computed with rows"
-        if roles.ResultTangent(role.index) in self.program.inputs:
-            return f"{result.meta['name']}, which has a gradient, is made of the rows of one rank"
         return MAY_COUNT_ROWS if may_count_rows(self.program, result, self.rows or 1) else None
 
     def _forward(self) -> None:
@@ -177,7 +177,9 @@ class _Walk:
         arguments = tensor_arguments(node)
         if any(argument in self.varies for argument in arguments):
             self.varies.add(node)
-        if any(argument in self.learns for argument in arguments):
+        value = node.meta["val"]
+        whole_numbers = isinstance(value, torch.Tensor) and not value.dtype.is_floating_point
+        if not whole_numbers and any(argument in self.learns for argument in arguments):
             self.learns.add(node)
         if node.target.__name__ == "getitem":  # type: ignore[union-attr]
             self.state[node] = (self.state[arguments[0]][node.args[1]],)  # type: ignore[index]
@@ -228,6 +230,7 @@ class _Walk:
             raise _Inexact("the loss is not a sum or mean over the batch")
         totals = self._totals(loss, tail)
         tail |= self._constants_behind(tail)
+        apart = self._learns_apart(tail)
         boundary = self._backward_tail(tail, totals) if state == TAIL else None
         kinds = self._kinds(totals)
         if not set(kinds.values()) <= {"sum", "avg"}:
@@ -237,7 +240,7 @@ class _Walk:
         if len(learned) != 1:
             raise _Inexact("parts of the loss are normalised in different ways")
         kind = learned.pop()
-        if kind == "sum" and boundary is None and self._learns_apart(tail):
+        if kind == "sum" and apart:
             raise _Inexact("a term of the loss is no sum over the batch")
         numbers = self._numbers(loss)
         return Normalisation(kinds, names, boundary, kind, True, numbers=numbers)
@@ -256,7 +259,7 @@ class _Walk:
     def _kinds(self, totals: set[fx.Node]) -> dict[str, str]:
         return {
             node.meta["name"]: self.state[node][0].reduce_op  # type: ignore[union-attr]
-            for node in self.program.operations()
+            for node in [*self.program.placeholders, *self.program.operations()]
             if node in totals
         }
 

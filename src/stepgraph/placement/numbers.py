@@ -72,9 +72,17 @@ def literals(program: Program, node: fx.Node) -> tuple:
 def _constant(program: Program, node: fx.Node) -> list[float]:
     """The numbers that a tensor of one number is made of, where nothing else goes into it."""
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.numel() != 1 or node.op == "placeholder":
+    single = isinstance(value, torch.Tensor) and value.numel() == 1
+    return _made_of(program, node) if single else []
+
+
+def _made_of(program: Program, node: fx.Node) -> list[float]:
+    """Numbers, and sizes of tensors, that a constant is made of; none if it is no constant."""
+    value = node.meta.get("val")
+    if node.op == "placeholder" or not isinstance(value, torch.Tensor):
         return []
-    if not node.all_input_nodes:
-        return _numbers_in(program, node)
-    behind = [_constant(program, source) for source in node.all_input_nodes]
-    return [*sum(behind, []), *_numbers_in(program, node)] if all(behind) else []
+    if node.all_input_nodes:
+        behind = [_made_of(program, source) for source in node.all_input_nodes]
+        return [*sum(behind, []), *_numbers_in(program, node)] if all(behind) else []
+    sizes = [*value.shape, value.numel()] if value.dim() else []
+    return [*_numbers_in(program, node), *map(float, sizes)]

@@ -1,12 +1,13 @@
-"""What a graph adds up over ranks: a loss that it makes of its rows, and results that no gradient comes to.
+"""How ranks have what a graph makes of the batch, and what it adds up over them.
 
-Ranks are to a graph what micro-batches are to a step: the totals behind a loss (a mean over elements, a sum
-and its count) are added up over ranks, and what follows from them is computed on the sum. So are sums,
-means, maxima and minima of any shape without a gradient. What cannot be had from what ranks have is each
-rank's own, and so is a loss that a later graph makes of it.
+Ranks are to a graph what micro-batches are to a step. A sum or mean over a rank's rows stays pending, and
+how it is pending is remembered with the value: whoever needs it whole adds it up. That is a graph whose
+loss is computed of totals (a sum over its count), be they its own or those of a graph before it, or who
+hands a loss to the user; in an evaluation it is every graph, as all its results are handed out. So a graph
+in training adds up nothing that a rank may make alone, such as a metric that it logs.
 
-Where it is not known whether an input is rows of the batch, its shape says so for a loss and the numbers
-beside it; without a loss nothing is added up. Ranks decide alike, as they run the same code.
+What cannot be had from what ranks have is each rank's own, and so is a loss that a later graph makes of
+it, or of inputs of which it is not known how ranks have them: even their shapes may differ by rank.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Partial, Replicate
 
 from stepgraph.placement.normalisation import find_normalisation, find_totals
 from stepgraph.placement.numbers import MAY_COUNT_ROWS, counts_rows
@@ -24,7 +25,9 @@ from stepgraph.program.layout import Apart, Spread
 from stepgraph.program.program import Program
 
 OWN_LOSS = "loss: the mean over data-parallel ranks of each one's own"
-OWN_RESULT = "evaluate: a result is each data-parallel rank's own, numbers their mean"
+OWN_RESULT = (
+    "evaluate: a result is each data-parallel rank's own, floating-point numbers their mean"
+)
 
 
 @dataclass
@@ -36,6 +39,7 @@ class Sums:
         totals: names of values behind other results and how they add up, in graph order.
         tail: names of the operations that read those added up.
         results: results by index, as far as it is known.
+        written: inputs that have new values, by position.
         notes: what is each rank's own, and why.
     """
 
@@ -43,6 +47,7 @@ class Sums:
     totals: dict[str, str] = field(default_factory=dict)
     tail: set[str] = field(default_factory=set)
     results: dict[int, Spread] = field(default_factory=dict)
+    written: dict[int, Spread | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
@@ -51,6 +56,7 @@ def decide_sums(
     rows: int,
     spread: Mapping[roles.Input, Spread] | None = None,
     unknown: Sequence[str] = (),
+    evaluates: bool = False,
 ) -> Sums:
     """Reads off a graph's Program what it adds up.
 
@@ -58,52 +64,58 @@ def decide_sums(
         rows: of this rank's batch.
         spread: how ranks have the inputs of which that is known.
         unknown: names of the others.
+        evaluates: results are to be those of the global batch, no loss is trained.
     """
     spread = spread or {}
     alike = _alike(program, spread)
-    losses = [
-        role
+    results = {
+        role: node
         for role, node in zip(program.outputs, program.results, strict=True)
         if isinstance(role, roles.ModuleResult)
-        and node.meta["val"].dim() == 0
+    }
+    losses = [
+        role
+        for role, node in results.items()
+        if node.meta["val"].dim() == 0
         and role.index not in alike
         and roles.ResultTangent(role.index) in program.inputs
     ]
-    found = _normalisation(program, losses, rows, spread) if losses else None
-    why_none = f"it is not known whether {unknown[0]} is rows of the batch" if unknown else ""
-    if found is not None:
-        why_none = "" if found.exact else "the loss beside it is each rank's own"
-    totals = find_totals(program, rows, spread, why_none)
-    sums = Sums(None, totals.kinds, totals.tail, totals.results)
     if unknown:
-        sums.results = alike
-    if found is not None and found.exact:
-        sums.loss = losses[0], found
-        sums.results[losses[0].index] = Replicate()
-    elif found is not None:
-        sums.notes.append(f"{OWN_LOSS}, because {found.reason}")
-    if not any(isinstance(role, roles.ResultTangent) for role in program.inputs):
-        apart = [state.reason for state in sums.results.values() if isinstance(state, Apart)]
+        why = f"it is not known whether {unknown[0]} is rows of the batch"
         shapes = [node.meta["val"].shape for node in program.results]
-        if unknown and any(not shape or shape[0] % rows for shape in shapes):
-            apart = [why_none]
-        sums.notes += [f"{OWN_RESULT}, because {reason}" for reason in dict.fromkeys(apart)]
+        numbers = evaluates and any(not shape or shape[0] % rows for shape in shapes)
+        own: dict[int, Spread] = {role.index: Apart(why) for role in losses}
+        notes = [f"{OWN_RESULT}, because {why}"] if numbers else []
+        return Sums(results=own | alike, notes=notes)
+    totals = find_totals(program, rows, spread, evaluates)
+    sums = Sums(None, totals.kinds, totals.tail, totals.results)
+    for loss in losses:
+        found = _normalisation(program, loss, rows, spread)
+        pending = list(found.totals) == [results[loss].meta["name"]]
+        if not found.exact:
+            sums.results[loss.index] = Apart(found.reason)
+        elif pending:
+            sums.results[loss.index] = Partial(found.gradient_kind)
+        elif len(losses) > 1:
+            sums.results[loss.index] = Apart("a graph makes several losses")
+        else:
+            sums.loss = loss, found
+            names = {role: node.meta["name"] for role, node in results.items()}
+            whole = [role for role, name in names.items() if name in found.tail]
+            sums.results |= {role.index: Replicate() for role in whole}
+    if evaluates:
+        apart = [state.reason for state in sums.results.values() if isinstance(state, Apart)]
+        sums.notes = [f"{OWN_RESULT}, because {reason}" for reason in dict.fromkeys(apart)]
     return sums
 
 
 def _normalisation(
-    program: Program,
-    losses: list[roles.ModuleResult],
-    rows: int,
-    spread: Mapping[roles.Input, Spread],
+    program: Program, loss: roles.ModuleResult, rows: int, spread: Mapping[roles.Input, Spread]
 ) -> Normalisation:
-    """How the loss adds up; a graph has no other rows for its numbers to be held against."""
-    tangent = roles.ResultTangent(losses[0].index)
-    found = find_normalisation(program, losses[0], tangent, rows, spread)
+    """How a loss adds up; a graph has no other rows for its numbers to be held against."""
+    found = find_normalisation(program, loss, roles.ResultTangent(loss.index), rows, spread)
     numbers = [number for literals in found.numbers.values() for number in literals]
-    if len(losses) > 1:
-        found.exact, found.reason = False, "a graph makes several losses"
-    elif any(found.gradient_kind == "sum" or counts_rows(number, rows) for number in numbers):
+    if any(found.gradient_kind == "sum" or counts_rows(number, rows) for number in numbers):
         found.exact, found.reason = False, MAY_COUNT_ROWS
     return found
 

@@ -212,9 +212,9 @@ def scalar_shape_adjuster(op: Any) -> Callable | None:
 StridedShard = _StridedShard
 
 
-def sum_over_group(tensor: torch.Tensor, group: str) -> torch.Tensor:
-    """The sum over a process group, by its name; called by every rank of it."""
-    return WAIT(ALL_REDUCE(tensor, "sum", group))
+def sum_over_group(tensor: torch.Tensor, group: str, kind: str = "sum") -> torch.Tensor:
+    """The sum (or ``max``, ``min``) over a process group, by its name; called by every rank of it."""
+    return WAIT(ALL_REDUCE(tensor, kind, group))
 
 
 def gather_over_group(tensor: torch.Tensor, ranks: int, group: str) -> torch.Tensor:

@@ -113,9 +113,16 @@ def differentiate_and_compile(
 
         return call
 
+    def keeping(side: fx.GraphModule, inputs: Any) -> Callable:
+        """A backward that overwrites what the forward saved could not run twice (``retain_graph``)."""
+        context = TracingContext.try_get()
+        if context is not None and context.fw_metadata and context.fw_metadata.bw_donated_idxs:
+            context.fw_metadata.bw_donated_idxs.clear()
+        return compile_side(side, inputs)
+
     compiler = aot_autograd(
-        fw_compiler=really(compile_side),
-        bw_compiler=really(compile_side),
+        fw_compiler=really(keeping),
+        bw_compiler=really(keeping),
         inference_compiler=really(compile_alone),
         partition_fn=really(partition),
         decompositions=decompositions,

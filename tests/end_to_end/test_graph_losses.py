@@ -59,6 +59,24 @@ def of_columns(y, w):
     return (columns * w).sum() / w.sum()
 
 
+@torch._dynamo.disable
+def in_python(y):
+    return y * 2
+
+
+def of_rows_that_python_made(y, w):
+    return (in_python(y).square().sum(1) * w).sum() / w.sum()
+
+
+@torch._dynamo.disable
+def counted(w):
+    return (w > 0.1).sum()
+
+
+def over_a_count_that_python_made(y, w):
+    return y.square().sum() / counted(w)
+
+
 def of_the_batchs_sum(y, w):
     total = y.sum(0)
     torch._dynamo.graph_break()
@@ -75,6 +93,8 @@ LOSSES = {
     "two losses added": two_losses,
     "of columns": of_columns,
     "of the batch's sum": of_the_batchs_sum,
+    "of rows that Python made": of_rows_that_python_made,
+    "over a count that Python made": over_a_count_that_python_made,
     "a mean": lambda y, w: y.square().mean(),
     "a sum": lambda y, w: y.square().sum(),
     "a sum over the rows' number": lambda y, w: y.square().sum() / len(y),
@@ -121,6 +141,7 @@ OWN = (
     "of the batch's sum",
     "a sum and a count divided outside",
     "a mean without a gradient",
+    "over a count that Python made",
 )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 
 from stepgraph import torch_internals
 from stepgraph.capture.annotations import annotate, value_of
@@ -66,6 +66,7 @@ class GraphProgram:
         results: of the forward, the first among its results.
         sources: dynamo's names of the graph's inputs.
         known: positions of inputs -> how ranks have them, as far as it is known.
+        rows: of this rank's batch; an unknown input with as many and more dimensions is taken for rows.
 
     Attributes:
         program: its inputs are ``UserInput`` (activations, the batch), ``Param`` (what ``unshard`` reads),
@@ -82,6 +83,7 @@ class GraphProgram:
         results: int,
         sources: Sequence[str],
         known: Mapping[int, Spread] | None = None,
+        rows: int = 0,
     ) -> None:
         self._output = joint.graph.output_node()
         self._flat = list(
@@ -91,6 +93,7 @@ class GraphProgram:
         self.spread: dict[roles.Input, Spread] = {}
         self.unknown: list[str] = []
         self.written: dict[int, int] = {}
+        self.rows = rows
         self.program = self._describe(joint, results, list(sources), known or {})
 
     def _describe(
@@ -111,6 +114,8 @@ class GraphProgram:
                     if isinstance(role, roles.UserInput) and _is_tensor(node):
                         if leaf in known:
                             self.spread[role] = known[leaf]
+                        elif node.meta["val"].dim() > 1 and node.meta["val"].shape[0] == self.rows:
+                            self.spread[role] = Shard(0)
                         else:
                             self.unknown.append(role.name)
                 case _:

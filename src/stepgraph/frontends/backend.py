@@ -157,7 +157,7 @@ class GraphCompiler:
     ) -> Sums:
         """Applies the plan to a graph's forward and backward."""
         driver = PassDriver()
-        described = GraphProgram(joint, results, sources, known)
+        described = GraphProgram(joint, results, sources, known, rows)
         program = described.program
         program.mesh = self.mesh
         program = driver.run(name_mesh_dims, program, self.groups)

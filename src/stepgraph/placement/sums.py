@@ -7,7 +7,8 @@ hands a loss to the user; in an evaluation it is every graph, as all its results
 in training adds up nothing that a rank may make alone, such as a metric that it logs.
 
 What cannot be had from what ranks have is each rank's own, and so is a loss that a later graph makes of
-it, or of inputs of which it is not known how ranks have them: even their shapes may differ by rank.
+it, or of inputs of which it is not known how ranks have them (numbers and vectors that code between graphs
+makes; what has a row for each of the batch is taken for rows).
 """
 
 from __future__ import annotations

@@ -93,11 +93,15 @@ class GraphProgram:
         self.spread: dict[roles.Input, Spread] = {}
         self.unknown: list[str] = []
         self.written: dict[int, int] = {}
-        self.rows = rows
-        self.program = self._describe(joint, results, list(sources), known or {})
+        self.program = self._describe(joint, results, list(sources), known or {}, rows)
 
     def _describe(
-        self, joint: fx.GraphModule, results: int, sources: list[str], known: Mapping[int, Spread]
+        self,
+        joint: fx.GraphModule,
+        results: int,
+        sources: list[str],
+        known: Mapping[int, Spread],
+        rows: int,
     ) -> Program:
         pairs_in, pairs_out = torch_internals.descriptors(joint)
         inputs: list[roles.Input] = []
@@ -114,7 +118,7 @@ class GraphProgram:
                     if isinstance(role, roles.UserInput) and _is_tensor(node):
                         if leaf in known:
                             self.spread[role] = known[leaf]
-                        elif node.meta["val"].dim() > 1 and node.meta["val"].shape[0] == self.rows:
+                        elif node.meta["val"].dim() > 1 and node.meta["val"].shape[0] == rows:
                             self.spread[role] = Shard(0)
                         else:
                             self.unknown.append(role.name)

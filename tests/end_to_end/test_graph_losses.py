@@ -77,6 +77,36 @@ def over_a_count_that_python_made(y, w):
     return y.square().sum() / counted(w)
 
 
+def over_ones_of_an_earlier_graph(y, w):
+    ones = torch.ones(len(y))
+    torch._dynamo.graph_break()
+    return (y.square().sum(1) * ones).sum() / ones.sum()
+
+
+def over_their_sum_of_an_earlier_graph(y, w):
+    count = torch.ones(len(y)).sum()
+    torch._dynamo.graph_break()
+    return y.square().sum() / count
+
+
+def over_a_number_of_an_earlier_graph(y, w):
+    count = torch.tensor(len(y) * 1.0)
+    torch._dynamo.graph_break()
+    return y.square().sum() / count
+
+
+def against_labels_of_an_earlier_graph(y, w):
+    labels = torch.zeros(len(y), dtype=torch.long)
+    torch._dynamo.graph_break()
+    return torch.nn.functional.cross_entropy(y, labels)
+
+
+def times_random_rows_of_an_earlier_graph(y, w):
+    kept = (torch.rand(len(y), 1) < 2).float()
+    torch._dynamo.graph_break()
+    return (y.square() * kept).sum() / kept.sum()
+
+
 def of_the_batchs_sum(y, w):
     total = y.sum(0)
     torch._dynamo.graph_break()
@@ -95,6 +125,11 @@ LOSSES = {
     "of the batch's sum": of_the_batchs_sum,
     "of rows that Python made": of_rows_that_python_made,
     "over a count that Python made": over_a_count_that_python_made,
+    "over ones of an earlier graph": over_ones_of_an_earlier_graph,
+    "over their sum of an earlier graph": over_their_sum_of_an_earlier_graph,
+    "over a number of an earlier graph": over_a_number_of_an_earlier_graph,
+    "against labels of an earlier graph": against_labels_of_an_earlier_graph,
+    "times random rows of an earlier graph": times_random_rows_of_an_earlier_graph,
     "a mean": lambda y, w: y.square().mean(),
     "a sum": lambda y, w: y.square().sum(),
     "a sum over the rows' number": lambda y, w: y.square().sum() / len(y),
@@ -142,6 +177,10 @@ OWN = (
     "a sum and a count divided outside",
     "a mean without a gradient",
     "over a count that Python made",
+    "over ones of an earlier graph",
+    "over their sum of an earlier graph",
+    "over a number of an earlier graph",
+    "against labels of an earlier graph",
 )
 
 

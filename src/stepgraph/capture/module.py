@@ -19,6 +19,7 @@ from torch import fx, nn
 from stepgraph import torch_internals
 from stepgraph.capture.annotations import annotate, value_of
 from stepgraph.capture.decompositions import decomposition_table
+from stepgraph.capture.loss import check_loss, loss_of
 from stepgraph.capture.phases import settle_phases
 from stepgraph.capture.refusals import (
     check_assigned_buffers,
@@ -29,7 +30,7 @@ from stepgraph.capture.refusals import (
 from stepgraph.errors import CaptureError, LossError
 from stepgraph.program import roles
 from stepgraph.program.names import name_operations
-from stepgraph.program.program import Program, Value
+from stepgraph.program.program import Program
 from stepgraph.torch_internals import effects, pytree
 from stepgraph.torch_internals.export import export_graph
 
@@ -156,24 +157,12 @@ class _StepFunction(nn.Module):
         remaining = [in_dtype(tensor, self.compute_dtype) for tensor in tensors]
         leaves = [remaining.pop(0) if const is None else const[0] for const in self.constants]
         result = self.loss(self.model, pytree.tree_unflatten(leaves, self.tree))
-        if not self.only_loss:
-            return result
-        return result if isinstance(result, torch.Tensor) else first_leaf(result)
+        return loss_of(result) if self.only_loss else result
 
 
 def in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """A floating-point tensor in another type; others as they are."""
     return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
-
-
-def first_leaf(result: Any) -> Any:
-    """The loss in what a loss callable returned: a mapping's ``loss``, or the first element."""
-    if isinstance(result, dict) and "loss" in result:
-        return result["loss"]
-    loss = getattr(result, "loss", None)
-    if loss is not None:
-        return loss
-    return result[0]
 
 
 @contextlib.contextmanager
@@ -303,7 +292,8 @@ def _describe(
         output_values.append(value_of(node))
     _set_results(joint.graph, results)
     if result is None:
-        _check_loss(outputs, output_values)
+        losses = [x for x, role in zip(output_values, outputs, strict=True) if role == roles.Loss()]
+        check_loss(losses[0] if losses else None, any(isinstance(r, roles.Grad) for r in outputs))
     program = Program("joint", joint, inputs, outputs, input_values, output_values)
     for name in checked:
         program.note(_UNCHECKED.format(name))
@@ -340,21 +330,6 @@ def _set_results(graph: fx.Graph, results: list[fx.Node]) -> None:
     # The plain code generator returns the tuple as it stands; the joint graph's nests it.
     graph.set_codegen(fx.graph.CodeGen())
     graph.output(tuple(results))
-
-
-def _check_loss(outputs: list[roles.Output], values: list[Value]) -> None:
-    value = values[outputs.index(roles.Loss())] if roles.Loss() in outputs else None
-    if value is None or value.shape != () or not value.dtype.is_floating_point:
-        got = "nothing" if value is None else f"shape {list(value.shape)}, {value.dtype}"
-        raise LossError(
-            f"the loss must be a floating-point scalar tensor, got {got}",
-            do="reduce it (`.mean()`), or return it first: `(loss, anything else)`",
-        )
-    if not any(isinstance(role, roles.Grad) for role in outputs):
-        raise LossError(
-            "no parameter gets a gradient from this loss",
-            do="check requires_grad of the parameters, and that the loss is not detached",
-        )
 
 
 def _drop_unused_inputs(program: Program) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepgraph.capture.module import LossFunction, default_loss, first_leaf, in_dtype
+from stepgraph.capture.loss import loss_of
+from stepgraph.capture.module import LossFunction, default_loss, in_dtype
 from stepgraph.capture.precision import AS_IT_IS, Precision
 from stepgraph.equivalence.values import GlobalValues
 from stepgraph.errors import InvariantError
@@ -228,8 +229,7 @@ class _Checker:
         leaves = [in_dtype(x, compute) if isinstance(x, torch.Tensor) else x for x in leaves]
         batch = pytree.tree_unflatten(leaves, self.batch.tree)
         model.zero_grad(set_to_none=True)
-        result = self.request.loss(model, batch)
-        loss = result if isinstance(result, torch.Tensor) else first_leaf(result)
+        loss = loss_of(self.request.loss(model, batch))
         loss.backward()
         found: dict[Any, torch.Tensor] = {roles.Loss(): loss.detach()}
         for name, parameter in model.named_parameters():

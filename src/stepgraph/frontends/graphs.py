@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph import torch_internals
-from stepgraph.capture.module import first_leaf, in_dtype
+from stepgraph.capture.loss import check_loss, loss_of
+from stepgraph.capture.module import in_dtype
 from stepgraph.capture.refusals import check_hooks
 from stepgraph.errors import CaptureError, PlanError, StepgraphError, UsageError
 from stepgraph.frontends.backend import GraphCompiler
@@ -222,8 +223,8 @@ class GraphRunner:
 
     def loss(self, entry: str, leaves: Sequence[Any], tree: pytree.TreeSpec) -> torch.Tensor:
         """The loss, carrying a graph: the mean over data-parallel ranks."""
-        result = self.run(entry, leaves, tree)
-        loss = result if isinstance(result, torch.Tensor) else first_leaf(result)
+        loss = loss_of(self.run(entry, leaves, tree))
+        check_loss(loss, not torch.is_grad_enabled() or loss.requires_grad)
         return self.handed_out(self.mean(self._of_all_ranks(loss)))
 
     def results(self, entry: str, leaves: Sequence[Any], tree: pytree.TreeSpec) -> Any:

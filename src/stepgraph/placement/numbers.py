@@ -27,14 +27,15 @@ def may_count_rows(program: Program, result: fx.Node, rows: int) -> bool:
     """Whether a number that went into a result may be how many rows there are, or a multiple."""
     seen, stack = {result}, [result]
     for node in stack:  # grows
-        if any(counts_rows(number, rows) for number in _numbers_in(program, node)):
+        if any(counts_rows(number, rows) for number in numbers_in(program, node)):
             return True
         stack += set(node.all_input_nodes) - seen
         seen.update(node.all_input_nodes)
     return False
 
 
-def _numbers_in(program: Program, node: fx.Node) -> list[float]:
+def numbers_in(program: Program, node: fx.Node) -> list[float]:
+    """The plain numbers of a constant, or of what fills with, multiplies or divides by them."""
     if node.op == "get_attr":
         value = getattr(program.module, str(node.target))
         return [float(value)] if value.numel() == 1 else []
@@ -83,6 +84,6 @@ def _made_of(program: Program, node: fx.Node) -> list[float]:
         return []
     if node.all_input_nodes:
         behind = [_made_of(program, source) for source in node.all_input_nodes]
-        return [*sum(behind, []), *_numbers_in(program, node)] if all(behind) else []
+        return [*sum(behind, []), *numbers_in(program, node)] if all(behind) else []
     sizes = [*value.shape, value.numel()] if value.dim() else []
-    return [*_numbers_in(program, node), *map(float, sizes)]
+    return [*numbers_in(program, node), *map(float, sizes)]

@@ -8,7 +8,7 @@ in training adds up nothing that a rank may make alone, such as a metric that it
 
 What cannot be had from what ranks have is each rank's own, and so is a loss that a later graph makes of
 it, or of inputs of which it is not known how ranks have them (numbers and vectors that code between graphs
-makes; what has a row for each of the batch is taken for rows).
+makes, or a graph by counting rows; what has a row for each of the batch is taken for rows).
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+from torch import fx
 from torch.distributed.tensor import Partial, Replicate
 
 from stepgraph.placement.normalisation import find_normalisation, find_totals
-from stepgraph.placement.numbers import MAY_COUNT_ROWS, counts_rows
+from stepgraph.placement.numbers import MAY_COUNT_ROWS, counts_rows, numbers_in
 from stepgraph.planning.decisions import Normalisation
 from stepgraph.program import roles
 from stepgraph.program.layout import Apart, Spread
@@ -68,7 +70,7 @@ def decide_sums(
         evaluates: results are to be those of the global batch, no loss is trained.
     """
     spread = spread or {}
-    alike = _alike(program, spread)
+    alike, unsure = _constant(program, rows, spread)
     results = {
         role: node
         for role, node in zip(program.outputs, program.results, strict=True)
@@ -89,7 +91,8 @@ def decide_sums(
         notes = [f"{OWN_RESULT}, because {why}"] if numbers else []
         return Sums(results=own | alike, notes=notes)
     totals = find_totals(program, rows, spread, evaluates)
-    sums = Sums(None, totals.kinds, totals.tail, totals.results)
+    known = {i: how for i, how in totals.results.items() if i not in unsure}
+    sums = Sums(None, totals.kinds, totals.tail, known)
     for loss in losses:
         found = _normalisation(program, loss, rows, spread)
         pending = list(found.totals) == [results[loss].meta["name"]]
@@ -121,18 +124,46 @@ def _normalisation(
     return found
 
 
-def _alike(program: Program, spread: Mapping[roles.Input, Spread]) -> dict[int, Spread]:
-    """Results that all ranks have alike: of parameters, or of inputs that are."""
-    reached = {
+def _constant(
+    program: Program, rows: int, spread: Mapping[roles.Input, Spread]
+) -> tuple[dict[int, Spread], set[int]]:
+    """Results that nothing of the batch goes into: those that all ranks have alike, and the others.
+
+    What a graph makes of nothing and has as many rows as the batch, or is made of a number that may count
+    them, is not known to be alike, as what code between graphs makes.
+    """
+    given = dict(zip(program.placeholders, program.inputs, strict=True))
+    held = {node for node, role in given.items() if isinstance(role, (roles.Param, roles.Buffer))}
+    inputs = {node for node, role in given.items() if isinstance(role, roles.UserInput)}
+    batch = {node for node in inputs if not isinstance(spread.get(given[node]), Replicate)}
+    varies, computed = _reached(program, batch), _reached(program, inputs | held)
+    made = {
         node
-        for node, role in zip(program.placeholders, program.inputs, strict=True)
-        if isinstance(role, roles.UserInput) and not isinstance(spread.get(role), Replicate)
+        for node in program.operations()
+        if node not in computed and _may_be_of_rows(program, node, rows)
     }
+    unsure = _reached(program, made)
+    results = {
+        role.index: node
+        for role, node in zip(program.outputs, program.results, strict=True)
+        if isinstance(role, roles.ModuleResult) and node not in varies
+    }
+    alike: dict[int, Spread] = {i: Replicate() for i, node in results.items() if node not in unsure}
+    return alike, results.keys() - alike.keys()
+
+
+def _reached(program: Program, start: set[fx.Node]) -> set[fx.Node]:
+    """Some values and all that is computed of them."""
+    reached = set(start)
     for node in program.operations():
         if not reached.isdisjoint(node.all_input_nodes):
             reached.add(node)
-    return {
-        role.index: Replicate()
-        for role, node in zip(program.outputs, program.results, strict=True)
-        if isinstance(role, roles.ModuleResult) and node not in reached
-    }
+    return reached
+
+
+def _may_be_of_rows(program: Program, node: fx.Node, rows: int) -> bool:
+    value = node.meta["val"]
+    if isinstance(value, torch.Tensor) and value.shape[:1] == (rows,):
+        return True
+    behind = [node, *node.all_input_nodes]
+    return any(counts_rows(number, rows) for n in behind for number in numbers_in(program, n))

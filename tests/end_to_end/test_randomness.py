@@ -128,6 +128,54 @@ def test_recomputation_changes_no_bit(mesh, plan, memory, micro_batches):
     assert all(torch.equal(kept[name], recomputed[name]) for name in kept)
 
 
+def rows_that_count(y):
+    kept = (torch.rand(len(y)) < 0.5).float()
+    return (y.square().sum(1) * kept).sum() / kept.sum()
+
+
+def numbers_that_count(y):
+    flat = y.reshape(-1)
+    kept = (torch.rand(flat.shape) < 0.5).float()
+    return (flat.square() * kept).sum() / kept.sum()
+
+
+def columns_that_count(y):
+    kept = (torch.rand(y.shape[1], len(y)) < 0.5).float()
+    return (y.t().square() * kept).sum() / kept.sum()
+
+
+def shuffled_places_that_count(y):
+    """As in a masked autoencoder: the same number of each row."""
+    kept = torch.ones_like(y)
+    kept[:, :2] = 0
+    kept = kept.gather(1, torch.rand(y.shape).argsort(1))
+    return (y.square() * kept).sum() / kept.sum()
+
+
+MASKED = [rows_that_count, numbers_that_count, columns_that_count, shuffled_places_that_count]
+
+
+@pytest.mark.parametrize("loss", MASKED, ids=lambda loss: loss.__name__)
+def test_a_mask_that_is_counted_is_one_whatever_cuts_the_batch(loss):
+    def trained(mesh="dp=1", micro_batches=1):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 6)
+        made = OneProcessRun(
+            model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            loss=lambda model, x: loss(model(x)),
+            mesh=mesh,
+            plan="ddp",
+            micro_batches=micro_batches,
+        )
+        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+        return {"loss": made.step(x)} | made.parameters()
+
+    alone = trained()
+    for cut in ({"micro_batches": 4}, {"mesh": "dp=2"}, {"mesh": "dp=2", "micro_batches": 4}):
+        assert_close(trained(**cut), alone)
+
+
 def test_another_seed_and_another_step_draw_other_masks(alone):
     assert not torch.equal(run(seed=1)["loss"], alone["loss"])
     model = net()

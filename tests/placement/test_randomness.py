@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from stepgraph.program.program import FORWARD
 from stepgraph.program.randomness import RANDOM
 from tests.support import compiled
 
@@ -38,6 +39,30 @@ def test_each_rank_draws_its_own_rows_and_every_rank_the_whole_weight(plan):
         ([12, 6], [24, 6], [0, 0], [], "0:dp"),
         ([6, 6], [6, 6], [0, 0], [], ""),
     ]
+
+
+class BatchSecond(nn.Module):
+    """Dropout over [token, batch, width], and a mask of columns that is counted."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        x = F.dropout(self.linear(x).transpose(0, 1), 0.5)
+        kept = (torch.rand(x.shape[:2]) < 0.5).float()
+        return ((x.square().mean(2) * kept).transpose(0, 1).sum(1)).sum() / kept.sum()
+
+
+def test_a_mask_is_drawn_where_it_is_read_though_other_dimensions_divide_too():
+    program = compiled(BatchSecond(), (torch.ones(8, 4, 6),), ranks=2, plan="ddp").programs["step"]
+    drawn = [n.args[3:] for n in program.operations() if n.target is RANDOM]
+    assert drawn == [
+        ([4, 4, 6], [4, 8, 6], [0, 0, 0], [], "1:dp"),
+        ([4, 4], [4, 8], [0, 0], [], "1:dp"),
+    ]
+    forward = program.operations(FORWARD)
+    assert not any("all_to_all" in str(node.target) for node in forward)
 
 
 @pytest.mark.parametrize("name", ["accumulate", "step"])

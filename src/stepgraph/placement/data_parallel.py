@@ -145,6 +145,13 @@ class DataParallel(Walk):
                 wanted[argument].add(placement)
         return found
 
+    def offers(self, node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
+        """A constant that some cut is made cut that way, or whole: random numbers could be in any."""
+        strategies = super().offers(node, placements)
+        wanted = ((self.cut_by_some.get(node),), (REPLICATE,))
+        fitting = [strategy for strategy in strategies if strategy.outputs in wanted]
+        return fitting if node in self.cut_by_some and fitting else strategies
+
     def cost(
         self,
         node: fx.Node,

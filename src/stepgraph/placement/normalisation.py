@@ -17,12 +17,14 @@ from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from stepgraph.placement.batched import drawn_for_rows, is_batched, of_one_shape
 from stepgraph.placement.numbers import MAY_COUNT_ROWS, literals, may_count_rows, with_numbers
 from stepgraph.placement.rules import Rules, results_of
 from stepgraph.planning.decisions import Normalisation
 from stepgraph.program import roles
 from stepgraph.program.layout import Apart, Spread
-from stepgraph.program.program import BACKWARD, FORWARD, Program, Value, tensor_arguments
+from stepgraph.program.program import BACKWARD, FORWARD, Program, tensor_arguments
+from stepgraph.program.randomness import RANDOM
 
 aten = torch.ops.aten
 _LOSS, _TANGENT = roles.Loss(), roles.Tangent()
@@ -50,13 +52,6 @@ def find_normalisation(
 def inexact(loss: fx.Node, reason: str) -> Normalisation:
     """The mean over micro-batches, because of a reason."""
     return Normalisation({loss.meta["name"]: "avg"}, set(), None, "avg", False, reason)
-
-
-def is_batched(role: roles.Input, value: Value, rows: int | None) -> bool:
-    """Whether an input is rows of the batch; ``rows``: as for :func:`find_normalisation`."""
-    if not isinstance(role, roles.UserInput) or not value.shape:
-        return False
-    return rows is None or value.shape[0] % rows == 0
 
 
 @dataclass
@@ -107,6 +102,9 @@ class _Walk:
         self.scaled: set[fx.Node] = set()
         self.varies: set[fx.Node] = set()  # depends on the batch
         self.learns: set[fx.Node] = set()  # depends on a parameter
+        # How a value was last read, and random numbers that are rows'.
+        self.read_as: dict[fx.Node, Placement] = {}
+        self.drawn: dict[fx.Node, Shard] = {}
 
     def run(self, loss: fx.Node) -> Normalisation:
         self._forward()
@@ -172,8 +170,28 @@ class _Walk:
                 self.state[node] = (Replicate(),)
             elif node.op == "call_function" and node.meta["phase"] == FORWARD:
                 self._visit(node)
+        drawn = {n: self._drawn_as(n) for n in self.state if n.target is RANDOM}
+        self.drawn = {node: cut for node, cut in drawn.items() if cut} | self.drawn
+        if not self.drawn.keys() <= self.varies:
+            self._forward()
+
+    def _drawn_as(self, drawn: fx.Node) -> Shard | None:
+        """How slices have random numbers of rows that are read alone too: a mask that is also counted.
+
+        As what of their shape is made of them is read beside rows, or by how many there are.
+        """
+        masks = [node for node in of_one_shape(drawn) if node not in self.varies]
+        alone = {*self.state, self.program.graph.output_node()} - self.varies - set(masks)
+        if not any(user in alone for mask in masks for user in mask.users):
+            return None
+        cuts = (cut for mask in masks if isinstance(cut := self.read_as.get(mask), Shard))
+        return next(cuts, None) or drawn_for_rows(self.program, drawn, self.rows)
 
     def _visit(self, node: fx.Node) -> None:
+        if cut := self.drawn.get(node):
+            self.varies.add(node)
+            self.state[node] = (cut,)
+            return
         arguments = tensor_arguments(node)
         if any(argument in self.varies for argument in arguments):
             self.varies.add(node)
@@ -205,7 +223,9 @@ class _Walk:
                 same = [
                     sum(a == b for a, b in zip(placements, s.inputs, strict=True)) for s in free
                 ]
-                self.state[node] = free[same.index(max(same))].outputs
+                chosen = free[same.index(max(same))]
+                self.state[node] = chosen.outputs
+                self.read_as |= dict(zip(arguments, chosen.inputs, strict=True))
                 if isinstance(self.state[node][0], Partial):
                     self.scaled |= with_numbers(self.program, node)
                 return

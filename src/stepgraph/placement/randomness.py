@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import fx
 from torch.distributed.tensor import Shard
 
+from stepgraph.placement.batched import drawn_for_rows, of_one_shape
 from stepgraph.placement.policies import decide, ranks_that_divide
 from stepgraph.planning.decisions import PlacementDecision
 from stepgraph.program.layout import (
@@ -26,9 +26,9 @@ def draw_by_global_row(
 ) -> None:
     """Tells each ``random`` of a micro-batch's program which rows of the global batch it stands for.
 
-    The dimension that data-parallel ranks divide is the batch; micro-batch i holds the i-th slice of
-    each rank's rows, so that a mask depends neither on ranks nor on micro-batches. Where no dimension
-    is divided (a mask over parameters), every micro-batch draws its own.
+    The dimension that data-parallel ranks divide is the batch, or one as long as the batch; micro-batch i
+    holds the i-th slice of each rank's rows, so that a mask depends neither on ranks nor on micro-batches.
+    Where there is none (a mask over parameters), every micro-batch draws its own.
     """
     found = [node for node in program.operations() if node.target is RANDOM]
     if micro_batches == 1 or not found:
@@ -38,7 +38,7 @@ def draw_by_global_row(
         mesh = MeshShape((("dp", ranks_that_divide(program)),))
         decision = decide(program, mesh, "ddp")
     for node in found:
-        cut = _cut_of_batch(node, decision, mesh)
+        cut = _cut_of_batch(node, decision, mesh) or drawn_for_rows(program, node)
         if cut is None:
             continue
         seed, kind, operation, sizes, whole, starts, _, shards = node.args
@@ -49,9 +49,8 @@ def draw_by_global_row(
 
 
 def _cut_of_batch(node: fx.Node, decision: PlacementDecision, mesh: MeshShape) -> Shard | None:
-    """How data-parallel ranks divide a random tensor, or what is made of it element by element."""
-    values = [node]
-    for value in values:  # grows
+    """How data-parallel ranks divide a random tensor, or what of its shape is made of it."""
+    for value in of_one_shape(node):
         (made,) = decision.operations[value.meta["name"]].outputs
         seen = [made]
         for user in (user for user in value.users if user.meta["phase"] == FORWARD):
@@ -59,9 +58,6 @@ def _cut_of_batch(node: fx.Node, decision: PlacementDecision, mesh: MeshShape) -
                 tensor_arguments(user), decision.operations[user.meta["name"]].inputs, strict=True
             )
             seen += [placements for argument, placements in read if argument is value]
-            elementwise = torch.Tag.pointwise in getattr(user.target, "tags", ())
-            if elementwise and user.meta["val"].shape == node.meta["val"].shape:
-                values += [user] if user not in values else []
         for placements in seen:
             for name, placement in zip(mesh.names, placements or (), strict=True):
                 if name != TENSOR_PARALLEL and isinstance(placement, Shard):

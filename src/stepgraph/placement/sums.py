@@ -20,12 +20,14 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Replicate
 
+from stepgraph.placement.batched import drawn_for_rows
 from stepgraph.placement.normalisation import find_normalisation, find_totals
 from stepgraph.placement.numbers import MAY_COUNT_ROWS, counts_rows, numbers_in
 from stepgraph.planning.decisions import Normalisation
 from stepgraph.program import roles
 from stepgraph.program.layout import Apart, Spread
 from stepgraph.program.program import Program
+from stepgraph.program.randomness import RANDOM
 
 OWN_LOSS = "loss: the mean over data-parallel ranks of each one's own"
 OWN_RESULT = (
@@ -136,7 +138,12 @@ def _constant(
     held = {node for node, role in given.items() if isinstance(role, (roles.Param, roles.Buffer))}
     inputs = {node for node, role in given.items() if isinstance(role, roles.UserInput)}
     batch = {node for node in inputs if not isinstance(spread.get(given[node]), Replicate)}
-    varies, computed = _reached(program, batch), _reached(program, inputs | held)
+    drawn = {
+        node
+        for node in program.operations()
+        if node.target is RANDOM and drawn_for_rows(program, node, rows)
+    }
+    varies, computed = _reached(program, batch | drawn), _reached(program, inputs | held)
     made = {
         node
         for node in program.operations()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import fx
@@ -27,12 +27,18 @@ def drawn_for_rows(program: Program, drawn: fx.Node, rows: int | None = None) ->
     return Shard(cuts[0]) if cuts else None
 
 
-def of_one_shape(drawn: fx.Node) -> Iterator[fx.Node]:
-    """Random numbers, and what the forward makes of them in their shape: masks of them, most often."""
-    values = [drawn]
+def of_one_shape(drawn: fx.Node, before: Collection[fx.Node] = ()) -> Iterator[fx.Node]:
+    """Random numbers, and what the forward makes of them in their shape: masks of them, most often.
+
+    Args:
+        before: where not to go on.
+    """
+    seen, values = {drawn}, [drawn]
     for value in values:  # grows
         yield value
         for user in value.users:
             made = user.meta["val"] if user.meta.get("phase") == FORWARD else None
-            if isinstance(made, torch.Tensor) and made.shape == drawn.meta["val"].shape:
-                values += [user] if user not in values else []
+            same = isinstance(made, torch.Tensor) and made.shape == drawn.meta["val"].shape
+            if same and user not in seen and user not in before:
+                seen.add(user)
+                values.append(user)

@@ -180,9 +180,9 @@ class _Walk:
 
         As what of their shape is made of them is read beside rows, or by how many there are.
         """
-        masks = [node for node in of_one_shape(drawn) if node not in self.varies]
-        alone = {*self.state, self.program.graph.output_node()} - self.varies - set(masks)
-        if not any(user in alone for mask in masks for user in mask.users):
+        masks = dict.fromkeys(of_one_shape(drawn, before=self.varies))
+        readers = {user for mask in masks for user in mask.users if user not in masks}
+        if not any(user in self.state or user.op == "output" for user in readers - self.varies):
             return None
         cuts = (cut for mask in masks if isinstance(cut := self.read_as.get(mask), Shard))
         return next(cuts, None) or drawn_for_rows(self.program, drawn, self.rows)

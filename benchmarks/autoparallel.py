@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from plan import planner_of
 
+from stepgraph.api.planner import Planner
 from stepgraph.errors import StepgraphError
-from stepgraph.frontends.planner import Planner
 from stepgraph.runtime.ranks import parse_mesh
 
 MESH, BUDGET = "dp=16,tp=8", int(5.7 * 2**30)

@@ -22,7 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 
-from stepgraph.frontends import launcher
+from stepgraph.cli import launcher
 
 FIRST, USUAL = "gloo's threads first", "as Linux does by itself"
 BLOCKS, CALLS = 10, 100

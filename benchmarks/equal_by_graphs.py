@@ -99,7 +99,7 @@ def trained_by_torch(cell):
 
 def run_cell(cell):
     """What came of one cell."""
-    from stepgraph.frontends.launcher import launch
+    from stepgraph.cli.launcher import launch
 
     start = time.perf_counter()
     of_torch = cell.plan in PEERS.values()

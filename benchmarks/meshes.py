@@ -150,7 +150,7 @@ def run_rank(size_name, rounds, steps):
 
 def main() -> None:
     """The command line."""
-    from stepgraph.frontends.launcher import launch
+    from stepgraph.cli.launcher import launch
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", default="small,medium")

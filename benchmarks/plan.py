@@ -63,7 +63,7 @@ def plain(model: str, layers: int, mesh: str) -> dict[str, Any]:
 
 def planned(model: str, layers: int, mesh: str) -> dict[str, Any]:
     """The same, to a saved plan."""
-    from stepgraph.placement import solver
+    from stepgraph.placement.solver import automatic as solver
     from stepgraph.runtime.ranks import parse_mesh
 
     marks: list[tuple[str, float]] = []
@@ -108,10 +108,10 @@ def planner_of(model: str, layers: int, mesh: str, stage: Any = lambda name: Non
     """A planner of a built-in model's step: bf16 compute, AdamW, an H100 model."""
     import torch
 
+    from stepgraph.api.models import language_model_loss
+    from stepgraph.api.planner import Planner, make_optimizer
     from stepgraph.capture.precision import Precision
     from stepgraph.cost.devices import find_device
-    from stepgraph.frontends.models import language_model_loss
-    from stepgraph.frontends.planner import Planner, make_optimizer
 
     module, rows = build(model, layers), rows_of(mesh)
     ids = torch.empty(rows, LONGEST.get(model, SEQUENCE), dtype=torch.long, device="meta")
@@ -130,7 +130,7 @@ def build(model: str, layers: int) -> Any:
     """A built-in model, with so many layers (0: its own number), on the meta device."""
     import torch
 
-    from stepgraph.frontends.models import BUILT_IN, build_model
+    from stepgraph.api.models import BUILT_IN, build_model
 
     key = "n_layer" if "n_layer" in BUILT_IN[model] else "num_hidden_layers"
     if layers:

@@ -36,9 +36,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from stepgraph import Engine
+from stepgraph.api import models
+from stepgraph.cli import launcher
+from stepgraph.cli.calibrate import calibrate
 from stepgraph.cost.calibration import HOST, calibration_file, machine, to_json
-from stepgraph.frontends import launcher, models
-from stepgraph.frontends.calibrate import calibrate
 from stepgraph.runtime.batches import flatten_batch
 from stepgraph.runtime.forecast import forecast
 from stepgraph.runtime.live_memory import LiveMemory

@@ -9,37 +9,6 @@ import inspect
 from pathlib import Path
 
 from stepgraph import errors
-from stepgraph.capture import micro_batches, precision, randomness, simplify, update
-from stepgraph.lowering import bind, merge, updates, waits
-from stepgraph.lowering import state as lowering_state
-from stepgraph.memory import apply as memory_apply
-from stepgraph.placement import apply as placement_apply
-from stepgraph.placement import norms, views, vocabulary
-
-PASSES = [
-    ("capture", randomness.key_random_operations),
-    ("capture", simplify.drop_identities),
-    ("capture", simplify.drop_empty_cat_operands),
-    ("capture", simplify.index_rows_in_place),
-    ("capture", precision.cast_parameters),
-    ("capture", micro_batches.start_backward_at_one),
-    ("capture", micro_batches.accumulate_gradients),
-    ("capture", micro_batches.finish_accumulation),
-    ("capture", precision.reduce_gradients_in),
-    ("capture", update.clip_gradients),
-    ("capture", update.update_parameters),
-    ("placement", vocabulary.spell_out_log_softmax),
-    ("placement", norms.spell_out_norms),
-    ("placement", views.copy_views),
-    ("placement", placement_apply.place_values),
-    ("memory", memory_apply.recompute_in_backward),
-    ("lowering", bind.bind_to_rank),
-    ("lowering", merge.merge_small_collectives),
-    ("lowering", updates.update_early),
-    ("lowering", waits.delay_waits),
-    ("lowering", lowering_state.write_state_in_place),
-]
-
 
 def passes_page() -> str:
     """Every pass in the order it runs, with its docstring."""

@@ -9,7 +9,7 @@ import torch
 import torch._dynamo
 
 from stepgraph.capture.decompositions import decomposition_table
-from stepgraph.capture.graph import GraphProgram
+from stepgraph.graphwise.graph import GraphProgram
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.program import Program
 from stepgraph.torch_internals import graphs as dynamo

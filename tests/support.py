@@ -13,7 +13,7 @@ from torch import nn
 from stepgraph.capture.module import capture, default_loss
 from stepgraph.equivalence.check import relative_difference, tolerance
 from stepgraph.equivalence.values import GlobalValues
-from stepgraph.lowering.bind import bind_to_rank
+from stepgraph.lowering.passes.bind_to_rank import bind_to_rank
 from stepgraph.pipeline import StepPrograms, StepRequest, compile_step
 from stepgraph.planning.plan import Plan
 from stepgraph.program.driver import PassDriver

@@ -1,12 +1,12 @@
 """stepgraph compiles a PyTorch training step."""
 
+from stepgraph.api.check import check
+from stepgraph.api.engine import Engine
+from stepgraph.api.padding import PaddedBatches, pad_batches
+from stepgraph.api.parallelize import parallelize
+from stepgraph.api.plan import plan
 from stepgraph.equivalence.check import CheckReport
 from stepgraph.errors import StepgraphError
-from stepgraph.frontends.checking import check
-from stepgraph.frontends.engine import Engine
-from stepgraph.frontends.padding import PaddedBatches, pad_batches
-from stepgraph.frontends.parallel import parallelize
-from stepgraph.frontends.planning import plan
 from stepgraph.planning.plan import Plan
 from stepgraph.runtime.recompiles import no_recompiles
 

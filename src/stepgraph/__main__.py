@@ -1,6 +1,6 @@
 """``python -m stepgraph``: the command line."""
 
-from stepgraph.frontends.cli import main
+from stepgraph.cli.main import main
 
 if __name__ == "__main__":
     main(prog_name="stepgraph")

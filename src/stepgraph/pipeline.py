@@ -9,42 +9,38 @@ from typing import Any
 import torch
 from torch import nn
 
+from stepgraph.analysis.normalisation import by_rows, find_normalisation, inexact
 from stepgraph.capture.counters import SharedCounters
-from stepgraph.capture.masks import recognise_masks
-from stepgraph.capture.micro_batches import (
-    accumulate_gradients,
-    finish_accumulation,
-    start_backward_at_one,
-)
 from stepgraph.capture.module import BatchSpec, LossFunction, capture
 from stepgraph.capture.optimizer import FunctionalOptimizer, functionalize_optimizer
-from stepgraph.capture.precision import AS_IT_IS, Precision, cast_parameters, reduce_gradients_in
-from stepgraph.capture.randomness import key_random_operations
-from stepgraph.capture.simplify import (
-    drop_empty_cat_operands,
-    drop_identities,
-    index_rows_in_place,
-)
-from stepgraph.capture.update import (
-    clip_gradients,
-    given_gradients,
-    parameters_without_gradient,
-    update_parameters,
-)
+from stepgraph.capture.passes.accumulate_gradients import accumulate_gradients
+from stepgraph.capture.passes.cast_parameters import cast_parameters
+from stepgraph.capture.passes.clip_gradients import clip_gradients
+from stepgraph.capture.passes.drop_empty_cat_operands import drop_empty_cat_operands
+from stepgraph.capture.passes.drop_identities import drop_identities
+from stepgraph.capture.passes.finish_accumulation import finish_accumulation
+from stepgraph.capture.passes.index_rows_in_place import index_rows_in_place
+from stepgraph.capture.passes.key_random_operations import key_random_operations
+from stepgraph.capture.passes.recognise_masks import recognise_masks
+from stepgraph.capture.passes.reduce_gradients_in import reduce_gradients_in
+from stepgraph.capture.passes.start_backward_at_one import start_backward_at_one
+from stepgraph.capture.passes.update_parameters import update_parameters
+from stepgraph.capture.precision import AS_IT_IS, Precision
+from stepgraph.capture.update import given_gradients, parameters_without_gradient
 from stepgraph.cost.devices import find_device
 from stepgraph.errors import CaptureError, PlanError, StepgraphError
-from stepgraph.memory import policies as memory_policies
-from stepgraph.memory.apply import recompute_in_backward
-from stepgraph.placement import policies as placement_policies
-from stepgraph.placement.apply import place_values
-from stepgraph.placement.normalisation import by_rows, find_normalisation, inexact
-from stepgraph.placement.norms import spell_out_norms
-from stepgraph.placement.randomness import draw_by_global_row
-from stepgraph.placement.solver import decide_automatically
-from stepgraph.placement.views import copy_views
-from stepgraph.placement.vocabulary import compare_with_classes, spell_out_log_softmax
+from stepgraph.memory import presets as memory_policies
+from stepgraph.memory.passes.recompute_in_backward import recompute_in_backward
+from stepgraph.placement.passes.compare_with_classes import compare_with_classes
+from stepgraph.placement.passes.copy_views import copy_views
+from stepgraph.placement.passes.draw_by_global_row import draw_by_global_row
+from stepgraph.placement.passes.place_values import place_values
+from stepgraph.placement.passes.spell_out_log_softmax import spell_out_log_softmax
+from stepgraph.placement.passes.spell_out_norms import spell_out_norms
+from stepgraph.placement.presets import named as placement_policies
+from stepgraph.placement.solver.automatic import decide_automatically
+from stepgraph.placement.solver.held_bytes import first_limit
 from stepgraph.planning.decisions import Normalisation, PlacementDecision
-from stepgraph.planning.limits import first_limit
 from stepgraph.planning.plan import AUTO, Plan
 from stepgraph.program import roles
 from stepgraph.program.driver import PassDriver

@@ -14,7 +14,7 @@ import stepgraph
 
 SOURCE = Path(stepgraph.__file__).parent
 PORTING_PLACE = SOURCE / "torch_internals"
-LAUNCHER = SOURCE / "frontends" / "launcher.py"
+LAUNCHER = SOURCE / "cli" / "launcher.py"
 MAX_LINES = 400
 
 # A whole string that is such a name: operators are often looked up or compared by their names.

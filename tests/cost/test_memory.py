@@ -7,7 +7,7 @@ import torch
 
 from stepgraph import torch_internals
 from stepgraph.cost.memory import CATEGORIES, memory_timeline
-from stepgraph.lowering.state import write_state_in_place
+from stepgraph.lowering.passes.write_state_in_place import write_state_in_place
 from stepgraph.program.program import BACKWARD
 from tests.cost.hand_made import Written
 from tests.support import adamw, compiled, mlp, regression_batch, tiny_llama, token_batch, values

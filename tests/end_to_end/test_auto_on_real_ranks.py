@@ -10,9 +10,9 @@ from torch.utils import _pytree as pytree
 
 import stepgraph
 from stepgraph.capture.module import default_loss
-from stepgraph.frontends.launcher import launch
+from stepgraph.cli.launcher import launch
 from stepgraph.runtime.ranks import parse_mesh
-from tests.placement.test_auto_execution import MODELS
+from tests.placement.solver.test_auto_execution import MODELS
 
 NAMES = ("llama", "gpt2", "bert", "vit", "conv")
 STEPS, RATE = 3, 0.1

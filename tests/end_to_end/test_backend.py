@@ -16,11 +16,11 @@ import torch.utils.checkpoint
 from torch import nn
 
 import stepgraph
+from stepgraph.cli.launcher import launch
 from stepgraph.errors import UsageError
-from stepgraph.frontends.launcher import launch
-from stepgraph.lowering import merge
 from stepgraph.program.collectives import KINDS, is_collective
 from stepgraph.program.program import BACKWARD
+from stepgraph.schedule.passes import merge_small_collectives as merge
 from tests.end_to_end.graph_by_graph import Broken, Cell, batch_of, loss_of, make_model
 from tests.end_to_end.test_balance import Model, learn, run
 

@@ -9,8 +9,8 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 import stepgraph
-from stepgraph.frontends.launcher import launch
-from stepgraph.lowering import merge
+from stepgraph.cli.launcher import launch
+from stepgraph.schedule.passes import merge_small_collectives as merge
 from tests.end_to_end.test_engine import Regression, pairs
 from tests.support import tiny_llama, token_batch
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepgraph.frontends.launcher import launch
+from stepgraph.cli.launcher import launch
 from tests.end_to_end.graph_by_graph import (
     RANKS,
     TOLERANCE,

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import stepgraph
+from stepgraph.cli.launcher import launch
 from stepgraph.errors import BatchError, CaptureError, HookError, ShapeLimitError, UsageError
-from stepgraph.frontends.launcher import launch
 
 # On one worker: what takes time is made once.
 pytestmark = pytest.mark.xdist_group(__name__)

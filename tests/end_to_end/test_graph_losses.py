@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import stepgraph
-from stepgraph.frontends.launcher import launch
+from stepgraph.cli.launcher import launch
 from tests.end_to_end.test_balance import Model
 
 ROWS = 8

@@ -15,7 +15,7 @@ import torch
 from click.testing import CliRunner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from stepgraph.frontends.cli import main
+from stepgraph.cli.main import main
 from stepgraph.runtime.manifest import NAME, Manifest
 
 STEPS, EVERY = 60, 4

@@ -5,10 +5,10 @@ import os
 import pytest
 
 import stepgraph
+from stepgraph.cli.launcher import launch
 from stepgraph.equivalence.check import check_model
 from stepgraph.equivalence.one_process import OneProcessRun
 from stepgraph.errors import MeshError, UsageError
-from stepgraph.frontends.launcher import launch
 from stepgraph.program import roles
 from stepgraph.runtime.ranks import parse_mesh
 from tests.end_to_end.mesh_cells import ALL, PAIRS, VOCABULARY, Cell, run_in_one_process

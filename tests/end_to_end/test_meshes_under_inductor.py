@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stepgraph.frontends.launcher import launch
+from stepgraph.cli.launcher import launch
 from tests.end_to_end.mesh_cells import PAIRS, Cell, train
 
 # Every single setting occurs on two ranks: dimensions of one rank stand in where there are three. A

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import stepgraph
-from stepgraph.frontends.launcher import launch
+from stepgraph.cli.launcher import launch
 
 STEPS = 4
 

@@ -10,10 +10,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 import stepgraph
 from stepgraph.capture.module import default_loss
+from stepgraph.cli.launcher import launch
 from stepgraph.errors import UsageError
-from stepgraph.frontends.launcher import launch
 from stepgraph.pipeline import StepRequest, compile_gradients
-from stepgraph.placement.policies import for_own_update
+from stepgraph.placement.presets.named import for_own_update
 from stepgraph.planning.plan import Plan
 from stepgraph.program import roles
 from stepgraph.program.collectives import is_collective

@@ -10,8 +10,8 @@ from torch.distributed.tensor import Shard
 
 import stepgraph
 from stepgraph import pipeline
+from stepgraph.cli.launcher import launch
 from stepgraph.errors import GraphBreakError, PlanError
-from stepgraph.frontends.launcher import launch
 from stepgraph.program import roles
 from stepgraph.program.collectives import KINDS, is_collective
 from tests.support import adamw

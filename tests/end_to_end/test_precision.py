@@ -10,10 +10,10 @@ from torch import nn
 
 import stepgraph
 from stepgraph.capture.precision import Precision
+from stepgraph.cli.launcher import launch
 from stepgraph.equivalence.check import check_model
 from stepgraph.equivalence.one_process import OneProcessRun
 from stepgraph.errors import UsageError
-from stepgraph.frontends.launcher import launch
 from stepgraph.pipeline import StepPrograms
 from stepgraph.program.collectives import KINDS, is_collective
 from tests.end_to_end.mesh_cells import BF16_RATE, compare_in_bf16

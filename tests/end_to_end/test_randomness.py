@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import stepgraph
+from stepgraph.cli.launcher import launch
 from stepgraph.equivalence.check import check_model, relative_difference, tolerance
 from stepgraph.equivalence.one_process import OneProcessRun
-from stepgraph.frontends.launcher import launch
 from stepgraph.pipeline import StepPrograms
 
 STEPS = 3

@@ -11,8 +11,8 @@ import torch
 from torch._dynamo.utils import counters
 
 import stepgraph
+from stepgraph.cli.launcher import launch
 from stepgraph.errors import LaunchError
-from stepgraph.frontends.launcher import launch
 from tests.end_to_end.training import (
     CLIP,
     STEPS,

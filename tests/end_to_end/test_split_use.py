@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import stepgraph
+from stepgraph.cli.launcher import launch
 from stepgraph.errors import UsageError
-from stepgraph.frontends.launcher import launch
 from stepgraph.runtime.ranks import parse_mesh
 
 

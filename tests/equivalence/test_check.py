@@ -8,21 +8,22 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from stepgraph import torch_internals
-from stepgraph.capture.micro_batches import finish_accumulation
-from stepgraph.capture.simplify import drop_identities
-from stepgraph.capture.update import clip_gradients, update_parameters
+from stepgraph.capture.passes.clip_gradients import clip_gradients
+from stepgraph.capture.passes.drop_identities import drop_identities
+from stepgraph.capture.passes.finish_accumulation import finish_accumulation
+from stepgraph.capture.passes.update_parameters import update_parameters
 from stepgraph.equivalence.check import check_model, relative_difference, tolerance
-from stepgraph.lowering.bind import bind_to_rank
-from stepgraph.lowering.merge import merge_small_collectives
-from stepgraph.lowering.state import write_state_in_place
-from stepgraph.lowering.updates import update_early
-from stepgraph.lowering.waits import delay_waits
-from stepgraph.memory.apply import recompute_in_backward
-from stepgraph.placement.apply import place_values
+from stepgraph.lowering.passes.bind_to_rank import bind_to_rank
+from stepgraph.lowering.passes.write_state_in_place import write_state_in_place
+from stepgraph.memory.passes.recompute_in_backward import recompute_in_backward
+from stepgraph.placement.passes.place_values import place_values
 from stepgraph.planning.decisions import OperationPlacement
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
 from stepgraph.program.program import BACKWARD, OPTIMIZER
+from stepgraph.schedule.passes.delay_waits import delay_waits
+from stepgraph.schedule.passes.merge_small_collectives import merge_small_collectives
+from stepgraph.schedule.passes.update_early import update_early
 from tests.support import adamw, mlp, regression_batch, tiny_llama, token_batch
 
 aten = torch.ops.aten

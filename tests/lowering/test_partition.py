@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from stepgraph.lowering.partition import forward_and_backward
-from stepgraph.lowering.state import write_state_in_place
+from stepgraph.lowering.passes.write_state_in_place import write_state_in_place
 from stepgraph.program import roles
 from stepgraph.program.program import BACKWARD, FORWARD
 from tests.support import captured, values

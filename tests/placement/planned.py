@@ -16,9 +16,9 @@ from stepgraph.cost.collectives import collective_of, collective_seconds, links
 from stepgraph.cost.devices import DEVICES, Device, Link
 from stepgraph.cost.work import operation_seconds
 from stepgraph.pipeline import StepRequest, apply_memory, apply_placement, capture_step, spell_out
-from stepgraph.placement import solver
-from stepgraph.placement.choices import Solution
-from stepgraph.placement.problem import Model
+from stepgraph.placement.solver import automatic as solver
+from stepgraph.placement.solver.choices import Solution
+from stepgraph.placement.solver.problem import Model
 from stepgraph.planning.plan import Plan
 from stepgraph.planning.settings import Settings
 from stepgraph.program.collectives import ON_FIRST, is_collective

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 import stepgraph
+from stepgraph.cli.launcher import launch
 from stepgraph.errors import CheckpointError
-from stepgraph.frontends.launcher import launch
 from stepgraph.program.layout import MeshShape
 from stepgraph.runtime.ranks import parse_mesh
 from tests.runtime.test_checkpoint import adagrad, everything, sgd, two_groups

@@ -7,8 +7,8 @@ import os
 import pytest
 import torch
 
+from stepgraph.cli.launcher import launch
 from stepgraph.errors import BatchError, ShapeLimitError
-from stepgraph.frontends.launcher import launch
 from stepgraph.runtime.batches import flatten_batch
 from stepgraph.runtime.kinds import KindsOfBatch
 from stepgraph.runtime.ranks import join_ranks

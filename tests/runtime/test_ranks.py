@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from stepgraph import torch_internals
+from stepgraph.cli.launcher import launch
 from stepgraph.errors import BatchError, MeshError
-from stepgraph.frontends.launcher import launch
 from stepgraph.runtime import ranks as ranks_module
 from stepgraph.runtime.ranks import agree_on_shapes, join_ranks, parse_mesh
 

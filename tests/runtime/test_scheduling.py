@@ -5,7 +5,7 @@ import os
 import pytest
 
 from stepgraph import torch_internals
-from stepgraph.frontends.launcher import launch
+from stepgraph.cli.launcher import launch
 from stepgraph.runtime.ranks import join_ranks
 from stepgraph.runtime.scheduling import communication_first
 

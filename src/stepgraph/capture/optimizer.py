@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from stepgraph import torch_internals
-from stepgraph.capture.simplify import IDENTITIES, copies_alike
+from stepgraph.capture.passes.drop_identities import IDENTITIES, copies_alike
 from stepgraph.errors import OptimizerError
 
 # Options that choose an implementation, not a result; the single-tensor path is what is traced.

@@ -20,8 +20,8 @@ from stepgraph.capture.module import LossFunction, default_loss, in_dtype
 from stepgraph.capture.precision import AS_IT_IS, Precision
 from stepgraph.equivalence.values import GlobalValues
 from stepgraph.errors import InvariantError
-from stepgraph.lowering.bind import bind_to_rank
 from stepgraph.lowering.final import passes_of_a_rank
+from stepgraph.lowering.passes.bind_to_rank import bind_to_rank
 from stepgraph.pipeline import StepRequest, compile_step
 from stepgraph.planning.decisions import Normalisation
 from stepgraph.planning.plan import Plan

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stepgraph.lowering.bind import bind_to_rank
-from stepgraph.lowering.merge import merge_small_collectives
-from stepgraph.lowering.state import write_state_in_place
-from stepgraph.lowering.updates import update_early
-from stepgraph.lowering.waits import delay_waits
+from stepgraph.lowering.passes.bind_to_rank import bind_to_rank
+from stepgraph.lowering.passes.write_state_in_place import write_state_in_place
 from stepgraph.program.driver import Pass, PassDriver
 from stepgraph.program.program import Program
+from stepgraph.schedule.passes.delay_waits import delay_waits
+from stepgraph.schedule.passes.merge_small_collectives import merge_small_collectives
+from stepgraph.schedule.passes.update_early import update_early
 
 
 def passes_of_a_rank(collectives_overlap: bool) -> list[tuple[Pass, tuple[Any, ...]]]:

@@ -2,8 +2,8 @@
 
 Such code is traced with full shapes and this rank's rows. A parameter enters it as
 ``unshard(local part)``, and the backward of that is ``reduce_grad``. Inside a captured graph
-:func:`stepgraph.placement.markers.place_markers` turns both into collectives that the other passes
-know; outside, they run as they stand here.
+:func:`stepgraph.placement.passes.place_markers.place_markers` turns both into collectives that the other
+passes know; outside, they run as they stand here.
 """
 
 from __future__ import annotations

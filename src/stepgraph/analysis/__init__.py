@@ -1,0 +1,1 @@
+"""Facts read off a Program."""

@@ -1,0 +1,1 @@
+"""What a script holds: Engine, parallelize, plan, check, the backend of torch.compile."""

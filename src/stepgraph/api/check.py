@@ -1,0 +1,97 @@
+"""``stepgraph.check``: proves by execution that no pass changed the result."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from stepgraph.api.engine import Engine
+from stepgraph.equivalence.check import CheckReport, check_model
+from stepgraph.errors import UsageError
+from stepgraph.planning.plan import Plan
+from stepgraph.program.layout import MeshShape
+from stepgraph.torch_internals import pytree
+
+
+def check(engine_or_plan: Engine | Plan, batch: Any) -> CheckReport:
+    """Runs every pass's program before and after it, all ranks in one process, on real tensors.
+
+    The engine is not changed. With several ranks every rank must call it, with its own part of the
+    batch; each checks the whole.
+
+    Args:
+        engine_or_plan: the engine whose step is checked.
+        batch: this rank's part, as for ``engine.step``.
+
+    Returns:
+        a report; ``report.ok``, and ``report.first_difference``: the first pass that changed a result.
+
+    Raises:
+        UsageError: a Plan alone, which has no model to run.
+    """
+    if not isinstance(engine_or_plan, Engine):
+        raise UsageError(
+            "a plan alone has no model and no tensors to run",
+            do="build an Engine with it: stepgraph.check(stepgraph.Engine(model, plan=plan), batch)",
+        )
+    engine = engine_or_plan
+    settings = engine.settings()
+    model, replaced = _plain_copy(engine.model)
+    optimizer = settings.pop("optimizer")
+    return check_model(
+        model,
+        optimizer=_optimizer_over(optimizer, replaced),
+        batch=_global_batch(batch, engine.plan.mesh),
+        mesh=engine.plan.mesh,
+        plan=copy.deepcopy(engine.plan),
+        **settings,
+    )
+
+
+def _plain_copy(model: nn.Module) -> tuple[nn.Module, dict[nn.Parameter, nn.Parameter]]:
+    """The module with whole, plain parameters, and which of them stands for which."""
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        whole = parameter.detach()
+        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+        replaced[parameter] = nn.Parameter(whole.clone(), requires_grad=parameter.requires_grad)
+        memo[id(parameter)] = replaced[parameter]
+    return copy.deepcopy(model, memo), replaced
+
+
+def _optimizer_over(
+    optimizer: torch.optim.Optimizer | None, replaced: dict[nn.Parameter, nn.Parameter]
+) -> torch.optim.Optimizer | None:
+    """The same optimizer over other parameters; the states stay behind."""
+    if optimizer is None:
+        return None
+    clone = copy.copy(optimizer)
+    clone.__dict__ = dict(optimizer.__dict__)
+    clone.param_groups = [
+        {**group, "params": [replaced[p] for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    clone.state = type(optimizer.state)(dict)
+    return clone
+
+
+def _global_batch(batch: Any, mesh: MeshShape) -> Any:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return batch
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, batch)
+    by_part = {mesh.data_rank(rank): part for rank, part in enumerate(parts)}
+    return pytree.tree_map(
+        lambda *leaves: (
+            torch.cat(leaves)
+            if isinstance(leaves[0], torch.Tensor) and leaves[0].dim()
+            else leaves[0]
+        ),
+        *by_part.values(),
+    )

@@ -1,0 +1,377 @@
+"""Engine: what a training script holds."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from stepgraph import torch_internals
+from stepgraph.api.arguments import (
+    check_arguments,
+    check_kinds,
+    compute_dtype_in,
+    device_of,
+    make_plan,
+)
+from stepgraph.api.checkpoints import SavesAndLoads
+from stepgraph.capture.module import LossFunction, default_loss
+from stepgraph.capture.precision import Precision
+from stepgraph.capture.refusals import check_hooks
+from stepgraph.errors import GraphBreakError, ParameterHookError, UsageError
+from stepgraph.graphwise.compiled_autograd import check_whole_backward
+from stepgraph.graphwise.runner import GraphRunner
+from stepgraph.lowering.lower import check_lowering
+from stepgraph.placement.presets.named import stored_parameter
+from stepgraph.planning.plan import Plan
+from stepgraph.program import roles
+from stepgraph.report.text import engine_report
+from stepgraph.runtime.batches import LocalBatch, cut_micro_batches, flatten_batch
+from stepgraph.runtime.checkpoint import Saver
+from stepgraph.runtime.compiler import MAX_SHAPES, Compiler
+from stepgraph.runtime.entries import Compiled
+from stepgraph.runtime.ranks import join_ranks
+from stepgraph.runtime.state import State
+from stepgraph.torch_internals import pytree
+
+log = logging.getLogger("stepgraph")
+
+NOTHING_TO_ADD = (
+    "compiled autograd has nothing to add: the backward is one compiled program already"
+)
+
+
+OWN_MICRO_BATCHES = (
+    "micro_batches: loss and gradients are the mean over micro-batches (graph by graph)"
+)
+
+
+class Engine(SavesAndLoads):
+    """Compiles and runs a training step.
+
+    Args:
+        model: any ``nn.Module``, unmodified; may be on the meta device. Its parameters become DTensors
+            under their own names, in place; ranks start from the first rank's values.
+        loss: ``(model, batch) -> scalar``; by default ``model(**batch).loss`` or ``model(*batch)``.
+        optimizer: a ``torch.optim`` instance over ``model.parameters()``; None leaves gradients in
+            ``.grad``.
+        mesh: ``"dp=4,tp=2"``, ``"replicate=2,shard=4"``, a DeviceMesh, or None for every rank on ``dp``.
+        plan: a preset (``ddp``, ``zero1``, ``zero2``, ``zero3``, ``hsdp``; ``tp``, ``tp+sp``, with any of
+            them as ``tp+zero3``), a Plan, or the path of a plan file.
+        memory: ``none``, ``full`` or ``layers:N``; None: the plan's own.
+        schedule: ``"none"``; None: the plan's own.
+        compute_dtype: floating-point parameters and batch leaves are cast to it in the program, before
+            any gather; parameters stay as they are. None: what the plan was made for.
+        reduce_dtype: of gradient reductions; None: the type they are computed in.
+        max_grad_norm: clips gradients to this global 2-norm, inside the program.
+        micro_batches: gradient accumulation, inside the program: each rank's batch is cut in so many.
+        lowering: ``inductor`` or ``eager``; None: the plan's own (presets: ``inductor``).
+        strict: a fallback that would be reported becomes an error.
+        seed: of random operations; with the step's number it decides every mask, on any mesh.
+        max_shapes: distinct batch shapes to keep compiled programs for.
+
+    Raises:
+        UsageError, MeshError, OptimizerError, HookError: from the constructor, before anything is
+            changed; CaptureError and others from the first step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        loss: LossFunction | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        mesh: str | DeviceMesh | None = None,
+        plan: str | Path | Plan = "zero3",
+        memory: str | None = None,
+        schedule: str | None = None,
+        compute_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
+        micro_batches: int = 1,
+        lowering: str | None = None,
+        strict: bool = False,
+        seed: int = 0,
+        max_shapes: int = MAX_SHAPES,
+    ) -> None:
+        check_arguments(model, optimizer, micro_batches, schedule, compute_dtype, reduce_dtype)
+        check_kinds(loss, mesh, plan, memory, lowering, max_grad_norm)
+        check_hooks(model, optimizer)
+        device = device_of(model)
+        ranks = join_ranks(mesh, device)
+        try:
+            self.plan = make_plan(plan, ranks.shape, memory, lowering, model)
+            compute_dtype = compute_dtype_in(self.plan, compute_dtype)
+        except Exception:
+            if ranks.owns_group:
+                dist.destroy_process_group()
+            raise
+        self.model = model
+        self._ranks, self._device, self._seed = ranks, device, seed
+        self._optimizer = optimizer
+        preset, shape = self.plan.placement, ranks.shape
+        self._state = State(
+            model, optimizer, ranks, lambda size: stored_parameter(preset, size, shape), device
+        )
+        self._saver = Saver(self._state)
+        self._compiler = Compiler(
+            model,
+            loss or default_loss,
+            optimizer,
+            self.plan,
+            ranks,
+            self._state,
+            micro_batches,
+            max_grad_norm,
+            Precision(compute_dtype, reduce_dtype),
+            strict,
+            max_shapes,
+        )
+        made = self._compiler
+        self.stats, self.programs, self.notes = made.stats, made.programs, made.notes
+        self._graphs: GraphRunner | None = None  # where the model cannot be captured whole
+        self._whole_backward = self._full_graph = False
+        self._forwards = 0  # of the split use, since the last update
+        if ranks.owns_group:
+            atexit.register(_leave_group)  # other engines may be using it until then
+
+    # -- training
+
+    def step(self, batch: Any) -> torch.Tensor:
+        """Forward, backward and optimizer on one batch.
+
+        Args:
+            batch: this rank's part, a pytree of tensors; dimension 0 is the batch.
+
+        Returns:
+            the loss of one process on the global batch: a detached 0-dim tensor.
+        """
+        self._saver.check()
+        local = flatten_batch(batch, self._device)
+        pieces = cut_micro_batches(local, self._compiler.micro_batches)
+        compiled = self._programs_of("step", local)
+        if compiled is None:
+            return self._step_in_graphs(pieces, local.tree)
+        self._state.update_numbers()
+        if len(pieces) > 1:
+            self._state.clear_accumulators()
+        for number, leaves in enumerate(pieces[:-1]):
+            self._state.seed_random_operations(self._seed, self.stats.steps, number)
+            compiled.programs["accumulate"].run(leaves)
+        self._state.seed_random_operations(self._seed, self.stats.steps, len(pieces) - 1)
+        results = compiled.programs["step"].run(pieces[-1])
+        self._state.mark_written()
+        self._set_gradients(results)
+        if self._optimizer is not None:
+            torch_internals.mark_stepped(self._optimizer)
+        self.stats.steps += 1
+        return results[roles.Loss()]
+
+    def evaluate(self, batch: Any) -> Any:
+        """What the loss callable returns for the global batch, in evaluation mode, no gradients.
+
+        Args:
+            batch: this rank's part of the batch.
+
+        Returns:
+            the loss callable's result; tensors are those of the global batch.
+        """
+        local = flatten_batch(batch, self._device)
+        compiled = self._programs_of("evaluate", local)
+        if compiled is None:
+            assert self._graphs is not None
+            return self._graphs.evaluate(local)
+        self._state.seed_random_operations(self._seed, self.stats.steps, 0)
+        results = compiled.programs["evaluate"].run(local.leaves)
+        leaves = {
+            role.index: value
+            for role, value in results.items()
+            if isinstance(role, roles.UserOutput)
+        }
+        return pytree.tree_unflatten([leaves[i] for i in sorted(leaves)], compiled.result_tree)
+
+    def _programs_of(self, entry: str, batch: LocalBatch) -> Compiled | None:
+        """The programs of an entry point; None where the model is run graph by graph."""
+        if self._graphs is None:
+            try:
+                return self._compiler.entry(entry, batch)
+            except (GraphBreakError, ParameterHookError) as error:
+                if self._full_graph:
+                    raise
+                self._graphs = GraphRunner(
+                    self._compiler, self._compiler.loss, error, self._whole_backward
+                )
+        self._graphs.agree(entry, batch)
+        return None
+
+    def _step_in_graphs(
+        self, pieces: Sequence[Sequence[Any]], tree: pytree.TreeSpec
+    ) -> torch.Tensor:
+        assert self._graphs is not None
+        if len(pieces) > 1:
+            self._compiler.report([OWN_MICRO_BATCHES])
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        losses = []
+        for leaves in pieces:
+            loss = self._graphs.loss("step", leaves, tree)
+            self.backward(loss / len(pieces))
+            losses.append(loss.detach())
+        if self._optimizer is not None:
+            self.optimizer_step()
+        else:
+            self.stats.steps += 1
+        return torch.stack(losses).mean()
+
+    def _set_gradients(self, results: Mapping[roles.Output, torch.Tensor]) -> None:
+        if self._optimizer is not None:
+            return
+        for role, tensor in results.items():
+            if isinstance(role, roles.Grad):
+                self._state.set_gradient(role.name, tensor, self.programs["step"])
+
+    # -- the split use
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        """The loss of one process on the global batch, carrying a graph.
+
+        Args:
+            batch: this rank's part.
+
+        Raises:
+            UsageError: the engine cuts batches into micro-batches: that is what ``step`` does.
+        """
+        if self._compiler.micro_batches > 1:
+            raise UsageError(
+                f"the split use takes one batch, not micro_batches={self._compiler.micro_batches}",
+                do="call engine(batch) and engine.backward(loss) several times, or engine.step(batch)",
+            )
+        self._saver.check()
+        local = flatten_batch(batch, self._device)
+        compiled = self._programs_of("gradients", local)
+        if compiled is None:
+            assert self._graphs is not None
+            return self._graphs.loss("gradients", local.leaves, local.tree)
+        if self._whole_backward:
+            self._compiler.report([NOTHING_TO_ADD])
+        split = compiled.split
+        assert split is not None
+        self._state.seed_random_operations(self._seed, self.stats.steps, self._forwards)
+        self._forwards += 1
+        (loss,) = split.run(local.leaves)
+        return loss
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Adds the gradients of a loss to ``.grad``: DTensors, reduced over ranks.
+
+        Args:
+            loss: what ``engine(batch)`` returned, or something computed from it.
+        """
+        loss.backward()
+
+    def optimizer_step(self) -> None:
+        """Clips, updates, then sets ``.grad`` to None; parameters without one are left alone.
+
+        Raises:
+            UsageError: no optimizer, or no gradient at all.
+        """
+        if self._optimizer is None:
+            raise UsageError(
+                "this engine has no optimizer", do="give it one, or step your own over .grad"
+            )
+        given = {
+            name: parameter.grad
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None
+        }
+        if not given:
+            raise UsageError(
+                "no parameter has a gradient", do="call engine.backward(engine(batch)) before"
+            )
+        update = self._compiler.update(list(given))
+        self._state.update_numbers()
+        update.run((), self._state.own_parts(given, update.program))
+        self._state.mark_written()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        torch_internals.mark_stepped(self._optimizer)
+        self.stats.steps += 1
+        self._forwards = 0
+
+    def compile(
+        self,
+        backend: str = "inductor",
+        compiled_autograd: bool = False,
+        compiled_autograd_enabled: bool | None = None,
+        fullgraph: bool = False,
+        **options: Any,
+    ) -> None:
+        """How the split use runs from here on, and every step of a model that is run graph by graph.
+
+        Args:
+            backend: a lowering: ``inductor`` or ``eager``.
+            compiled_autograd: the whole backward of a model with graph breaks is one graph. (That of a
+                model without is one in any case.)
+            compiled_autograd_enabled: DeepSpeed's name for it.
+            fullgraph: a graph break is an error.
+
+        Raises:
+            UsageError: an unknown backend; another option of ``torch.compile``; compiled autograd where
+                torch has none.
+        """
+        check_lowering(backend)
+        if options:
+            raise UsageError(
+                f"engine.compile takes no option {next(iter(options))!r}",
+                why="shapes are fixed, and the plan decides what torch's modes decide",
+                do="leave it out; known: backend, compiled_autograd, fullgraph",
+            )
+        self._whole_backward = bool(compiled_autograd or compiled_autograd_enabled)
+        self._full_graph = fullgraph
+        if self._whole_backward:
+            check_whole_backward()
+        self._compiler.change_lowering(backend)
+        if self._graphs is not None:
+            self._graphs.change(backend, self._whole_backward)
+
+    # -- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plain module's keys, tied names and buffers included; DTensor values."""
+        return self._state.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Fills the model from whole or distributed tensors.
+
+        Raises:
+            CheckpointError: keys or shapes that do not fit.
+        """
+        self._state.load_state_dict(state_dict)
+
+    def settings(self) -> dict[str, Any]:
+        """What the step was asked to be, besides model, mesh and plan."""
+        return {
+            "loss": self._compiler.loss,
+            "optimizer": self._optimizer,
+            "micro_batches": self._compiler.micro_batches,
+            "max_grad_norm": self._compiler.max_grad_norm,
+            "precision": self._compiler.precision,
+        }
+
+    def report(self) -> str:
+        """The plan, collectives, memory, compilations and every fallback, as text."""
+        return engine_report(
+            self.plan, self.programs, self.notes, self.stats, self._compiler.micro_batches
+        )
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,247 @@
+"""parallelize(): sharded parameters and compiled programs under the user's own loop and optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from stepgraph.api.arguments import (
+    check_arguments,
+    check_kinds,
+    compute_dtype_in,
+    device_of,
+    make_plan,
+)
+from stepgraph.capture.module import LossFunction
+from stepgraph.capture.precision import Precision
+from stepgraph.capture.refusals import check_hooks
+from stepgraph.errors import BatchError, GraphBreakError, ParameterHookError, UsageError
+from stepgraph.graphwise.compiled_autograd import check_whole_backward
+from stepgraph.graphwise.runner import GraphRunner
+from stepgraph.placement.presets.named import for_own_update, stored_parameter
+from stepgraph.planning.plan import Plan
+from stepgraph.program import roles
+from stepgraph.runtime.batches import LocalBatch, flatten_batch
+from stepgraph.runtime.compiler import MAX_SHAPES, Compiler
+from stepgraph.runtime.entries import Compiled
+from stepgraph.runtime.ranks import join_ranks
+from stepgraph.runtime.state import State
+from stepgraph.torch_internals import pytree
+
+
+def parallelize(
+    model: nn.Module,
+    *,
+    example: Any,
+    mesh: str | DeviceMesh | None = None,
+    plan: str | Path | Plan = "zero3",
+    loss: LossFunction | None = None,
+    memory: str | None = None,
+    compute_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    lowering: str | None = None,
+    strict: bool = False,
+    seed: int = 0,
+    max_shapes: int = MAX_SHAPES,
+    compiled_autograd: bool = False,
+) -> nn.Module:
+    """Shards a module in place and compiles its forward and backward; the loop stays the user's.
+
+    Calls take this rank's part of the batch and return this data-parallel rank's part of the results,
+    whole over ``tp``; a scalar is that of the global batch. Gradients arrive in ``.grad`` as DTensors,
+    reduced: of what is this rank's own, averaged over data-parallel ranks as DDP does; of what is global,
+    exact. Results that are neither tensors nor containers (a cache of keys and values) are left out.
+
+    Args:
+        model: a plain module; its parameters become DTensors under their own names. Build the optimizer
+            afterwards, over ``model.parameters()``.
+        example: a batch of the *global* shape: a mapping is passed as keywords, a tuple as arguments.
+        mesh, plan, memory, compute_dtype, reduce_dtype, lowering, strict, seed: as for Engine. ``zero1``
+            and ``zero2`` store parameters sharded, so that the optimizer's state is, gather them once per
+            forward and keep them for the backward.
+        loss: ``(model, batch) -> scalar``; calls then take a batch and return the global batch's loss.
+        max_shapes: distinct batch shapes to keep compiled programs for.
+        compiled_autograd: the whole backward of a module with graph breaks is one graph.
+
+    Returns:
+        the same module.
+
+    Raises:
+        UsageError, MeshError, CaptureError: before or while the first program is made.
+    """
+    check_arguments(model, None, 1, None, compute_dtype, reduce_dtype)
+    check_kinds(loss, mesh, plan, memory, lowering, None)
+    if "forward" in vars(model):
+        raise UsageError(
+            "the module's forward has been replaced already",
+            do="parallelize a module once, and before anything else wraps its forward",
+        )
+    check_hooks(model)
+    device = device_of(model)
+    ranks = join_ranks(mesh, device)
+    made = make_plan(plan, ranks.shape, memory, lowering, model)
+    compute_dtype = compute_dtype_in(made, compute_dtype)
+    made.placement = for_own_update(made.placement)
+    state = State(
+        model,
+        None,
+        ranks,
+        lambda shape: stored_parameter(made.placement, shape, ranks.shape),
+        device,
+    )
+    compiler = Compiler(
+        model,
+        loss or _call_model,
+        None,
+        made,
+        ranks,
+        state,
+        precision=Precision(compute_dtype, reduce_dtype),
+        strict=strict,
+        max_shapes=max_shapes,
+        as_module=loss is None,
+    )
+    if compiled_autograd:
+        check_whole_backward()
+    forward = ParallelForward(compiler, seed, compiled_autograd)
+    forward.compile(example)
+    model.forward = forward  # type: ignore[method-assign]
+    return model
+
+
+def _call_forward(model: nn.Module, batch: Any) -> Any:
+    args, kwargs = batch
+    return model.forward(*args, **kwargs)
+
+
+def _call_model(model: nn.Module, batch: Any) -> Any:
+    args, kwargs = batch
+    result = model.forward(*args, **kwargs)  # the module's own hooks run around what is compiled
+    if isinstance(result, dict):
+        kinds = (torch.Tensor, tuple, list, dict)
+        kept = {key: value for key, value in result.items() if isinstance(value, kinds)}
+        result = type(result)(**kept)
+    # A result that is a view of another, of an input or of a parameter becomes a value of its own.
+    return pytree.tree_map(
+        lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, result
+    )
+
+
+class ParallelForward:
+    """What a parallelized module runs in place of its ``forward``.
+
+    ``compiler`` has the plan, the programs, the notes and the statistics.
+    """
+
+    def __init__(self, compiler: Compiler, seed: int, whole_backward: bool) -> None:
+        self.compiler, self.seed, self.whole_backward = compiler, seed, whole_backward
+        self.graphs: GraphRunner | None = None  # where the module cannot be captured whole
+        self._calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs on this rank's part of a batch."""
+        compiler, state = self.compiler, self.compiler.state
+        local = flatten_batch(self._batch(args, kwargs), state.device)
+        _refuse_gradients_of_inputs(local.leaves)
+        training = torch.is_grad_enabled() and any(
+            p.requires_grad for p in state.model.parameters()
+        )
+        training = training or not compiler.as_module  # a given loss is the loss in any mode
+        compiled = self._programs_of("gradients" if training else "evaluate", local)
+        if compiled is None:
+            return self._run_in_graphs(local, training)
+        state.seed_random_operations(self.seed, self._calls, 0)
+        if training:
+            self._calls += 1
+            assert compiled.split is not None
+            results = compiled.split.run(local.leaves)
+            if not compiler.as_module:
+                return results[0]
+            pairs = zip(compiled.split.results, results, strict=True)
+            leaves = {
+                role.index: value for role, value in pairs if isinstance(role, roles.ModuleResult)
+            }
+        else:
+            found = compiled.programs["evaluate"].run(local.leaves)
+            leaves = {r.index: v for r, v in found.items() if isinstance(r, roles.ModuleResult)}
+        tree = compiled.result_tree
+        return pytree.tree_unflatten([leaves.get(i) for i in range(tree.num_leaves)], tree)
+
+    def compile(self, example: Any) -> None:
+        """Compiles for a batch of a global shape; nothing runs."""
+        ranks = self.compiler.ranks.shape.data_size
+
+        def part(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or not leaf.dim():
+                return leaf
+            if leaf.shape[0] % ranks:
+                raise BatchError(
+                    f"the example has {leaf.shape[0]} rows, which do not divide over {ranks} ranks",
+                    do="give an example of the global batch",
+                )
+            return torch.empty_like(
+                leaf[: leaf.shape[0] // ranks], device=self.compiler.state.device
+            )
+
+        if isinstance(example, dict):
+            batch = self._batch((), example)
+        elif isinstance(example, (tuple, list)):
+            batch = self._batch(tuple(example), {})
+        else:
+            batch = self._batch((example,), {})
+        local = flatten_batch(pytree.tree_map(part, batch), self.compiler.state.device)
+        self._programs_of("gradients", local)
+
+    def _programs_of(self, entry: str, batch: LocalBatch) -> Compiled | None:
+        """The programs of an entry point; None where the module is run graph by graph."""
+        if self.graphs is None:
+            try:
+                with self._own_forward():
+                    return self.compiler.entry(entry, batch)
+            except (GraphBreakError, ParameterHookError) as error:
+                function = _call_forward if self.compiler.as_module else self.compiler.loss
+                self.graphs = GraphRunner(self.compiler, function, error, self.whole_backward)
+        self.graphs.agree(entry, batch)
+        return None
+
+    def _run_in_graphs(self, batch: LocalBatch, training: bool) -> Any:
+        assert self.graphs is not None
+        entry = "gradients" if training else "evaluate"
+        with self._own_forward(), torch.set_grad_enabled(torch.is_grad_enabled() or training):
+            if self.compiler.as_module:
+                return self.graphs.results(entry, batch.leaves, batch.tree)
+            return self.graphs.loss(entry, batch.leaves, batch.tree)
+
+    def _batch(self, args: tuple, kwargs: dict) -> Any:
+        if self.compiler.as_module:
+            return args, kwargs
+        if len(args) == 1 and not kwargs:
+            return args[0]
+        return kwargs if kwargs and not args else args
+
+    @contextlib.contextmanager
+    def _own_forward(self) -> Iterator[None]:
+        """The module's own forward, which is what is captured."""
+        model = self.compiler.model
+        replaced = vars(model).pop("forward", None)
+        try:
+            yield
+        finally:
+            if replaced is not None:
+                model.forward = replaced  # type: ignore[method-assign]
+
+
+def _refuse_gradients_of_inputs(leaves: tuple) -> None:
+    if torch.is_grad_enabled() and any(
+        isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves
+    ):
+        raise UsageError(
+            "an input of the parallelized module requires a gradient, which it would not get",
+            do="detach it, or parallelize the module that computes it together with this one",
+        )

@@ -1,0 +1,165 @@
+"""``stepgraph.plan``: a plan for a cluster that is not there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from stepgraph.api.arguments import check_arguments
+from stepgraph.api.models import find_model, language_model_loss
+from stepgraph.api.planner import Planner, make_optimizer
+from stepgraph.capture.module import LossFunction, default_loss
+from stepgraph.capture.precision import Precision
+from stepgraph.cost.devices import find_device
+from stepgraph.errors import MeshError, UsageError
+from stepgraph.memory.presets import parse_policy
+from stepgraph.placement.presets.named import check_preset
+from stepgraph.planning.plan import AUTO, Plan
+from stepgraph.program.layout import MeshShape
+from stepgraph.runtime.ranks import parse_mesh
+
+_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def plan(
+    model: nn.Module | str,
+    *,
+    example: Any,
+    mesh: str | tuple | MeshShape,
+    loss: LossFunction | None = None,
+    device: str = "h100",
+    optimizer: str | torch.optim.Optimizer | None = "adamw",
+    placement: str = AUTO,
+    memory: str = AUTO,
+    memory_budget: int | str | None = None,
+    compute_dtype: torch.dtype | None = torch.bfloat16,
+    constraints: Mapping[str, str] | None = None,
+    micro_batches: int = 1,
+    max_grad_norm: float | None = None,
+) -> Plan:
+    """Plans a training step for a mesh and a device that need not be at hand, and predicts it.
+
+    Nothing runs; no process group is needed or left behind; the model is not changed.
+
+    Args:
+        model: a module, which may be on the meta device, or the name of a built-in model.
+        example: a batch of the *global* shape (the rows of all ranks); fake and meta tensors are fine.
+        mesh: ``"dp=16,tp=8"``, or a tuple of names and sizes: ``(("dp", 16), ("tp", 8))``.
+        loss: ``(model, batch) -> scalar``; by default as for Engine.
+        device: a name of the device table, such as ``h100``.
+        optimizer: ``adamw``, ``adam``, ``sgd``, an optimizer over the model's parameters, or None.
+        placement: ``auto``, or a preset such as ``tp+zero3``.
+        memory: ``none``, ``full``, ``layers:N``, or ``auto``: the first of none, layers:2 and full whose
+            predicted peak fits.
+        memory_budget: bytes, or ``"70GiB"``: per rank, whole step, optimizer state included. Default:
+            the device's capacity.
+        compute_dtype: parameters are cast to it in the program; None: they are not.
+        constraints: for ``auto``: patterns of parameters, inputs or values to placements
+            (``{"layers.*.weight": "S(0)R"}``), or a mesh dimension to a preset (``{"dp": "zero3"}``).
+        micro_batches: the example is cut into so many.
+        max_grad_norm: gradients are clipped by their global norm (its value does not matter here).
+
+    Returns:
+        a Plan with ``predicted``, for ``Engine(plan=...)`` on that mesh, ``save`` and ``diff``.
+
+    Raises:
+        BudgetError: a budget was given, or ``memory="auto"``, and nothing fits.
+        UsageError, MeshError, BatchError: arguments that cannot be used.
+        CaptureError: the step cannot be captured as one program.
+    """
+    make = find_model(model) if isinstance(model, str) else None
+    shape = mesh_shape(mesh)
+    table = find_device(device)
+    check_request(shape, placement, memory, constraints)
+    budget = parse_size(memory_budget)
+    made: Any = model if make is None else build_on_meta(make)
+    check_arguments(made, None, micro_batches, None, compute_dtype, None)
+    if loss is None:
+        loss = language_model_loss if isinstance(model, str) else default_loss
+    planner = Planner(
+        made,
+        example,
+        loss,
+        make_optimizer(optimizer, made),
+        table,
+        Precision(compute_dtype, None),
+        micro_batches,
+        max_grad_norm is not None,
+    )
+    attempt = planner.plan(shape, placement, memory, budget, constraints)
+    if not attempt.fits and (memory == AUTO or budget is not None):
+        raise attempt.error()
+    return attempt.plan
+
+
+def check_request(
+    mesh: MeshShape, placement: str, memory: str, constraints: Mapping[str, str] | None = None
+) -> None:
+    """Raises UsageError or MeshError for what can be seen to be wrong before anything is built."""
+    check_preset(placement, mesh)
+    if constraints and placement != AUTO:
+        raise UsageError(
+            f"constraints are for placement='auto', not {placement!r}",
+            why="a preset says where everything lives already",
+        )
+    if memory != AUTO:
+        parse_policy(memory)
+
+
+def build_on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    """A model without values, in training mode."""
+    with torch.device("meta"):
+        return make().train()
+
+
+def parse_size(size: int | str | None) -> int | None:
+    """Bytes of ``"70GiB"``, ``"512MiB"`` or a number; None stays None.
+
+    Raises:
+        UsageError: not a size, or not positive.
+    """
+    if size is None:
+        return None
+    found = None
+    if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
+        units = {unit.lower(): scale for unit, scale in _UNITS.items()}
+        scale = units.get(match[2].lower())
+        found = None if scale is None else int(float(match[1]) * scale)
+    elif isinstance(size, int) and not isinstance(size, bool):
+        found = size
+    if found is None or found <= 0:
+        raise UsageError(
+            f"a memory budget is a number of bytes, or a text such as '70GiB', not {size!r}"
+        )
+    return found
+
+
+def mesh_shape(mesh: str | tuple | MeshShape) -> MeshShape:
+    """The mesh of ``"dp=16,tp=8"``, ``(("dp", 16), ("tp", 8))`` or ``((16, 8), ("dp", "tp"))``.
+
+    Raises:
+        MeshError: none of these.
+    """
+    if isinstance(mesh, MeshShape):
+        return mesh
+    if isinstance(mesh, str):
+        return parse_mesh(mesh)
+    pairs: list[tuple[Any, Any]] = []
+    if isinstance(mesh, (tuple, list)) and all(isinstance(p, (tuple, list)) for p in mesh):
+        if len(mesh) == 2 and all(isinstance(size, int) for size in mesh[0]):
+            pairs = list(zip(mesh[1], mesh[0], strict=False))
+        elif all(len(pair) == 2 for pair in mesh):
+            pairs = [tuple(pair) for pair in mesh]
+    texts = [f"{name}={size}" for name, size in pairs]
+    if not texts:
+        raise MeshError(
+            f"a mesh is a text such as 'dp=16,tp=8', or names with sizes, not {mesh!r}",
+            do="for example (('dp', 16), ('tp', 8))",
+        )
+    return parse_mesh(",".join(texts))

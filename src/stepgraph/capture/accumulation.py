@@ -1,0 +1,67 @@
+"""Micro-batches: one program that accumulates, run k - 1 times, and a last one that also updates.
+
+What is compiled does not grow with k. Gradients and the loss's sums and counts are added up in
+accumulators; whatever normalises the loss (its tail, :class:`Normalisation`) is evaluated once, on
+the totals, and the gradients are scaled by it at the end.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from stepgraph.planning.decisions import Normalisation
+from stepgraph.program import roles
+from stepgraph.program.build import Builder
+from stepgraph.program.program import BACKWARD, Program, Value
+
+aten = torch.ops.aten
+
+
+def node_named(program: Program, name: str | None) -> fx.Node | None:
+    """The operation of a stable name, or None for None."""
+    if name is None:
+        return None
+    return next(node for node in program.operations() if node.meta["name"] == name)
+
+
+def replace_boundary_by_one(
+    program: Program, boundary: fx.Node, normalisation: Normalisation
+) -> None:
+    """The rest of the backward is proportional to the boundary: run it at one, scale at the end."""
+    emit = Builder(program, BACKWARD, boundary)
+    value = boundary.meta["val"]
+    one = emit(aten.full.default, [], 1.0, dtype=value.dtype, device=value.device)
+    for user in list(boundary.users):
+        if user.meta.get("name") not in normalisation.tail:
+            user.replace_input_with(boundary, one)
+
+
+def accumulate(program: Program, normalisation: Normalisation) -> dict[str, fx.Node]:
+    """Adds gradients and the loss's partial results to accumulators; returns the new sums."""
+    emit = Builder(program, BACKWARD)
+    by_name = {node.meta.get("name"): node for node in program.operations()}
+    parts = {
+        f"grad:{role.name}": node
+        for role, node in zip(program.outputs, program.results, strict=True)
+        if isinstance(role, roles.Grad)
+    }
+    parts |= {f"total:{name}": by_name[name] for name in normalisation.totals}
+    sums = {}
+    for name, node in parts.items():
+        value = node.meta["val"]
+        accumulator = emit.input(
+            roles.label(roles.Accumulator(name)),
+            lambda value=value: torch.empty(value.shape, dtype=value.dtype, device=value.device),
+        )
+        index = program.placeholders.index(accumulator)
+        program.inputs.insert(index, roles.Accumulator(name))
+        program.input_values.insert(index, _value(node))
+        sums[name] = emit(aten.add.Tensor, accumulator, node)
+        sums[name].meta["accumulates"] = True
+    return sums
+
+
+def _value(node: fx.Node) -> Value:
+    value = node.meta["val"]
+    return Value(tuple(value.shape), value.dtype)

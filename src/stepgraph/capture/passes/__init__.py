@@ -1,0 +1,1 @@
+"""Passes on what was captured, before anything is decided."""

@@ -1,0 +1,66 @@
+"""Clips gradients by their global norm."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from stepgraph.capture.update import MAX_GRAD_NORM
+from stepgraph.program import roles
+from stepgraph.program.build import Builder
+from stepgraph.program.names import name_operations
+from stepgraph.program.program import OPTIMIZER, Program, Value
+
+aten = torch.ops.aten
+
+
+_TINY = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm it divides by
+
+
+def clip_gradients(program: Program) -> Program:
+    """Scales all gradients so that their global 2-norm is at most the input ``max_grad_norm``.
+
+    The formula is that of ``torch.nn.utils.clip_grad_norm_``; the squares are summed so that sharded
+    gradients cost one reduction of one number.
+
+    reads: ``Grad`` outputs. writes: optimizer operations; the input ``Scalar(max_grad_norm)``.
+    preserves: the loss.
+    """
+    emit = Builder(program, OPTIMIZER)
+    gradients = {
+        role: node
+        for role, node in zip(program.outputs, program.results, strict=True)
+        if isinstance(role, roles.Grad)
+    }
+    device = next(iter(gradients.values())).meta["val"].device
+    limit = emit.input(
+        roles.label(roles.Scalar(MAX_GRAD_NORM)),
+        lambda: torch.empty((), dtype=torch.float64, device=device),
+    )
+    program.inputs.insert(program.placeholders.index(limit), roles.Scalar(MAX_GRAD_NORM))
+    program.input_values.insert(program.placeholders.index(limit), Value((), torch.float64))
+    # 0-dim gradients last: they are whole on every rank, unlike the sums before them.
+    total = None
+    for gradient in sorted(gradients.values(), key=lambda node: node.meta["val"].dim() == 0):
+        wide = gradient
+        if gradient.meta["val"].dtype.itemsize < 4:
+            wide = emit(aten._to_copy.default, gradient, dtype=torch.float32)
+        squares = emit(aten.sum.default, emit(aten.mul.Tensor, wide, wide))
+        # Padding of an uneven shard is zero, and so is its square: it may be summed.
+        squares.meta["padding_is_zero"] = True
+        total = squares if total is None else emit(aten.add.Tensor, total, squares)
+    assert total is not None
+    norm = emit(aten.sqrt.default, total)
+    wanted = emit(aten.div.Tensor, limit, emit(aten.add.Scalar, norm, _TINY))
+    coefficient = emit(aten.clamp.default, wanted, None, 1.0)
+    results = list(program.results)
+    factors: dict[torch.dtype, fx.Node] = {}
+    for role, gradient in gradients.items():
+        dtype = gradient.meta["val"].dtype  # as the factor's, or a 0-dim gradient is promoted
+        if dtype not in factors:
+            factors[dtype] = emit(aten._to_copy.default, coefficient, dtype=dtype)
+        clipped = emit(aten.mul.Tensor, gradient, factors[dtype])
+        results[program.outputs.index(role)] = clipped
+    program.graph.output_node().args = (tuple(results),)
+    name_operations(program.graph)
+    return program.finish()

@@ -1,0 +1,33 @@
+"""Drops operands of no elements."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from stepgraph.capture.passes.drop_identities import lie_alike
+from stepgraph.program.program import Program
+
+aten = torch.ops.aten
+
+
+def drop_empty_cat_operands(program: Program) -> Program:
+    """Concatenations forget operands of no elements (an empty key-value cache).
+
+    One operand is left where it does not lie in memory as the result does: views of that follow.
+
+    reads: shapes. writes: arguments of ``cat``. preserves: every result, bitwise.
+    """
+    for node in list(program.operations()):
+        if node.target is not aten.cat.default:
+            continue
+        operands: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
+        kept = [operand for operand in operands if operand.meta["val"].numel()]
+        same_type = all(o.meta["val"].dtype == node.meta["val"].dtype for o in kept)
+        if len(kept) == len(operands) or not kept or not same_type:
+            continue
+        if len(kept) == 1 and lie_alike(kept[0].meta["val"], node.meta["val"]):
+            node.replace_all_uses_with(kept[0])
+        else:
+            node.args = (kept, *node.args[1:])
+    return program.finish()

@@ -1,0 +1,73 @@
+"""The program of the last micro-batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from stepgraph.capture.accumulation import accumulate, node_named, replace_boundary_by_one
+from stepgraph.capture.passes.start_backward_at_one import start_backward_at_one
+from stepgraph.planning.decisions import Normalisation
+from stepgraph.program import roles
+from stepgraph.program.build import Builder
+from stepgraph.program.names import name_operations
+from stepgraph.program.program import BACKWARD, OPTIMIZER, Program
+
+aten = torch.ops.aten
+
+
+def finish_accumulation(program: Program, normalisation: Normalisation, count: int) -> Program:
+    """Adds the last micro-batch and turns totals into the loss and gradients of the whole batch.
+
+    Args:
+        count: number of micro-batches; a mean over each becomes the mean over all.
+
+    reads: ``Grad`` and ``Loss`` outputs. writes: inputs ``Accumulator``; the loss's tail, moved behind
+    the last sum. preserves: the result of the whole batch where ``normalisation.exact``.
+    """
+    boundary = node_named(program, normalisation.boundary)
+    if boundary is not None:
+        replace_boundary_by_one(program, boundary, normalisation)
+    sums = accumulate(program, normalisation)
+    emit = Builder(program, BACKWARD)
+    by_name = {node.meta.get("name"): node for node in program.operations()}
+    totals: dict[fx.Node, fx.Node] = {}
+    for name, kind in normalisation.totals.items():
+        total = sums[f"total:{name}"]
+        if kind == "avg":
+            total = emit(aten.div.Scalar, total, count)
+        totals[by_name[name]] = total
+    tail = _move_tail(program, normalisation, totals)
+    loss = program.result(roles.Loss())
+    loss = totals.get(loss, tail.get(loss, loss))
+    factor = tail.get(boundary) if boundary is not None else None
+    averaged = normalisation.gradient_kind == "avg"
+    emit = Builder(program, OPTIMIZER)
+    results = []
+    for role, node in zip(program.outputs, program.results, strict=True):
+        if isinstance(role, roles.Grad):
+            total = sums[f"grad:{role.name}"]
+            if factor is not None:
+                dtype = total.meta["val"].dtype
+                same = factor.meta["val"].dtype == dtype
+                scale = factor if same else emit(aten._to_copy.default, factor, dtype=dtype)
+                total = emit(aten.mul.Tensor, total, scale)
+            node = emit(aten.div.Scalar, total, count) if averaged else total
+        results.append(loss if isinstance(role, roles.Loss) else node)
+    program.graph.output_node().args = (tuple(results),)
+    name_operations(program.graph)
+    return start_backward_at_one(program.finish())
+
+
+def _move_tail(
+    program: Program, normalisation: Normalisation, totals: dict[fx.Node, fx.Node]
+) -> dict[fx.Node, fx.Node]:
+    """Copies the tail behind the totals, in order, reading them; returns old -> new."""
+    emit = Builder(program, BACKWARD)
+    moved: dict[fx.Node, fx.Node] = dict(totals)
+    tail = [node for node in program.operations() if node.meta.get("name") in normalisation.tail]
+    for node in tail:
+        emit.module = node.meta["module"]
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda a: moved.get(a, a))
+        moved[node] = emit(node.target, *args, **kwargs)
+    return moved

@@ -1,0 +1,54 @@
+"""The type that gradients travel in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from stepgraph.capture.precision import Precision, cast, replace_gradients
+from stepgraph.program import roles
+from stepgraph.program.build import Builder
+from stepgraph.program.names import name_operations
+from stepgraph.program.program import BACKWARD, Program
+
+aten = torch.ops.aten
+
+
+def reduce_gradients_in(
+    program: Program, masters: Mapping[str, torch.dtype], precision: Precision
+) -> Program:
+    """Gradients travel in the type that they are to be reduced in, and arrive as stored parameters.
+
+    Args:
+        program: its gradients complete.
+
+    reads: ``Grad`` outputs, and sums over micro-batches. writes: casts around the place where gradients
+    are reduced. preserves: every result, up to the rounding that ``precision`` asks for.
+    """
+
+    def cast(emit: Builder, name: str, node: fx.Node) -> fx.Node:
+        return _reduced(emit, node, masters[name], precision)
+
+    totals = {
+        role.name.removeprefix("grad:"): node
+        for node, role in zip(program.placeholders, program.inputs, strict=True)
+        if isinstance(role, roles.Accumulator) and role.name.startswith("grad:")
+    }
+    for name, accumulator in totals.items():
+        (total,) = accumulator.users
+        readers = list(total.users)
+        new = cast(Builder(program, BACKWARD, total.next), name, total)
+        for reader in readers:
+            reader.replace_input_with(total, new)
+    if not totals:
+        replace_gradients(program, cast)
+    name_operations(program.graph)
+    return program.finish()
+
+
+def _reduced(emit: Builder, node: fx.Node, master: torch.dtype, precision: Precision) -> fx.Node:
+    """Cast for the reduction, and back behind it."""
+    node = cast(emit, node, precision.reduce or precision.compute)
+    return cast(emit, node, master, "reduced_before")

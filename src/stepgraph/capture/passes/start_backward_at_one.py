@@ -1,0 +1,37 @@
+"""Starts the backward of a loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from stepgraph.program import roles
+from stepgraph.program.build import Builder
+from stepgraph.program.names import name_operations
+from stepgraph.program.program import BACKWARD, Program
+
+aten = torch.ops.aten
+
+
+def start_backward_at_one(program: Program) -> Program:
+    """The gradient of the loss with respect to itself is one.
+
+    reads: the ``Tangent`` input. writes: a constant in its place. preserves: every gradient, bitwise.
+    """
+    if roles.Tangent() not in program.inputs:
+        return program
+    tangent = program.input_node(roles.Tangent())
+    first = next((n for n in program.graph.nodes if n in tangent.users), None)
+    emit = Builder(program, BACKWARD, first)
+    value = tangent.meta["val"]
+    one = emit(aten.full.default, [], 1.0, dtype=value.dtype, device=value.device)
+    tangent.replace_all_uses_with(one)
+    _drop_input(program, tangent)
+    name_operations(program.graph)
+    return program.finish()
+
+
+def _drop_input(program: Program, node: fx.Node) -> None:
+    index = program.placeholders.index(node)
+    program.graph.erase_node(node)
+    del program.inputs[index], program.input_values[index]

@@ -1,0 +1,165 @@
+"""Adds the update to a joint Program: scale, global-norm clipping, and torch's optimizer step.
+
+Everything that depends on numbers and counters alone is emitted once for a parameter group (Adam's
+bias corrections, say), so the update is as few operations per parameter as torch's own formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from stepgraph.capture.counters import SharedCounters
+from stepgraph.capture.optimizer import FunctionalOptimizer, UpdateRule
+from stepgraph.errors import OptimizerError
+from stepgraph.program import roles
+from stepgraph.program.build import Builder
+from stepgraph.program.names import name_operations
+from stepgraph.program.program import OPTIMIZER, Program, Value
+
+aten = torch.ops.aten
+
+
+def update_parameters(
+    program: Program, optimizer: FunctionalOptimizer, counters: SharedCounters
+) -> Program:
+    """Replaces each ``Grad`` output by the parameter's new value and optimizer states.
+
+    Args:
+        program: joint, its gradients complete (scaled, clipped).
+        optimizer: the update rules.
+        counters: says which parameters' step counters are one tensor.
+
+    reads: ``Grad`` outputs. writes: optimizer operations; inputs ``OptimizerState`` and ``Scalar``;
+    outputs ``NewParam`` and ``NewOptimizerState``. preserves: the loss.
+    """
+    adder = _Updates(program, optimizer, counters)
+    gradients = [
+        (role.name, node)
+        for role, node in zip(program.outputs, program.results, strict=True)
+        if isinstance(role, roles.Grad)
+    ]
+    for name, gradient in gradients:
+        if name in optimizer.group_of:
+            adder.update(name, gradient)
+    adder.finish()
+    return program
+
+
+class _Updates:
+    def __init__(
+        self, program: Program, optimizer: FunctionalOptimizer, counters: SharedCounters
+    ) -> None:
+        self.program, self.optimizer, self.counters = program, optimizer, counters
+        self.emit = Builder(program, OPTIMIZER)
+        self.inputs = dict(zip(program.inputs, program.placeholders, strict=True))
+        self.new: dict[roles.Output, tuple[fx.Node, Value]] = {}
+        self.scalars: dict[Any, fx.Node] = {}
+
+    def update(self, name: str, gradient: fx.Node) -> None:
+        """Instantiates the rule of one parameter."""
+        parameter = self.inputs[roles.Param(name)]
+        value = parameter.meta["val"]
+        rule = self.optimizer.rule(name, value)
+        group = f"group{self.optimizer.group_of[name]}"
+        owners = {key: self.counters.owner(name, key) for key in rule.states}
+        device = value.device
+        states = [
+            self._input(roles.OptimizerState(owners[key], key), spec.shape, spec.dtype, device)
+            for key, spec in rule.states.items()
+        ]
+        numbers = [
+            self._input(roles.Scalar(f"{group}.{number}"), (), torch.float64, device)
+            for number in rule.numbers
+        ]
+        self.emit.module = name.rpartition(".")[0]
+        results = self._instantiate(rule, [parameter, gradient, *states, *numbers])
+        self._set(roles.NewParam(name), results[0])
+        for key, result in zip(rule.states, results[1:], strict=True):
+            role = roles.NewOptimizerState(owners[key], key)
+            if role not in self.new:
+                self._set(role, result)
+
+    def _set(self, role: roles.Output, node: fx.Node) -> None:
+        value = node.meta["val"]
+        self.new[role] = (node, Value(tuple(value.shape), value.dtype))
+
+    def _input(self, role: roles.Input, shape: Sequence[int], dtype, device) -> fx.Node:
+        if role not in self.inputs:
+            self.inputs[role] = self.emit.input(
+                roles.label(role), lambda: torch.empty(shape, dtype=dtype, device=device)
+            )
+        return self.inputs[role]
+
+    def _instantiate(self, rule: UpdateRule, arguments: list[fx.Node]) -> list[fx.Node]:
+        remaining = iter(arguments)
+        node_of: dict[fx.Node, fx.Node] = {}
+        for node in rule.graph.graph.nodes:
+            if node.op == "placeholder":
+                node_of[node] = next(remaining)
+            elif node.op == "get_attr":
+                node_of[node] = self._constant(getattr(rule.graph, str(node.target)))
+            elif node.op == "output":
+                return [node_of[result] for result in node.args[0]]
+            else:
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), node_of.__getitem__)
+                node_of[node] = self._operation(node, tuple(args), dict(kwargs))
+        raise AssertionError("a rule without an output")
+
+    def _constant(self, value: torch.Tensor) -> fx.Node:
+        """A number that torch's step made a tensor of."""
+        if value.dim():
+            raise OptimizerError("the optimizer's step holds a constant that is not a number")
+        like = {"dtype": value.dtype, "device": value.device}
+        return self._scalar(aten.full.default, ([], value.item()), like)
+
+    def _operation(self, node: fx.Node, args: tuple, kwargs: dict) -> fx.Node:
+        if node.meta["val"].dim():
+            return self.emit(node.target, *args, **kwargs)
+        return self._scalar(node.target, args, kwargs)
+
+    def _scalar(self, target: Any, args: tuple, kwargs: dict) -> fx.Node:
+        """Numbers and counters: the same for all parameters of a group, so computed once."""
+        key = (target, _key(args), _key(kwargs))
+        if key not in self.scalars:
+            self.scalars[key] = self.emit(target, *args, **kwargs)
+        return self.scalars[key]
+
+    def finish(self) -> None:
+        """Rewrites inputs and outputs of the Program."""
+        program = self.program
+        roles_of = {node: role for role, node in self.inputs.items()}
+        values = dict(
+            zip(program.placeholders[: len(program.inputs)], program.input_values, strict=False)
+        )
+        program.inputs = [roles_of[node] for node in program.placeholders]
+        program.input_values = [
+            values.get(node) or Value(tuple(node.meta["val"].shape), node.meta["val"].dtype)
+            for node in program.placeholders
+        ]
+        kept = [
+            (role, node, value)
+            for role, node, value in zip(
+                program.outputs, program.results, program.output_values, strict=True
+            )
+            if not (isinstance(role, roles.Grad) and roles.NewParam(role.name) in self.new)
+        ]
+        kept += [(role, node, value) for role, (node, value) in self.new.items()]
+        program.outputs = [role for role, _, _ in kept]
+        program.output_values = [value for _, _, value in kept]
+        program.graph.output_node().args = (tuple(node for _, node, _ in kept),)
+        name_operations(program.graph)
+        program.finish()
+
+
+def _key(argument: Any) -> Any:
+    if isinstance(argument, fx.Node):
+        return argument
+    if isinstance(argument, (tuple, list)):
+        return tuple(_key(item) for item in argument)
+    if isinstance(argument, dict):
+        return tuple((name, _key(item)) for name, item in argument.items())
+    return (type(argument).__name__, str(argument))

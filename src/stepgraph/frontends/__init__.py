@@ -1,1 +1,0 @@
-"""The doors: Engine, check, the command line."""

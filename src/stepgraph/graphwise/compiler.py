@@ -1,0 +1,197 @@
+"""``torch.compile(..., backend="stepgraph")``: one graph after another, each a joint Program.
+
+dynamo captures what lies between two graph breaks; AOTAutograd traces its forward and backward as one.
+Placement and memory are applied there, before the two are parted, so that the backward which autograd
+(or compiled autograd) later runs holds its collectives already. Whether a graph has a backward is
+AOTAutograd's finding, kept with the graph; what waits for a backward is kept by autograd alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx
+from torch.nn import Parameter
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from stepgraph.analysis.blocks import find_blocks
+from stepgraph.analysis.sums import Sums, decide_sums
+from stepgraph.capture.decompositions import decomposition_table
+from stepgraph.capture.passes.draw_seed import draw_seed
+from stepgraph.capture.passes.key_random_operations import key_random_operations
+from stepgraph.errors import CaptureError
+from stepgraph.graphwise.graph import OTHERS, GraphProgram
+from stepgraph.graphwise.lower import lower_graph
+from stepgraph.lowering.passes.bind_to_rank import bind_to_rank
+from stepgraph.lowering.passes.name_mesh_dims import name_mesh_dims
+from stepgraph.memory import presets as memory_policies
+from stepgraph.memory.passes.recompute_in_backward import recompute_in_backward
+from stepgraph.placement.passes.place_markers import place_markers
+from stepgraph.placement.passes.sum_over_ranks import sum_over_ranks
+from stepgraph.program.driver import PassDriver
+from stepgraph.program.layout import MeshShape, Spread
+from stepgraph.program.markers import UNSHARD
+from stepgraph.program.program import Program
+from stepgraph.schedule.passes.delay_waits import delay_waits
+from stepgraph.schedule.passes.merge_small_collectives import merge_small_collectives
+from stepgraph.torch_internals import graphs as dynamo
+
+ONE_PROCESS = MeshShape((("dp", 1),))
+OTHER_INPUTS = (
+    "graphs: one is run with rows of the batch where it was compiled for none, or the other way: "
+    "what it adds up may be too much, or each data-parallel rank's own"
+)
+
+
+@dataclass
+class GraphCompiler:
+    """Compiles the graphs of one module, one plan for all.
+
+    Attributes:
+        mesh, rank, groups: where this process stands, and its process groups by mesh dimension.
+        memory: the policy, for every graph.
+        gather_again: parameters are not kept for the backward.
+        rows: of this rank's batch now, by which a graph's inputs are told to be rows of it.
+        programs: of the graphs so far, with their collectives, in the order they were captured.
+        known: how ranks have the batch's tensors and what graphs made, as far as it is known.
+        evaluates: what runs now is an evaluation.
+    """
+
+    mesh: MeshShape = ONE_PROCESS
+    rank: int = 0
+    groups: Mapping[str, str] = field(default_factory=dict)
+    memory: str = "none"
+    lowering: str = "inductor"
+    gather_again: bool = True
+    collectives_overlap: bool = False
+    rows: int = 0
+    programs: list[Program] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    known: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    evaluates: bool = False
+
+    def __call__(
+        self, graph: fx.GraphModule, examples: Sequence[Any], backward: bool = False
+    ) -> Callable:
+        """A backend, as ``torch.compile`` calls one.
+
+        Args:
+            backward: what compiled autograd captured; losses are none of its results.
+        """
+        rows = 0 if backward else self.rows
+        if dynamo.has_symbols(graph):
+            self.note("a graph whose sizes are symbols is compiled as torch would")
+            return dynamo.compile_with_symbols(graph, examples, self.lowering)
+        if (line := dynamo.write_into(graph, UNSHARD)) is not None:
+            raise CaptureError(
+                "the forward writes into a parameter, of which it has a gathered copy",
+                where=line,
+                do="write after the step, into the parameter itself, or into a buffer",
+            )
+        sources = dynamo.input_sources(graph)
+
+        # What is compiled outlives this object, in dynamo's cache: it holds the settings alone.
+        own, lowering, overlap = weakref.ref(self), self.lowering, self.collectives_overlap
+
+        places = [
+            i
+            for i, x in enumerate(examples)
+            if isinstance(x, Tensor) and not isinstance(x, Parameter)
+        ]
+        known = self.known_of(examples, places)
+        made: list[Sums] = []
+
+        def rewrite(traced: fx.GraphModule, results: int) -> None:
+            compiler = own()
+            assert compiler is not None, "its module is gone"
+            made.append(compiler.rewrite(traced, results, sources, rows, known))
+
+        def partition(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any):
+            rewrite(joint, num_fwd_outputs)
+            return dynamo.part_joint_graph(joint, inputs, num_fwd_outputs, options)
+
+        def lower(side: fx.GraphModule, inputs: Any) -> Callable:
+            return lower_graph(side, lowering, overlap)
+
+        def alone(inference: fx.GraphModule, inputs: Any) -> Callable:
+            rewrite(inference, len(inference.graph.output_node().args[0]))  # type: ignore[arg-type]
+            return lower(inference, inputs)
+
+        compiled = dynamo.differentiate_and_compile(
+            graph, examples, partition, lower, alone, decomposition_table()
+        )
+        dynamo.forget_modules(graph)
+        adds = any(sums.loss or sums.totals for sums in made)
+        results = {i: how for sums in made for i, how in sums.results.items() if i < OTHERS}
+        written = {i: how for sums in made for i, how in sums.written.items()}
+        if not (adds or results or written):
+            return compiled
+
+        def followed(*inputs: Any) -> Any:
+            compiler = own()
+            as_compiled = compiler is not None and compiler.known_of(inputs, places) == known
+            values = compiled(*inputs)
+            if compiler is not None:
+                for i, how in written.items():
+                    compiler.known.pop(inputs[i], None)
+                    if as_compiled and how is not None:
+                        compiler.known[inputs[i]] = how
+                if as_compiled:
+                    compiler.known.update((values[i], how) for i, how in results.items())
+                elif adds:
+                    compiler.note(OTHER_INPUTS)
+            return values
+
+        return followed
+
+    def rewrite(
+        self,
+        joint: fx.GraphModule,
+        results: int,
+        sources: Sequence[str],
+        rows: int,
+        known: Mapping[int, Spread],
+    ) -> Sums:
+        """Applies the plan to a graph's forward and backward."""
+        driver = PassDriver()
+        described = GraphProgram(joint, results, sources, known, rows)
+        program = described.program
+        program.mesh = self.mesh
+        program = driver.run(name_mesh_dims, program, self.groups)
+        program = driver.run(key_random_operations, program)
+        program = driver.run(draw_seed, program, self.rank)
+        program = driver.run(place_markers, program)
+        sums = Sums()
+        if self.mesh.world_size > 1 and rows:
+            sums = decide_sums(program, rows, described.spread, described.unknown, self.evaluates)
+            sums.written = {at: sums.results.get(i) for i, at in described.written.items()}
+            program = driver.run(sum_over_ranks, program, self.mesh, sums)
+        decision = memory_policies.decide(program, self.policy_of(program), self.gather_again)
+        program = driver.run(recompute_in_backward, program, decision)
+        for note in program.notes:
+            self.note(note)
+        self.programs.append(program.copy())
+        program = driver.run(merge_small_collectives, program)
+        program = driver.run(bind_to_rank, program, self.rank, self.groups)
+        driver.run(delay_waits, program, self.collectives_overlap)
+        described.give_back()
+        dynamo.tag_sides(joint)
+        return sums
+
+    def known_of(self, inputs: Sequence[Any], places: Sequence[int]) -> dict[int, Spread]:
+        """How ranks have the inputs of a graph at some places, where it is known."""
+        found = ((i, self.known.get(inputs[i])) for i in places)
+        return {i: how for i, how in found if how is not None}
+
+    def note(self, text: str) -> None:
+        """Adds a line to the report, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def policy_of(self, program: Program) -> str:
+        """``layers:N`` where no block of this graph repeats: as the user's code has it."""
+        repeats = not self.memory.startswith("layers") or find_blocks(program)
+        return self.memory if repeats else "none"

@@ -1,0 +1,358 @@
+"""The road for modules that cannot be captured whole: forward and backward, graph after graph.
+
+dynamo runs the user's Python and hands each piece that it can capture to the backend; what it cannot runs
+as it stands. Parameters enter both through markers, so both are right. The plan is one for all graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from stepgraph import torch_internals
+from stepgraph.analysis.sums import OWN_LOSS
+from stepgraph.capture.loss import check_loss, loss_of
+from stepgraph.capture.module import in_dtype
+from stepgraph.capture.refusals import check_hooks
+from stepgraph.errors import CaptureError, PlanError, StepgraphError, UsageError
+from stepgraph.graphwise.compiled_autograd import WholeBackward
+from stepgraph.graphwise.compiler import GraphCompiler
+from stepgraph.graphwise.sharded_modules import Gathering, gather_where_read
+from stepgraph.placement.presets.named import for_own_update, gathers_again, stored_parameter
+from stepgraph.program import roles
+from stepgraph.program.layout import Apart, blocks_of
+from stepgraph.program.program import Value
+from stepgraph.runtime.batches import LocalBatch
+from stepgraph.runtime.compiler import Compiler
+from stepgraph.runtime.entries import evaluation_mode
+from stepgraph.runtime.recompiles import before_compiling, count_call
+from stepgraph.runtime.split import CHANGED_BETWEEN
+from stepgraph.torch_internals import graphs as dynamo
+from stepgraph.torch_internals import hooks, pytree
+
+log = logging.getLogger("stepgraph")
+
+_MIXED = "mixed torch.Tensor and DTensor"
+# How often a piece of code may be compiled for one kind of batch: in training, in evaluation, for layers
+# that differ in a number. dynamo runs it as Python from then on.
+VARIANTS = 8
+PLACEMENTS = ("ddp", "zero1", "zero2", "zero3", "zero3-keep")
+
+
+class GraphRunner:
+    """Runs a callable over a module graph by graph, on sharded parameters.
+
+    Args:
+        compiler: of the module; it has the plan, the ranks, the state and the statistics.
+        function: what is captured, graph by graph.
+        reason: why it could not be captured whole.
+        whole_backward: a backward is one graph.
+
+    Raises:
+        StrictError: under ``strict=True``.
+        PlanError: a plan that needs the whole.
+    """
+
+    def __init__(
+        self,
+        compiler: Compiler,
+        function: Callable,
+        reason: StepgraphError,
+        whole_backward: bool,
+    ) -> None:
+        self.compiler = compiler
+        plan, ranks = compiler.plan, compiler.ranks
+        if plan.placement not in PLACEMENTS:
+            first = plan.first_placed()
+            raise PlanError(
+                f"the plan {plan.placement!r} needs a model that is captured whole"
+                + (f": the first value that it places is {first}" if first else ""),
+                where=reason.where,
+                why="what follows a graph break has this rank's rows, and whole of everything else: "
+                f"{plan.placement!r} would have the value that crosses it in other parts",
+                do="remove the graph break, or use ddp or a zero stage",
+            ) from reason
+        compiler.report([f"captured graph by graph, because of {_first_line(reason)}"])
+        plan.placement = for_own_update(plan.placement)
+        self._store_parameters()
+        ((mesh_dim, size),) = ranks.shape.dims
+        self._group = ranks.groups.get(mesh_dim, "")
+        precision = compiler.precision
+        self._gathering = Gathering(
+            size, self._group, mesh_dim, precision.compute, precision.reduce
+        )
+        gather_where_read(compiler.model, self._gathering)
+        self.graphs = GraphCompiler(
+            ranks.shape,
+            ranks.rank,
+            ranks.groups,
+            plan.memory,
+            plan.lowering,
+            gathers_again(plan.placement, ranks.shape),
+            ranks.collectives_overlap,
+        )
+        self._function, self._entry = function, ""
+        # What modules hold before there is a batch is no rows of one.
+        held = [dict(vars(module)) for module in compiler.model.modules()]
+        tensors = [x for x in pytree.tree_leaves(held) if isinstance(x, torch.Tensor)]
+        self.graphs.known.update((x, Replicate()) for x in tensors)
+        self._hooks = hooks.module_modes(compiler.model, with_training=False)
+        self._warm: set[str] = set()
+        self._codes: set = set()
+        self._backends: list[_Backend] = []
+        self._modes: set[weakref.ref] = set()
+        weakref.finalize(self, dynamo.drop_compiled, self._codes, self._backends, self._modes)
+        self._whole: WholeBackward | None = None
+        self._compiled = self._compile()
+        self._by_hooks = {self._hooks: self._compiled}
+        self.change(plan.lowering, whole_backward)
+
+    def _compile(self) -> Callable:
+        limit = self.compiler.max_shapes * VARIANTS
+        return dynamo.compile_apart(self._function, self._backend(False), limit, False)
+
+    def _backend(self, backward: bool) -> _Backend:
+        self._backends.append(_Backend(self, backward))
+        return self._backends[-1]
+
+    def change(self, lowering: str, whole_backward: bool) -> None:
+        """How graphs are lowered from here on, and whether a backward is one graph."""
+        if lowering != self.graphs.lowering:
+            self.graphs.lowering = lowering
+            self._compiled = self._compile()
+            self._by_hooks = {self._hooks: self._compiled}
+            self._whole = None
+        if not whole_backward:
+            self._whole = None
+        elif self._whole is None:
+            self._whole = WholeBackward(self._backend(True), self.compiler.max_shapes)
+
+    def _started(self, result: Any) -> Any:
+        """A backward from it is one graph where that was asked for."""
+        if self._whole is None:
+            return result
+        leaves, tree = pytree.tree_flatten(result)
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        values = self._whole.start([leaves[i] for i in places])
+        for index, value in zip(places, values, strict=True):
+            leaves[index] = value
+        return pytree.tree_unflatten(leaves, tree)
+
+    def _store_parameters(self) -> None:
+        """As this road wants them stored: zero1 and zero2 keep parts, too."""
+        state, ranks = self.compiler.state, self.compiler.ranks
+        for name, parameter in self.compiler.model.named_parameters():
+            assert isinstance(parameter, DTensor)
+            shape = tuple(parameter.shape)
+            stored = stored_parameter(self.compiler.plan.placement, shape, ranks.shape)
+            state.store_as(roles.Param(name), Value(shape, parameter.dtype, stored))
+
+    def agree(self, entry: str, batch: LocalBatch) -> None:
+        """Makes sure that the model is as it was planned, and that all ranks bring batches of one kind.
+
+        Raises:
+            BatchError, ShapeLimitError: of :meth:`KindsOfBatch.meet`.
+            HookError, UsageError: the model was changed so that it cannot run as planned.
+        """
+        check_hooks(self.compiler.model, self.compiler.optimizer)
+        for name, parameter in self.compiler.model.named_parameters():
+            if not isinstance(parameter, DTensor):
+                raise UsageError(
+                    f"parameter {name!r} came to the model after it was placed: its gradient would be "
+                    "this rank's own",
+                    do="change the model before it is given to stepgraph",
+                )
+        self.compiler.kinds.meet(entry, batch)
+
+    def _follow_hooks(self, entry: str) -> None:
+        """dynamo does not look whether modules have other forward hooks than when it captured them."""
+        now = hooks.module_modes(self.compiler.model, with_training=False)
+        if now == self._hooks:
+            return
+        reason = f"{entry}: forward hooks changed"
+        if entry in self._warm:
+            before_compiling(self.compiler, entry, reason)
+        self.compiler.stats.recompiles.append(reason)
+        if now not in self._by_hooks:
+            while len(self._by_hooks) > 1:  # what was before hooks came is kept, they tend to go
+                self._by_hooks.popitem()
+            self._by_hooks[now] = self._compile()
+        self._hooks, self._compiled = now, self._by_hooks[now]
+        self._warm.clear()
+
+    def run(self, entry: str, leaves: Sequence[Any], tree: pytree.TreeSpec) -> Any:
+        """What the callable returns for this rank's part of a batch.
+
+        Args:
+            entry: the entry point that asks, for its statistics.
+        """
+        compute = self.compiler.precision.compute
+        cast = [in_dtype(x, compute) if isinstance(x, torch.Tensor) else x for x in leaves]
+        tensors = [x for x in cast if isinstance(x, torch.Tensor)]
+        self.graphs.rows = next((x.shape[0] for x in tensors if x.dim()), 0)
+        self.graphs.known.update((x, Shard(0) if x.dim() else Replicate()) for x in tensors)
+        self._entry, self.graphs.evaluates = entry, entry == "evaluate"
+        count_call(self.compiler, entry)
+        self._follow_hooks(entry)
+        before, self._gathering.active = self._gathering.active, True
+        try:
+            result = self._compiled(self.compiler.model, pytree.tree_unflatten(cast, tree))
+            self._warm.add(entry)
+            self.compiler.report(self.graphs.notes)
+            return result
+        except torch_internals.DynamoError as error:
+            inner = dynamo.inner_error(error)
+            if isinstance(inner, StepgraphError):
+                raise inner from inner.__cause__
+            if _MIXED in str(error):
+                raise CaptureError(
+                    "code of the model reads a parameter in parts",
+                    where=str(error).partition("from user code:")[2].strip() or None,
+                    do="read parameters as attributes of their modules: parameters() and _parameters hold "
+                    "DTensors, parts of which each rank has",
+                ) from error
+            raise
+        finally:
+            self._gathering.active = before
+
+    def loss(self, entry: str, leaves: Sequence[Any], tree: pytree.TreeSpec) -> torch.Tensor:
+        """The loss, carrying a graph: the mean over data-parallel ranks."""
+        loss = loss_of(self.run(entry, leaves, tree))
+        check_loss(loss, not torch.is_grad_enabled() or loss.requires_grad)
+        return self.handed_out(self.mean(self._of_all_ranks(loss)))
+
+    def results(self, entry: str, leaves: Sequence[Any], tree: pytree.TreeSpec) -> Any:
+        """What the module returns: this rank's rows, and the loss, carrying a graph, as in :meth:`loss`."""
+
+        def of_all_ranks(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor) or x.dim() or not x.requires_grad:
+                return x
+            how = self.graphs.known.get(x)
+            return x if how is None else self.mean(self._of_all_ranks(x))
+
+        return self.handed_out(pytree.tree_map(of_all_ranks, self.run(entry, leaves, tree)))
+
+    def _of_all_ranks(self, loss: torch.Tensor) -> torch.Tensor:
+        """What has the loss of the global batch as its mean over ranks. One that is own is said to be."""
+        how, ranks = self.graphs.known.get(loss), self.compiler.ranks.shape.data_size
+        if ranks == 1 or how in (Replicate(), Partial("avg")):
+            return loss
+        if how == Partial("sum"):
+            return loss * ranks
+        reason = how.reason if isinstance(how, Apart) else "it is made outside every graph"
+        if not any(note.startswith(OWN_LOSS) for note in self.compiler.notes):
+            self.compiler.report([f"{OWN_LOSS}, because {reason}"])
+        return loss
+
+    def evaluate(self, batch: LocalBatch) -> Any:
+        """What the callable returns for the global batch, in evaluation mode."""
+        with evaluation_mode(self.compiler.model), torch.no_grad():
+            result = self.run("evaluate", batch.leaves, batch.tree)
+        return pytree.tree_map(self.rows_of_all, result)
+
+    def handed_out(self, result: Any) -> Any:
+        """What a caller gets: a backward from it is an error if a parameter behind it was written since."""
+        leaves = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+        read = dynamo.leaves_behind(leaves)
+        result = self._started(result)
+
+        def versions() -> list[int]:
+            return [parameter._version for parameter in read]
+
+        before = versions()
+
+        def check(gradient: torch.Tensor) -> None:
+            if versions() != before:
+                raise RuntimeError(CHANGED_BETWEEN)
+
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(check)
+        return result
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        """The mean over data-parallel ranks of a value that each has; gradients pass as they are."""
+        return _Mean.apply(value, self._group, self.compiler.ranks.shape.data_size)
+
+    def rows_of_all(self, value: Any) -> Any:
+        """What every rank returned, as one process would have: rows together, numbers averaged."""
+        ranks = self.compiler.ranks.shape.data_size
+        if not isinstance(value, torch.Tensor) or ranks == 1:
+            return value
+        how, rows = self.graphs.known.get(value), self.graphs.rows
+        if isinstance(how, Partial):  # of a graph that training has, too
+            if how.reduce_op == "avg":
+                return self.mean(value)
+            return torch_internals.sum_over_group(value, self._group, how.reduce_op)
+        if value.dim() == 0:
+            return self.mean(value) if value.is_floating_point() else value
+        if not isinstance(how, Placement):  # its shape says so
+            how = Shard(0) if rows and value.shape[0] % rows == 0 else Replicate()
+        if not isinstance(how, Shard):
+            return value
+        blocks = value.unflatten(how.dim, (blocks_of(how), -1)).movedim(how.dim + 1, 0)
+        whole = torch_internals.gather_over_group(blocks.contiguous(), ranks, self._group)
+        return whole.movedim(0, how.dim + 1).flatten(how.dim, how.dim + 1)
+
+    def compile(self, graph: torch.fx.GraphModule, examples: Any, backward: bool) -> Callable:
+        """Compiles a graph that dynamo captured, of the model or (``backward``) of its whole backward."""
+        if (code := dynamo.code_now()) is not None:
+            self._codes.add(code)
+        if (mode := dynamo.fake_mode_now()) is not None:
+            self._modes.add(weakref.ref(mode))
+        # The first call of an entry point is its own warm-up, whatever others have compiled before.
+        reason = dynamo.recompilation_reason() if self._entry in self._warm else None
+        if reason is not None:
+            before_compiling(self.compiler, self._entry, reason)
+        seen, made = len(self.graphs.notes), len(self.graphs.programs)
+        with self.compiler.counting(f"{self._entry}: {reason}" if reason else None):
+            try:
+                compiled = self.graphs(graph, examples, backward)
+            except torch_internals.GRAPH_BREAKS as error:
+                # dynamo would run it uncompiled, in silence
+                raise CaptureError(
+                    "a graph of the model cannot be compiled",
+                    why=f"{type(error).__name__}: {error}",
+                ) from error
+        self.compiler.report(self.graphs.notes[seen:])
+        for number, program in enumerate(self.graphs.programs[made:], made):
+            self.compiler.programs[f"graph {number}"] = program
+        return compiled
+
+
+class _Backend:
+    """What dynamo is given, and keeps: it holds the runner weakly.
+
+    It may outlive the runner, hollow; what it compiled then is never run again.
+    """
+
+    def __init__(self, runner: GraphRunner, backward: bool) -> None:
+        self._runner, self._backward = weakref.ref(runner), backward
+        self.region = -1
+
+    def __call__(self, graph: torch.fx.GraphModule, examples: Any) -> Callable:
+        runner = self._runner()
+        assert runner is not None, "its model is gone"
+        return runner.compile(graph, examples, self._backward)
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
+        if ranks == 1:
+            return value.clone()
+        return torch_internals.sum_over_group(value, group) / ranks
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        return gradient, None, None
+
+
+def _first_line(error: StepgraphError) -> str:
+    return error.where or str(error).splitlines()[0]

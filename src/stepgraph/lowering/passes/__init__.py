@@ -1,0 +1,1 @@
+"""Passes that make a Program one rank's own, and executable."""

@@ -1,0 +1,72 @@
+"""Binds an SPMD Program to one rank: process groups for mesh dimensions, slices for cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from stepgraph.program.build import Builder
+from stepgraph.program.collectives import ON_FIRST, SHARD_OF, is_collective, mesh_dim_of
+from stepgraph.program.layout import chunk_size
+from stepgraph.program.names import name_operations
+from stepgraph.program.program import Program
+from stepgraph.program.randomness import RANDOM, bound_to
+
+aten = torch.ops.aten
+
+
+def bind_to_rank(program: Program, rank: int, groups: Mapping[str, str]) -> Program:
+    """Replaces what is symbolic about ranks.
+
+    Args:
+        program: placed on a mesh.
+        rank: this rank.
+        groups: names of mesh dimensions -> names of this rank's process groups.
+
+    reads: mesh dimension names. writes: group names in collectives; ``slice`` (and padding) in place
+    of ``shard_of``, the value or zeros in place of ``on_first``; where a random part starts. preserves:
+    every result, bitwise.
+    """
+    assert program.mesh is not None
+    coordinate = program.mesh.position(rank)
+    for node in list(program.operations()):
+        if is_collective(node):
+            node.args = (*node.args[:-1], groups[mesh_dim_of(node)])
+        elif node.target is SHARD_OF:
+            _slice(program, node, coordinate[mesh_dim_of(node)])
+        elif node.target is ON_FIRST:
+            _first_only(program, node, coordinate[mesh_dim_of(node)])
+        elif node.target is RANDOM:
+            node.args = bound_to(node, coordinate, dict(program.mesh.dims))
+    name_operations(program.graph)
+    return program.finish()
+
+
+def _first_only(program: Program, node: fx.Node, index: int) -> None:
+    value = node.args[0]
+    if index:
+        emit = Builder(program, node.meta["phase"], node)
+        emit.module = node.meta["module"]
+        value = emit(aten.zeros_like.default, value)
+        value.meta["placements"] = node.meta.get("placements", ())
+    node.replace_all_uses_with(value)  # type: ignore[arg-type]
+
+
+def _slice(program: Program, node: fx.Node, index: int) -> None:
+    value, dim, ranks, _ = node.args
+    size = value.meta["val"].shape[dim]  # type: ignore[union-attr,index]
+    rows = chunk_size(size, ranks)  # type: ignore[arg-type]
+    start, stop = min(index * rows, size), min((index + 1) * rows, size)
+    emit = Builder(program, node.meta["phase"], node)
+    emit.module = node.meta["module"]
+    part = emit(aten.slice.Tensor, value, dim, start, stop)
+    if stop - start < rows:
+        after = value.meta["val"].dim() - 1 - dim  # type: ignore[union-attr,operator]
+        pads = [0, 0] * after + [0, rows - (stop - start)]
+        part = emit(aten.constant_pad_nd.default, part, pads, 0)
+    if not part.meta["val"].is_contiguous():
+        part = emit(aten.clone.default, part, memory_format=torch.contiguous_format)
+    part.meta["placements"] = node.meta.get("placements", ())
+    node.replace_all_uses_with(part)

@@ -1,0 +1,1 @@
+"""Passes that carry out a memory decision."""

@@ -1,0 +1,1 @@
+"""Passes that carry out a placement decision."""

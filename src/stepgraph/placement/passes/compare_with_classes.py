@@ -1,0 +1,56 @@
+"""Chooses among classes by comparison."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from stepgraph.placement.rules.vocabulary import (
+    chosen_by_class,
+    class_dim,
+    one_a_row,
+    share_traffic,
+)
+from stepgraph.program.build import Builder
+from stepgraph.program.names import name_operations
+from stepgraph.program.program import Program
+
+aten = torch.ops.aten
+
+
+def compare_with_classes(program: Program) -> Program:
+    """A number that ``scatter`` puts at one class of each row is chosen by comparing class numbers.
+
+    The gradient of a choice among classes is such a table of zeros and one number a row. A scatter needs
+    the zeros in memory and a copy to write into; a comparison is elementwise and merges with its reader.
+
+    Args:
+        program: placed; where classes are cut, placement has spelt them out.
+
+    reads: shapes. writes: ``eq`` and ``where`` in place of ``scatter``. preserves: every result, bitwise.
+    """
+    for node in list(program.operations()):
+        if node.target is aten.scatter.value and one_a_row(node):
+            node.replace_all_uses_with(_compared(program, node))
+    name_operations(program.graph)
+    return program.finish()
+
+
+def _compared(program: Program, node: fx.Node) -> fx.Node:
+    """What stands for a scatter of one number a row."""
+    builder = Builder(program, node.meta["phase"], node)
+    builder.module = node.meta["module"]
+    made: list[fx.Node] = []
+
+    def emit(*args: Any, **kwargs: Any) -> fx.Node:
+        made.append(builder(*args, **kwargs))
+        return made[-1]
+
+    value = node.meta["val"]
+    classes = emit(aten.arange.default, value.shape[class_dim(node)], device=value.device)
+    new = chosen_by_class(emit, classes, node.args)
+    new.meta["placements"] = node.meta.get("placements", ())
+    share_traffic(node, made, node.args[2])  # type: ignore[arg-type]
+    return new

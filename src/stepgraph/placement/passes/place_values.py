@@ -1,0 +1,268 @@
+"""Applies a placement decision: the global Program becomes one rank's own.
+
+reads: placements of every input, operation and output (a :class:`PlacementDecision`).
+writes: ``shard_of``, collectives and waits where a value is read otherwise than it was made; local
+    sizes in view-like arguments; ``meta["placements"]``; local shapes in ``meta["val"]``.
+preserves: every result, up to the order of summation over ranks.
+
+Reductions stand right behind the value they reduce, so that the unreduced value dies at once; gathers
+and cuts stand right before their first reader, so that the whole value is born late.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Partial, Shard
+
+from stepgraph import torch_internals
+from stepgraph.placement.passes.draw_by_global_row import local_part_of
+from stepgraph.placement.rules.redistribution import redistribute_over
+from stepgraph.placement.rules.vocabulary import LOCAL_FORMS, Rows, rows_cut, share_traffic
+from stepgraph.planning.decisions import PlacementDecision
+from stepgraph.program import roles
+from stepgraph.program.build import ShapeRunner
+from stepgraph.program.layout import (
+    MeshShape,
+    Placements,
+    local_shape,
+    replicated,
+    to_torch,
+)
+from stepgraph.program.names import name_operations
+from stepgraph.program.program import FORWARD, Program, Value, tensor_arguments, tensors_of
+from stepgraph.program.randomness import RANDOM
+from stepgraph.torch_internals.code import graph_module
+
+aten = torch.ops.aten
+
+# Operators whose argument of this position is the global output shape, besides those DTensor knows.
+_SHAPE_ARGUMENT = {
+    aten.full.default: 0,
+    aten.zeros.default: 0,
+    aten.ones.default: 0,
+    aten.empty.memory_format: 0,
+}
+
+_SQUEEZES = {aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims}
+_VIEWS = {aten.view.default, torch_internals.UNSAFE_VIEW}
+
+
+def place_values(program: Program, decision: PlacementDecision, mesh: MeshShape) -> Program:
+    """Rewrites a global Program into the SPMD Program of a mesh; see the module docstring."""
+    return _Placer(program, decision, mesh).run()
+
+
+class _Placer:
+    def __init__(self, program: Program, decision: PlacementDecision, mesh: MeshShape) -> None:
+        self.program, self.decision, self.mesh = program, decision, mesh
+        self.graph = fx.Graph()
+        self.new: dict[fx.Node, fx.Node] = {}
+        self.placed: dict[tuple[fx.Node, Placements], fx.Node] = {}
+        self.shapes = ShapeRunner(program.graph)
+        self.role_of = dict(zip(program.placeholders, program.inputs, strict=True))
+        self.wanted = self._wanted_placements()
+
+    def run(self) -> Program:
+        program = self.program
+        rows = zip(program.placeholders, program.inputs, program.input_values, strict=True)
+        input_values = [self._input(node, role, value) for node, role, value in rows]
+        for node in program.graph.nodes:
+            if node.op == "get_attr":
+                self._set(node, self._copy(node), (replicated(self.mesh),))
+            elif node.op == "call_function":
+                self._operation(node)
+        results = [
+            self._as(node, self.decision.outputs[roles.label(role)], None)
+            for node, role in zip(program.results, program.outputs, strict=True)
+        ]
+        self.graph.output(tuple(results))
+        name_operations(self.graph)
+        output_values = [
+            Value(value.shape, value.dtype, self.decision.outputs[roles.label(role)])
+            for role, value in zip(program.outputs, program.output_values, strict=True)
+        ]
+        placed = Program(
+            program.name,
+            graph_module(program.module, self.graph),
+            list(program.inputs),
+            list(program.outputs),
+            input_values,
+            output_values,
+            self.mesh,
+            list(program.notes),
+        )
+        for text in self.decision.notes:
+            placed.note(text)
+        for name, operator_name in self.decision.unruled.items():
+            placed.note(f"{operator_name} has no sharding rule here, so it is replicated: {name}")
+        return placed.finish()
+
+    def _wanted_placements(self) -> dict[fx.Node, dict[Placements, None]]:
+        """Every placement in which each value is read, in order of reading."""
+        wanted: dict[fx.Node, dict[Placements, None]] = {}
+        for node in self.program.operations():
+            if node.target is operator.getitem:
+                continue
+            choice = self.decision.operations[node.meta["name"]]
+            for argument, placements in zip(tensor_arguments(node), choice.inputs, strict=True):
+                wanted.setdefault(argument, {})[placements] = None
+        for role, node in zip(self.program.outputs, self.program.results, strict=True):
+            wanted.setdefault(node, {})[self.decision.outputs[roles.label(role)]] = None
+        return wanted
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        new = self.graph.node_copy(node)
+        new.meta = dict(node.meta)
+        return new
+
+    def _input(self, node: fx.Node, role: roles.Input, value: Value) -> Value:
+        stored = self.decision.inputs[roles.label(role)]
+        new = self._copy(node)
+        if any(isinstance(placement, Shard) for placement in stored):
+            shape = local_shape(value.shape, stored, self.mesh)
+            with self.shapes.mode:
+                new.meta["val"] = torch.empty(
+                    shape, dtype=value.dtype, device=node.meta["val"].device
+                )
+        self._set(node, new, (stored,))
+        return Value(value.shape, value.dtype, stored)
+
+    def _set(self, old: fx.Node, new: fx.Node, placements: tuple) -> None:
+        self.new[old] = new
+        new.meta["placements"] = placements
+        if len(placements) != 1 or placements[0] is None:
+            return
+        self.placed[old, placements[0]] = new
+        if any(isinstance(placement, Partial) for placement in placements[0]):
+            for wanted in self.wanted.get(old, ()):
+                self._as(old, wanted, None)
+
+    def _operation(self, node: fx.Node) -> None:
+        choice = self.decision.operations[node.meta["name"]]
+        if node.target is operator.getitem:
+            args: tuple = (self.new[node.args[0]], node.args[1])  # type: ignore[index]
+            kwargs: dict = {}
+        else:
+            wanted = iter(choice.inputs)
+            args, kwargs = fx.node.map_arg(
+                (node.args, node.kwargs), lambda a: self._as(a, next(wanted), node)
+            )
+        if cut := rows_cut(node, choice.inputs, choice.outputs):
+            self._set(node, self._on_own_rows(node, tuple(args), *cut), choice.outputs)
+            return
+        target, args = self._localise(node, tuple(args), dict(kwargs), choice)
+        self._set(node, self._emit(target, args, dict(kwargs), node.meta), choice.outputs)
+
+    def _on_own_rows(self, node: fx.Node, args: tuple, axis: int, size: int) -> fx.Node:
+        """What a rank does alone where the rows of a table are cut."""
+        made: list[fx.Node] = []
+
+        def emit(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+            new = self._emit(target, args, kwargs, {"placements": (), **node.meta})
+            del new.meta["name"]
+            made.append(new)
+            return new
+
+        name, ranks = self.mesh.dims[axis]
+        rows = Rows(emit, size, name, ranks, tensors_of(node.meta["val"])[0].device)
+        new = LOCAL_FORMS[node.target](rows, node, args)
+        share_traffic(node, made, args[2] if node.target is aten.scatter.value else args[1])
+        new.meta["name"] = node.meta["name"]
+        return new
+
+    def _localise(self, node: fx.Node, args: tuple, kwargs: dict, choice) -> tuple[Any, tuple]:
+        """Global sizes among the arguments become this rank's."""
+        target = node.target
+        if target in _SQUEEZES:
+            return aten.squeeze.dims, (args[0], _squeezed_dims(node))
+        if not any(
+            isinstance(p, Shard) for ps in (*choice.inputs, *choice.outputs) for p in ps or ()
+        ):
+            return target, args
+        if target is RANDOM:
+            return target, local_part_of(node, args, choice.outputs[0], self.mesh)
+        if adjuster := torch_internals.scalar_shape_adjuster(target):
+            return target, self._adjust(adjuster, node, args, kwargs, choice)
+        position = _SHAPE_ARGUMENT.get(target, torch_internals.shape_argument(target))
+        if position is not None:
+            shape = local_shape(node.meta["val"].shape, choice.outputs[0], self.mesh)
+            args = (*args[:position], list(shape), *args[position + 1 :])
+        return target, args
+
+    def _adjust(self, adjuster, node: fx.Node, args: tuple, kwargs: dict, choice) -> tuple:
+        mesh = torch_internals.planning_mesh(self.mesh.sizes)
+        specs = [
+            torch_internals.tensor_spec(
+                mesh, tuple(map(to_torch, placements)), argument.meta["val"]
+            )
+            for argument, placements in zip(tensor_arguments(node), choice.inputs, strict=True)
+        ]
+        remaining = iter(specs)
+        spec_args = fx.node.map_arg(node.args, lambda a: next(remaining))
+        sizes = torch_internals.adjust_scalar_shapes(
+            node.target, adjuster, tuple(spec_args), kwargs, specs
+        )
+        return tuple(
+            size if isinstance(size, int) and isinstance(arg, int) else arg
+            for size, arg in zip(sizes, args, strict=True)
+        )
+
+    def _emit(self, target: Any, args: tuple, kwargs: dict, meta: dict) -> fx.Node:
+        value = self._value(target, args, kwargs)
+        if value is None:  # a view that the local strides do not allow
+            extra = {key: meta[key] for key in ("phase", "module") if key in meta}
+            contiguous = {"memory_format": torch.contiguous_format}
+            whole = self._emit(aten.clone.default, args[:1], contiguous, extra)
+            args = (whole, *args[1:])
+            value = self._value(target, args, kwargs)
+        new = self.graph.call_function(target, args, kwargs)
+        new.meta = {**meta, "val": value}
+        return new
+
+    def _value(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        """The local result, or None for a view that the local strides do not allow."""
+        try:
+            return self.shapes.run(target, args, kwargs)
+        except (RuntimeError, ValueError):
+            if target not in _VIEWS:
+                raise
+            return None
+
+    def _as(self, node: fx.Node, wanted: Placements, reader: fx.Node | None) -> fx.Node:
+        """The value of ``node`` placed as ``wanted``, redistributing it at most once."""
+        if (node, wanted) in self.placed:
+            return self.placed[node, wanted]
+        new = self.new[node]
+        (current,) = new.meta["placements"]
+        shape = tuple(node.meta["val"].shape)
+        name = new.meta["name"]
+        meta = {
+            "phase": reader.meta["phase"] if reader is not None else new.meta.get("phase", FORWARD),
+            "module": getattr(self.role_of.get(node), "name", None) or name.split("/")[0],
+        }
+
+        def emit(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+            emitted = self._emit(target, args, kwargs, meta)
+            emitted.meta["placements"] = ()  # set below for the last one
+            return emitted
+
+        value = redistribute_over(emit, new, shape, current, wanted, self.mesh)
+        if value is not new:
+            value.meta["placements"] = (wanted,)
+        self.placed[node, wanted] = value
+        return value
+
+
+def _squeezed_dims(node: fx.Node) -> list[int]:
+    """The dimensions a squeeze removes, read off the global shape: a local size of 1 is no reason."""
+    shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    if node.target is aten.squeeze.default:
+        dims = list(range(len(shape)))
+    else:
+        given = node.args[1]
+        dims = [given] if isinstance(given, int) else list(given)  # type: ignore[call-overload]
+    return [dim for dim in dims if shape[dim] == 1]

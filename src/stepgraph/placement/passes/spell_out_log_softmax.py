@@ -1,0 +1,50 @@
+"""Spells out log-softmax."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from stepgraph.program.build import Builder
+from stepgraph.program.names import name_operations
+from stepgraph.program.program import Program
+
+aten = torch.ops.aten
+
+
+def spell_out_log_softmax(program: Program) -> Program:
+    """Log-softmax and its backward as maxima, sums and differences, which classes that are cut allow.
+
+    reads: ``_log_softmax`` and its backward. writes: elementwise operations and reductions over classes
+    in their place. preserves: every result, up to the order of summation over classes.
+    """
+    for node in list(program.operations()):
+        if node.target not in (aten._log_softmax.default, aten._log_softmax_backward_data.default):
+            continue
+        emit = Builder(program, node.meta["phase"], node)
+        emit.module = node.meta["module"]
+        node.replace_all_uses_with(_SPELLED[node.target](emit, node))
+    name_operations(program.graph)
+    return program.finish()
+
+
+def _log_softmax(emit: Builder, node: fx.Node) -> fx.Node:
+    x, dim, _ = node.args
+    x = emit.cast(x, torch.promote_types(torch.float32, x.meta["val"].dtype))  # type: ignore[union-attr]
+    shifted = emit(aten.sub.Tensor, x, emit(aten.amax.default, x, [dim], True))
+    total = emit(aten.sum.dim_IntList, emit(aten.exp.default, shifted), [dim], True)
+    result = emit(aten.sub.Tensor, shifted, emit(aten.log.default, total))
+    return emit.cast(result, node.meta["val"].dtype)
+
+
+def _log_softmax_backward(emit: Builder, node: fx.Node) -> fx.Node:
+    gradient, result, dim, dtype = node.args
+    total = emit(aten.sum.dim_IntList, gradient, [dim], True)
+    share = emit(aten.mul.Tensor, emit(aten.exp.default, result), total)
+    return emit.cast(emit(aten.sub.Tensor, gradient, share), dtype)  # type: ignore[arg-type]
+
+
+_SPELLED = {
+    aten._log_softmax.default: _log_softmax,
+    aten._log_softmax_backward_data.default: _log_softmax_backward,
+}

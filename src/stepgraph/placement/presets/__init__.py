@@ -1,0 +1,1 @@
+"""The named placements, each a walk along a mesh dimension."""

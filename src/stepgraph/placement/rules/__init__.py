@@ -1,0 +1,1 @@
+"""How values may be placed together, beyond what DTensor says of an operator."""

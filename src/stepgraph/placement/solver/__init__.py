@@ -1,0 +1,1 @@
+"""``auto``: the placement that costs least."""

@@ -1,0 +1,264 @@
+"""``auto``: the placement that costs least on a device, by its cost model.
+
+What is decided in the forward and the backward is an integer program
+(:mod:`stepgraph.placement.solver.problem`, :mod:`stepgraph.placement.solver.optimise`); the update follows
+from where gradients, parameters and states are stored, by the same walk that places it for a preset.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from stepgraph.cost.devices import Device
+from stepgraph.cost.traffic import assign_traffic
+from stepgraph.errors import BudgetError, UsageError
+from stepgraph.operators.sharding import Strategy
+from stepgraph.placement.presets.data_parallel import DataParallel
+from stepgraph.placement.presets.data_parallel import Storage as Stored
+from stepgraph.placement.presets.named import record
+from stepgraph.placement.solver.choices import Solution, runners_up
+from stepgraph.placement.solver.constraints import Constraints
+from stepgraph.placement.solver.groups import decided_here
+from stepgraph.placement.solver.optimise import InfeasibleError, solve
+from stepgraph.placement.solver.problem import Choice, Model
+from stepgraph.placement.solver.storages import Storage
+from stepgraph.planning.decisions import PlacementDecision
+from stepgraph.planning.plan import AUTO
+from stepgraph.program import roles
+from stepgraph.program.layout import TENSOR_PARALLEL, MeshShape, Placements, show
+from stepgraph.program.program import Program
+
+REPLICATE = Replicate()
+SECONDS, GAP = 60.0, 0.001  # of one solution; a smaller gap is not looked for
+
+
+def decide_automatically(
+    program: Program,
+    mesh: MeshShape,
+    device: Device,
+    known: Mapping[str, Placements] | None = None,
+    constraints: Mapping[str, str] | None = None,
+    memory_limit: int | None = None,
+    recomputed: Collection[str] = (),
+) -> PlacementDecision:
+    """Places every value of a Program so that a step takes least time.
+
+    Args:
+        program: with global shapes, each reader with views of its own, not placed yet.
+        device: whose costs count.
+        known: where other programs of the step store inputs, by label.
+        constraints: as ``stepgraph.plan`` takes them.
+        memory_limit: bytes of one rank for parameters, gradients, optimizer states and what is kept for the
+            backward together.
+        recomputed: stable names of forward operations that are not kept for the backward.
+
+    Returns:
+        the decision, with the reason of each choice and the gap that is certified.
+
+    Raises:
+        UsageError: a constraint that names nothing, or that cannot be had.
+        BudgetError: parameters, gradients and states do not fit the limit however they are cut.
+    """
+    if any("traffic" not in node.meta for node in program.operations()):
+        assign_traffic(program, fused=True)
+    asked = Constraints(constraints or {}, program, mesh)
+    pins = {**_pins(program, mesh), **asked.inputs}
+    model = Model(
+        program,
+        mesh,
+        device,
+        pins,
+        lambda name, storage: _is_known(known or {}, name, storage) and asked.allows(name, storage),
+        asked.allows_option if constraints else None,
+        None if memory_limit is None else float(memory_limit),
+        recomputed,
+        asked.extra_options,
+        asked.apart,
+    )
+    asked.check(model)
+    try:
+        solution = solve(model.problem, SECONDS, GAP)
+    except InfeasibleError as error:
+        if math.isinf(error.least):
+            raise UsageError(
+                "no placement satisfies all constraints together",
+                why="a value that is pinned cannot become what its readers can take",
+                do="drop one of them; what an operation can do is in its rules",
+            ) from error
+        too_small = BudgetError(
+            f"parameters, gradients, optimizer states and activations take {error.least / 2**30:.2f} GiB a "
+            "rank at least",
+            where=f"mesh {mesh}",
+            why=f"{(memory_limit or 0) / 2**30:.2f} GiB are left for them",
+            do="give a larger budget, or more ranks",
+        )
+        too_small.least = math.ceil(error.least)
+        raise too_small from error
+    decision = PlacementDecision(AUTO, optimality_gap=solution.gap)
+    decision.held_bytes = int(model.problem.memory(solution.chosen))
+    walks = [
+        Chosen(program, mesh, axis, model, solution, pins).decide()
+        for axis in range(len(mesh.dims))
+    ]
+    record(program, walks, decision)
+    decision.reasons = _reasons(model, solution)
+    return decision
+
+
+def _is_known(known: Mapping[str, Placements], name: str, storage: Storage) -> bool:
+    stored = known.get(f"Param({name})")
+    updated = known.get(f"Accumulator(grad:{name})")
+    return stored in (None, storage.stored) and updated in (None, storage.updated)
+
+
+def _pins(program: Program, mesh: MeshShape) -> dict[Any, Placements]:
+    """What Engine gives and takes: a rank passes its rows, and gets those of a module's results back."""
+    pins: dict[Any, Placements] = {}
+    for role, value in zip(program.inputs, program.input_values, strict=True):
+        if isinstance(role, roles.UserInput):
+            cut = bool(value.shape) and value.shape[0] % mesh.data_size == 0
+            pins[role] = _rows(mesh) if cut else (REPLICATE,) * len(mesh.dims)
+    results = [role for role in program.outputs if isinstance(role, roles.ModuleResult)]
+    if results:
+        kept = Stored(False, False, False)
+        walk = DataParallel(program, mesh.data_size, mesh.data_size, kept).decide()
+        for role in results:
+            rows = walk.outputs[role]
+            placements = tuple(
+                REPLICATE if name == TENSOR_PARALLEL else rows for name in mesh.names
+            )
+            pins[role] = placements
+            pins[roles.ResultTangent(role.index)] = placements
+    return pins
+
+
+def _rows(mesh: MeshShape) -> Placements:
+    return tuple(REPLICATE if name == TENSOR_PARALLEL else Shard(0) for name in mesh.names)
+
+
+class Chosen(DataParallel):
+    """A walk along one mesh dimension where forward and backward have been decided: the update follows."""
+
+    def __init__(
+        self,
+        program: Program,
+        mesh: MeshShape,
+        axis: int,
+        model: Model,
+        solution: Solution,
+        pins: Mapping[Any, Placements],
+    ) -> None:
+        super().__init__(program, mesh.sizes[axis], mesh.data_size, Stored(True, True, True))
+        self.axis, self.pins = axis, pins
+        self.gradient_of = dict(model.gradient_of)
+        for node in program.operations():  # what is cast behind its reduction
+            if not decided_here(node) and node.all_input_nodes:
+                source = node.all_input_nodes[-1]
+                if self.reduced_before(node) and source in self.gradient_of:
+                    self.gradient_of[node] = self.gradient_of[source]
+        self.storages: dict[str, Storage] = {}
+        self.solved: dict[fx.Node, Strategy] = {}
+        for choice, option in zip(model.choices, solution.chosen, strict=True):
+            for name in choice.parameters:
+                self.storages[name] = choice.storages[option]
+            for group in choice.groups:
+                for node, ways in choice.strategies(group, option).items():
+                    self.solved[node] = ways[axis]
+
+    def decide(self) -> Chosen:
+        """Everything, in order."""
+        self.place_inputs()
+        self.walk()
+        self._place_outputs()
+        return self
+
+    def place(self, node: fx.Node) -> None:
+        """As solved, or as the walk does it."""
+        if node not in self.solved:
+            super().place(node)
+            return
+        self.chosen[node] = self.solved[node]
+        self.now[node] = self.solved[node].outputs
+
+    def _updated(self, name: str, shape: Sequence[int]) -> Placement:
+        placement = self.storages[name].updated[self.axis]
+        inside = isinstance(placement, Shard) and placement.dim < len(shape)
+        return placement if inside or not isinstance(placement, Shard) else REPLICATE
+
+    def stored(self, role: roles.Input, shape: tuple[int, ...]) -> Placement:
+        """As solved, or as another program of the step has it."""
+        match role:
+            case roles.Param(name) if name in self.storages:
+                return self.storages[name].stored[self.axis]
+            case roles.GivenGrad(name) | roles.OptimizerState(name) if name in self.storages:
+                return self._updated(name, shape)
+            case roles.Accumulator(name) if name.removeprefix("grad:") in self.storages:
+                return self._updated(name.removeprefix("grad:"), shape)
+            case roles.Accumulator():
+                return super().stored(role, shape)
+        return self.pins[role][self.axis] if role in self.pins else REPLICATE
+
+    def in_model(self, role: roles.Input, stored: Placement) -> Placement:
+        """As stored: each reader says how it wants it."""
+        return stored
+
+    def updated(self, role: roles.Param, shape: tuple[int, ...]) -> Placement:
+        """Where the parameter's gradient and states are."""
+        return self._updated(role.name, shape)
+
+    def returned(self, node: fx.Node) -> Placement:
+        """To a module's caller."""
+        index = self.program.results.index(node)
+        return self.pins[self.program.outputs[index]][self.axis]
+
+    def crossing(self, node: fx.Node) -> Placement:
+        """A gradient is reduced to where its parameter is updated; anything else is whole."""
+        if node in self.gradient_of:
+            return self._updated(self.gradient_of[node], node.meta["val"].shape)
+        return REPLICATE
+
+
+def _reasons(model: Model, solution: Solution) -> dict[str, dict[str, Any]]:
+    """Per value what was chosen, the runner-up, and what each costs, in ms of one rank."""
+    reasons: dict[str, dict[str, Any]] = {}
+    others = runners_up(model.problem, solution.chosen)
+    for choice, option, (cost, other, its_cost) in zip(
+        model.choices, solution.chosen, others, strict=True
+    ):
+        count = max(1, len(choice.groups), len(choice.parameters))
+        named = {} if other is None else _named(choice, other)
+        for name, ways in _named(choice, option).items():
+            reasons[name] = {
+                "chosen": ways,
+                "cost_ms": round(cost / count * 1e3, 6),
+                "runner_up": named.get(name),
+                "runner_up_cost_ms": None if other is None else round(its_cost / count * 1e3, 6),
+            }
+    return reasons
+
+
+def _named(choice: Choice, option: int) -> dict[str, str]:
+    """What an option means for each value of a block: its placements, as text."""
+    if choice.storages:
+        storage = choice.storages[option]
+        text = show(storage.stored)
+        if storage.stored != storage.updated:
+            text += f", updated {show(storage.updated)}"
+        return {f"Param({name})": text for name in choice.parameters}
+    if not choice.groups:
+        return {}
+    texts = [
+        show(tuple(way.outputs[0] or REPLICATE for way in ways))
+        for ways in choice.strategies(choice.groups[0], option).values()
+    ]
+    return {
+        node.meta["name"]: text
+        for group in choice.groups
+        for node, text in zip(group.nodes, texts, strict=True)
+    }

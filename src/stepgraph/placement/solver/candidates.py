@@ -1,0 +1,122 @@
+"""Every way in which an operation can run on a mesh: what the solver chooses from.
+
+The rules are asked about each operation on a mesh of two ranks, with its arguments placed in every way
+that is worth asking about; strategies whose shards are uneven on the mesh at hand are left out later. On
+several mesh dimensions a strategy is one strategy per dimension (:mod:`stepgraph.placement.presets.named`:
+what is right on each is right on all).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from stepgraph.operators.sharding import TABLE, Rules, Strategy
+from stepgraph.placement.passes.copy_views import VIEWS
+from stepgraph.placement.rules.vocabulary import STRATEGIES
+from stepgraph.program.layout import InnerShard
+from stepgraph.program.program import tensor_arguments
+
+aten = torch.ops.aten
+REPLICATE, SUM = Replicate(), Partial("sum")
+
+_PRODUCTS = {aten.mm.default, aten.addmm.default}
+_CARRY_SUMS = {
+    aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.clone.default, aten._to_copy.default,
+    aten.mul.Scalar, aten.div.Scalar, aten.sum.dim_IntList, aten.sum.default,
+}  # fmt: skip
+# Made of numbers alone: any part can be made alone.
+_CONSTANTS = {aten.full.default, aten.zeros.default, aten.ones.default}
+
+
+class Candidates:
+    """The strategies of operations along one mesh dimension, whatever its size."""
+
+    def __init__(self) -> None:
+        self._rules = Rules(2, 1)
+        self._rules.extra = STRATEGIES
+
+    def of(self, node: fx.Node, blocks: Sequence[Sequence[InnerShard]]) -> list[Strategy]:
+        """All strategies of an operation.
+
+        Args:
+            node: an operation with global shapes.
+            blocks: per tensor argument the cuts of blocks that it may have.
+        """
+        arguments = tensor_arguments(node)
+        found: dict[Strategy, None] = {}
+        for placements in self._questions(node, arguments, blocks):
+            for strategy in self._rules.strategies(node, placements):
+                found[strategy] = None
+        if node.target in _PRODUCTS:
+            for outer in sorted({block.outer for each in blocks for block in each}):
+                turned = (_in_blocks(node, s, outer, blocks) for s in list(found))
+                found |= dict.fromkeys(s for s in turned if s is not None)
+        if node.target in _CONSTANTS:
+            value = node.meta["val"]
+            found |= {Strategy((), (Shard(dim),)): None for dim in range(value.dim())}
+        # A pending sum is worth carrying on only through what gradients are added up by.
+        # And through a loss's division by a count: nothing waits for what is added up after it.
+        quotient = node.target is aten.div.Tensor and not node.meta["val"].dim()
+        carries = quotient or node.target in _CARRY_SUMS or node.target in VIEWS
+        return [
+            strategy
+            for strategy in found
+            if not _is_odd(strategy, blocks) and (carries or SUM not in strategy.inputs)
+        ]
+
+    def _questions(
+        self, node: fx.Node, arguments: list[fx.Node], blocks: Sequence[Sequence[InnerShard]]
+    ) -> Iterable[tuple[Placement, ...]]:
+        whole = (REPLICATE,) * len(arguments)
+        yield whole
+        if node.target in TABLE:  # its answers do not depend on the question
+            return
+        values = [argument.meta["val"] for argument in arguments]
+        ranks = [value.dim() if isinstance(value, torch.Tensor) else 0 for value in values]
+        for dim in range(max(ranks)):
+            asked = tuple(Shard(dim) if dim < rank else REPLICATE for rank in ranks)
+            if len(arguments) > 1:
+                yield asked
+        if len(arguments) > 1:
+            yield (SUM,) * len(arguments)
+        for position, rank in enumerate(ranks):
+            cuts: list[Placement] = [Shard(dim) for dim in range(rank)]
+            cuts += blocks[position]
+            for placement in [*cuts, SUM]:
+                yield (*whole[:position], placement, *whole[position + 1 :])
+
+
+def _in_blocks(
+    node: fx.Node, strategy: Strategy, outer: int, blocks: Sequence[Sequence[InnerShard]]
+) -> Strategy | None:
+    """A product's strategy on rows cut in blocks (or sums over them), where its arguments can be cut so."""
+
+    def turned(placement: Placement | None) -> Placement | None:
+        return InnerShard(placement.dim, outer) if isinstance(placement, Shard) else placement
+
+    inputs = tuple(map(turned, strategy.inputs))
+    for placement, possible in zip(inputs, blocks, strict=True):
+        if isinstance(placement, InnerShard) and placement not in possible:
+            return None
+    return Strategy(inputs, tuple(map(turned, strategy.outputs)))  # type: ignore[arg-type]
+
+
+def _is_odd(strategy: Strategy, blocks: Sequence[Sequence[InnerShard]]) -> bool:
+    """Whether a strategy is right and useless.
+
+    It takes parts in blocks that its argument is never in; it is a view that begins to cut a width in
+    blocks (a part of every head); or it passes on maxima, which a result on several mesh dimensions could
+    not tell from sums.
+    """
+    for placement, possible in zip(strategy.inputs, blocks, strict=True):
+        if isinstance(placement, InnerShard) and placement not in possible:
+            return True
+        if isinstance(placement, Partial) and placement.reduce_op != "sum":
+            return True
+    begins = not any(isinstance(p, InnerShard) for p in strategy.inputs)
+    return begins and any(isinstance(p, InnerShard) and p.dim for p in strategy.outputs)

@@ -1,0 +1,185 @@
+"""What a user asks of ``auto``: placements of inputs, parameters and values; presets on mesh dimensions."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+from torch import fx
+from torch.distributed.tensor.placement_types import Placement
+
+from stepgraph.errors import UsageError, near_misses
+from stepgraph.operators.sharding import Strategy
+from stepgraph.placement.presets.named import PRESETS, check_preset, walk_along
+from stepgraph.placement.presets.walk import Walk
+from stepgraph.placement.rules.redistribution import Coded
+from stepgraph.placement.solver.groups import Group
+from stepgraph.placement.solver.problem import Model
+from stepgraph.placement.solver.storages import Storage
+from stepgraph.planning.placements import parse_placements
+from stepgraph.program import roles
+from stepgraph.program.layout import TENSOR_PARALLEL, MeshShape, Placements, show
+from stepgraph.program.program import FORWARD, Program
+
+_INPUT, _OUTPUT = "input:", "/output"
+
+
+class Constraints:
+    """Constraints on the placements of one Program.
+
+    Args:
+        asked: pattern -> placements. ``input:labels`` is a batch leaf, ``layers.*.weight`` parameters,
+            ``layers.*.mlp/output`` what a module returns, any other stable name that operation's result;
+            the name of a mesh dimension maps to a preset.
+
+    Raises:
+        UsageError: a pattern that matches nothing, placements that are none or do not divide.
+    """
+
+    def __init__(self, asked: Mapping[str, str], program: Program, mesh: MeshShape) -> None:
+        self.program, self.mesh = program, mesh
+        self.inputs: dict[roles.Input, Placements] = {}
+        self.stored: dict[str, Placements] = {}
+        self.made: dict[fx.Node, Placements] = {}
+        self.walks: dict[int, Walk] = {}
+        for pattern, wanted in sorted(asked.items(), key=lambda item: item[0] != TENSOR_PARALLEL):
+            if pattern in mesh.names:
+                self._preset(mesh.names.index(pattern), wanted)
+            elif pattern.startswith(_INPUT):
+                self._input(pattern, _parse(pattern, wanted, mesh))
+            else:
+                self._named(pattern, _parse(pattern, wanted, mesh))
+
+    def _preset(self, axis: int, name: str) -> None:
+        dim, size = self.mesh.dims[axis]
+        tensor = dim == TENSOR_PARALLEL
+        known = ["tp", "tp+sp"] if tensor else [n for n in PRESETS if len(PRESETS[n]) == 1]
+        if name not in known:
+            raise UsageError(
+                f"constraint {dim!r}: {name!r} is no preset for this mesh dimension",
+                do=near_misses(name, known),
+            )
+        check_preset(name, MeshShape(((dim if tensor else "dp", size),)))
+        first = next(iter(self.walks.values()), None)  # tensor parallelism's, if that is asked for
+        self.walks[axis] = walk_along(self.program, self.mesh, axis, name, first)
+
+    def _input(self, pattern: str, wanted: Placements) -> None:
+        names = {r.name: r for r in self.program.inputs if isinstance(r, roles.UserInput)}
+        found = fnmatch.filter(names, pattern.removeprefix(_INPUT))
+        if not found:
+            raise UsageError(
+                f"constraint {pattern!r} names no leaf of the batch",
+                do=near_misses(pattern, [_INPUT + name for name in names]),
+            )
+        for name in found:
+            value = self.program.input_values[self.program.inputs.index(names[name])]
+            self._check_even(pattern, name, value.shape, wanted)
+            self.inputs[names[name]] = wanted
+
+    def _named(self, pattern: str, wanted: Placements) -> None:
+        shapes = {
+            role.name: value.shape
+            for role, value in zip(self.program.inputs, self.program.input_values, strict=True)
+            if isinstance(role, roles.Param)
+        }
+        nodes = _results(self.program)
+        parameters = fnmatch.filter(shapes, pattern)
+        values = fnmatch.filter(nodes, pattern)
+        if not parameters and not values:
+            raise UsageError(
+                f"constraint {pattern!r} names no parameter, no module's output and no operation",
+                do=near_misses(pattern, [*shapes, *nodes]),
+            )
+        for name in parameters:
+            self._check_even(pattern, name, shapes[name], wanted)
+            self.stored[name] = wanted
+        for name in values:
+            self._check_even(pattern, name, nodes[name].meta["val"].shape, wanted)
+            self.made[nodes[name]] = wanted
+
+    def _check_even(self, pattern: str, name: str, shape: Any, wanted: Placements) -> None:
+        if not Coded([wanted]).fits(tuple(shape), self.mesh.sizes)[0]:
+            raise UsageError(
+                f"constraint {pattern!r}: {name} of shape {list(shape)} cannot be placed {show(wanted)}",
+                why=f"its dimensions do not divide so on the mesh {self.mesh}",
+                do="pin another dimension, or choose another mesh",
+            )
+
+    def allows(self, name: str, storage: Storage) -> bool:
+        """Whether a parameter may be stored so."""
+        if self.stored.get(name, storage.stored) != storage.stored:
+            return False
+        role = roles.Param(name)
+        for axis, walk in self.walks.items():
+            shape = self.program.input_values[self.program.inputs.index(role)].shape
+            pair: tuple[Placement, Placement] = (
+                walk.inputs[role], walk.updated(role, tuple(shape))
+            )  # fmt: skip
+            if pair != (storage.stored[axis], storage.updated[axis]):
+                return False
+        return True
+
+    def extra_options(self, group: Group) -> list[dict[fx.Node, Strategy]]:
+        """What presets do with a group, where that is not among its own options."""
+        found: list[dict[fx.Node, Strategy]] = []
+        for walk in self.walks.values():
+            option = {node: walk.chosen[node] for node in group.nodes}
+            if option not in group.options and option not in found:
+                found.append(option)
+        return found
+
+    def apart(self, group: Group) -> Hashable:
+        """Differs for groups of which something else is asked."""
+        return tuple(
+            (self.made.get(node), *(walk.chosen[node] for walk in self.walks.values()))
+            for node in group.nodes
+        )
+
+    def allows_option(self, node: fx.Node, ways: tuple[Strategy, ...]) -> bool:
+        """Whether an operation may be placed so."""
+        wanted = self.made.get(node)
+        if wanted is not None and tuple(way.outputs[0] for way in ways) != wanted:
+            return False
+        return all(ways[axis] == walk.chosen[node] for axis, walk in self.walks.items())
+
+    def check(self, model: Model) -> None:
+        """Raises UsageError where a constraint leaves nothing to choose."""
+        for choice in model.choices:
+            if len(choice.block.cost) == 0:
+                name = choice.parameters[0] if choice.parameters else choice.block.name
+                raise UsageError(
+                    f"no placement of {name!r} satisfies all constraints",
+                    do="drop one of them; what an operation can do is in its rules",
+                )
+
+
+def _parse(pattern: str, wanted: str, mesh: MeshShape) -> Placements:
+    try:
+        placements = parse_placements(wanted)
+    except ValueError as error:
+        raise UsageError(
+            f"constraint {pattern!r}: {wanted!r} are no placements",
+            why=str(error),
+            do="write one per mesh dimension, as in S(0)R",
+        ) from error
+    if len(placements) != len(mesh.dims):
+        raise UsageError(
+            f"constraint {pattern!r}: {wanted!r} has {len(placements)} placements, the mesh {mesh} has "
+            f"{len(mesh.dims)} dimensions",
+            do="write one per mesh dimension, as in S(0)R",
+        )
+    return placements
+
+
+def _results(program: Program) -> dict[str, fx.Node]:
+    """Operations by stable name, and under ``module/output`` the last one of each module's forward."""
+    found: dict[str, fx.Node] = {}
+    for node in program.operations():
+        found[node.meta["name"]] = node
+        if node.meta["phase"] == FORWARD:
+            path = node.meta.get("module", "")
+            while path:
+                found[path + _OUTPUT] = node
+                path = path.rpartition(".")[0]
+    return found

@@ -1,0 +1,104 @@
+"""What the solver reads off a global Program: gradients, updates, what varies, what the backward needs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import fx
+
+from stepgraph.cost.memory import viewed
+from stepgraph.placement.solver.groups import decided_here
+from stepgraph.program import roles
+from stepgraph.program.program import BACKWARD, Program
+
+
+def _parameter_of(role: roles.Output) -> str | None:
+    """The parameter whose gradient an output is, or is made of."""
+    match role:
+        case roles.Grad(name) | roles.NewParam(name):
+            return name
+        case roles.NewAccumulator(name) if name.startswith("grad:"):
+            return name.removeprefix("grad:")
+    return None
+
+
+def find_gradients(program: Program) -> dict[fx.Node, str]:
+    """Values of the backward that are a parameter's gradient, still to be reduced -> the parameter."""
+    found: dict[fx.Node, str] = {}
+    for role, result in zip(program.outputs, program.results, strict=True):
+        name = _parameter_of(role)
+        if name is None:
+            continue
+        shape = result.meta["val"].shape
+        seen: set[fx.Node] = set()
+        stack = [result]
+        while stack:
+            node = stack.pop()
+            value = node.meta.get("val")
+            same = isinstance(value, torch.Tensor) and value.shape == shape
+            if node in seen or node.op != "call_function" or not same:
+                continue
+            seen.add(node)
+            if decided_here(node):
+                found[node] = name
+            else:
+                stack += node.all_input_nodes
+    return found
+
+
+def update_operations(program: Program) -> dict[str, list[fx.Node]]:
+    """Operations of the update on values of a parameter's shape, by parameter."""
+    found: dict[str, list[fx.Node]] = {}
+    for role, result in zip(program.outputs, program.results, strict=True):
+        if not isinstance(role, (roles.NewParam, roles.NewOptimizerState)):
+            continue
+        name = role.name if isinstance(role, roles.NewParam) else role.owner
+        known = found.setdefault(name, [])
+        stack = [result]
+        while stack:
+            node = stack.pop()
+            value = node.meta.get("val")
+            if node.op != "call_function" or decided_here(node) or node in known:
+                continue
+            if is_stored_cast(node) or not isinstance(value, torch.Tensor) or not value.dim():
+                continue
+            known.append(node)
+            stack += node.all_input_nodes
+    return found
+
+
+def values_that_vary(program: Program) -> set[fx.Node]:
+    """Values that depend on a parameter or the batch."""
+    kinds = (roles.Param, roles.UserInput, roles.ResultTangent)
+    rows = zip(program.placeholders, program.inputs, strict=True)
+    found = {node for node, role in rows if isinstance(role, kinds)}
+    for node in program.graph.nodes:
+        if any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def needed_by_backward(program: Program, recomputed: Collection[str]) -> set[fx.Node]:
+    """Forward values that the backward reads, or what it recomputes from; with a view, what it shows."""
+    needed: set[fx.Node] = set()
+    dropped = frozenset(recomputed)
+    stack = [
+        source
+        for node in program.operations(BACKWARD)
+        for source in node.all_input_nodes
+        if source.op == "call_function" and source.meta["phase"] != BACKWARD
+    ]
+    while stack:
+        node = stack.pop()
+        if node in needed:
+            continue
+        needed.add(node)
+        if node.meta["name"] in dropped or viewed(node) is not None:
+            stack += [n for n in node.all_input_nodes if n.op == "call_function"]
+    return needed
+
+
+def is_stored_cast(node: fx.Node) -> bool:
+    """Whether an operation casts a parameter where it is stored."""
+    return bool(node.meta.get("casts_parameter"))

@@ -1,0 +1,214 @@
+"""Solves the optimisation behind ``auto``: a cheap choice, and a bound that certifies it.
+
+HiGHS (Huangfu and Hall, 2018) solves the relaxation and branches of it, which are rounded; where they leave
+much open it searches the whole with cuts, as far as the time allows.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import highspy
+import numpy as np
+
+from stepgraph.placement.solver.choices import Problem, Reader, Solution, descend
+from stepgraph.placement.solver.formulation import Formulation
+
+_CHEAP = 5.0  # seconds for branches of the relaxation
+_WHOLE = 1e-6  # what differs less from 0 or 1 is that
+_OPTIMAL = highspy.HighsModelStatus.kOptimal
+
+
+class InfeasibleError(Exception):
+    """No choice of options fits the memory limit; ``least`` bytes would, infinite where nothing does."""
+
+    def __init__(self, least: float) -> None:
+        super().__init__(f"{least} bytes are needed at least")
+        self.least = least
+
+
+def solve(
+    problem: Problem, seconds: float = 60.0, goal: float = 1e-3, enough: float = 5e-3
+) -> Solution:
+    """Finds a cheap choice and a bound.
+
+    Args:
+        seconds: time after which the best found so far is returned.
+        goal: gap that is looked for while that is cheap.
+        enough: gap that is looked for as long as there is time.
+
+    Raises:
+        InfeasibleError: nothing fits the memory limit.
+    """
+    return _Search(problem, seconds, goal, enough).run()
+
+
+class _Search:
+    def __init__(self, problem: Problem, seconds: float, goal: float, enough: float) -> None:
+        self.problem, self.goal, self.enough = problem, goal, enough
+        self.deadline = time.monotonic() + seconds
+        formulation = Formulation(problem)
+        self.program, self.options = formulation.program, formulation.options
+        self.blocks, self.scale = formulation.blocks, formulation.scale
+
+    def run(self) -> Solution:
+        """The relaxation and its branches, rounded; where that certifies too little, HiGHS' cuts too."""
+        found = self._branched()
+        if found is not None and found.gap <= self.enough:
+            return found
+        return self._cut(found)
+
+    def _branched(self) -> Solution | None:
+        """Branches on what the relaxation divides, the lowest bound first.
+
+        Little is divided: identical layers decide together. So it takes a few branches, each some steps of
+        the simplex from where another ended; HiGHS' own search prepares for more, which takes longer.
+
+        Returns:
+            the best found; None: nothing was in time.
+        """
+        highs = self._highs()
+        highs.setOptionValue("solve_relaxation", True)
+        highs.run()
+        self._is_feasible(highs)
+        if highs.getModelStatus() != _OPTIMAL:
+            return None
+        seconds = min(_CHEAP, self.deadline - time.monotonic())
+        highs.setOptionValue("time_limit", highs.getRunTime() + max(0.0, seconds))
+        values = np.asarray(highs.getSolution().col_value)
+        best, chosen = self._rounded(values)
+        fixed: dict[int, float] = {}
+        numbers = itertools.count()  # no two branches are alike
+        waiting = [(_objective(highs), next(numbers), fixed, values)]
+        closed = np.inf  # the lowest bound of what is not looked at further
+        while waiting:
+            bound, _, below, values = waiting[0]
+            enough = best * self.scale * (1 - self.goal)
+            if min(bound, closed) >= enough:
+                break
+            heapq.heappop(waiting)
+            column = self._divided(values)
+            if column is None:
+                closed = min(closed, bound)
+                continue
+            for value in (1.0, 0.0):
+                before, fixed = fixed, below | {column: value}
+                _fix(highs, before, fixed)
+                highs.setOptionValue("objective_bound", enough)
+                highs.run()
+                status = highs.getModelStatus()
+                if status == _OPTIMAL:
+                    values = np.asarray(highs.getSolution().col_value)
+                    best, chosen = min((best, chosen), self._rounded(values))
+                    heapq.heappush(waiting, (_objective(highs), next(numbers), fixed, values))
+                elif status == highspy.HighsModelStatus.kObjectiveBound:
+                    closed = min(closed, enough)
+                elif status != highspy.HighsModelStatus.kInfeasible:  # out of time
+                    closed = min(closed, bound)
+        if not np.isfinite(best):
+            return None
+        bound = min(closed, *(bound for bound, *_ in waiting), best * self.scale) / self.scale
+        return Solution(chosen, best, bound, len(self.program.costs))
+
+    def _divided(self, values: np.ndarray) -> int | None:
+        """Of the block that is divided most evenly the column that is taken most of."""
+        first, size = min(self.blocks, key=lambda block: values[block[0] : sum(block)].max())
+        column = first + int(values[first : first + size].argmax())
+        return column if values[column] < 1 - _WHOLE else None
+
+    def _rounded(self, values: np.ndarray) -> tuple[float, list[int]]:
+        """The best of the roundings, and what it costs."""
+        found = [descend(self.problem, start) for start in self._roundings(values)]
+        return min((cost, chosen) for chosen, cost in found)
+
+    def _roundings(self, values: np.ndarray) -> list[list[int]]:
+        """What is taken most of; of what is taken at all, that which keeps least."""
+        most = [int(values[first : first + size].argmax()) for first, size in self.blocks]
+        if self.problem.memory_limit is None:
+            return [most]
+        least = list(most)
+        for number, (block, (first, size)) in enumerate(
+            zip(self.problem.blocks, self.blocks, strict=True)
+        ):
+            taken = np.flatnonzero(values[first : first + size] > _WHOLE)
+            if block.memory is not None:
+                least[number] = int(taken[block.memory[taken].argmin()])
+        return [most, least] if least != most else [most]
+
+    def _cut(self, start: Solution | None) -> Solution:
+        """HiGHS' own search, from the best that is known."""
+        highs = self._highs()
+        highs.setOptionValue("mip_rel_gap", self.enough)
+        if start is not None:
+            columns = np.arange(self.options, dtype=np.int32)
+            values = np.zeros(self.options)
+            for (first, _), option in zip(self.blocks, start.chosen, strict=True):
+                values[first + option] = 1.0
+            highs.setSolution(self.options, columns, values)
+        highs.run()
+        self._is_feasible(highs)
+        info = highs.getInfo()
+        bound = info.mip_dual_bound / self.scale
+        cost, chosen = np.inf, []
+        if info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:
+            cost, chosen = self._rounded(np.asarray(highs.getSolution().col_value))
+        if start is not None:
+            cost, chosen = min((cost, chosen), (start.cost, start.chosen))
+            bound = max(bound, start.bound)
+        if not chosen:
+            raise InfeasibleError(1.1 * (self.problem.memory_limit or 0))  # none found in time
+        return Solution(chosen, cost, min(bound, cost), len(self.program.costs))
+
+    def _highs(self) -> highspy.Highs:
+        highs = highspy.Highs()
+        highs.silent()
+        highs.setOptionValue("threads", 1)
+        highs.setOptionValue("random_seed", 0)
+        highs.setOptionValue("time_limit", max(1.0, self.deadline - time.monotonic()))
+        self.program.pass_to(highs, self.options)
+        return highs
+
+    def _is_feasible(self, highs: highspy.Highs) -> None:
+        if highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
+            raise InfeasibleError(self._least_memory())
+
+    def _least_memory(self) -> float:
+        """The smallest number of bytes that any choice takes; infinite: there is no choice."""
+        if self.problem.memory_limit is None:
+            return np.inf
+        left = max(1.0, self.deadline - time.monotonic())
+        return solve(_of_memory(self.problem), left, 1e-6, 1e-6).cost
+
+
+def _of_memory(problem: Problem) -> Problem:
+    """The problem whose costs are another's bytes."""
+    zero = {block: np.zeros(len(block.cost)) for block in problem.blocks}
+    stands_for = {
+        b: replace(b, cost=zero[b] if b.memory is None else b.memory, memory=None, later=None)
+        for b in problem.blocks
+    }
+    links = []
+    for link in problem.links:
+        kept = np.zeros_like(link.once) if link.kept is None else link.kept
+        once = np.where(np.isinf(link.once), np.inf, kept)
+        readers = [Reader(stands_for[r.block], r.wants, r.phases) for r in link.readers]
+        producer, free = stands_for[link.producer], np.zeros_like(once)
+        changed = {"readers": readers, "producer": producer, "once": once, "again": free}
+        links.append(replace(link, **changed, later=None, runs=None, hides=None, kept=None))
+    return Problem(list(stands_for.values()), links, running_cost=1.0)
+
+
+def _fix(highs: highspy.Highs, before: Iterable[int], fixed: Mapping[int, float]) -> None:
+    """Columns have these values, those before any."""
+    for column in before:
+        highs.changeColBounds(column, 0.0, 1.0)
+    for column, value in fixed.items():
+        highs.changeColBounds(column, value, value)
+
+
+def _objective(highs: highspy.Highs) -> float:
+    return highs.getInfo().objective_function_value

@@ -1,0 +1,255 @@
+"""The options of a group of operations on a whole mesh, and what each costs on one rank."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import torch
+from torch import fx
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from stepgraph.cost.memory import viewed
+from stepgraph.cost.work import looks_up, matmul_dtype, node_flops, runs_no_kernel
+from stepgraph.operators.sharding import Strategy, results_of
+from stepgraph.placement.rules.redistribution import Coded, Cost, Moves
+from stepgraph.placement.rules.vocabulary import LOCAL_FORMS, rows_cut
+from stepgraph.placement.solver.dataflow import needed_by_backward, values_that_vary
+from stepgraph.placement.solver.groups import Group
+from stepgraph.program.layout import TENSOR_PARALLEL
+from stepgraph.program.program import Program, tensor_arguments, tensors_of
+
+REPLICATE = Replicate()
+_SMALL = 32 * 2**20  # bytes
+
+# Per option the changes of placement inside a group: which of its operations' result, and what it costs.
+Inside = list[list[tuple[int, Cost]]]
+
+
+class Options:
+    """Options of groups: one of a group's own per mesh dimension.
+
+    Args:
+        program: global, with ``traffic`` assigned.
+        moves: of the mesh and the device.
+        recomputed: stable names of forward operations that are not kept for the backward.
+        free: nobody asked for anything. Then there is less to choose from: dimensions that hold rows of the
+            batch cut alike, small constants are whole.
+    """
+
+    def __init__(
+        self, program: Program, moves: Moves, recomputed: Collection[str], free: bool = True
+    ) -> None:
+        self._free = free
+        self.mesh, self.device, self.moves = moves.mesh, moves.device, moves
+        self.needed = needed_by_backward(program, recomputed)
+        self._varying = values_that_vary(program)
+        self._recomputed = frozenset(recomputed)
+
+    def of(self, group: Group) -> list[tuple[int, ...]]:
+        """Options on the whole mesh: one per dimension, where every value is cut evenly."""
+        sizes = self.mesh.sizes
+        single = [np.flatnonzero(self._fit(group, _column(group), (size,))) for size in sizes]
+        grid = np.meshgrid(*single, indexing="ij")
+        found = np.stack([axis.ravel() for axis in grid], axis=1)
+        # Mesh dimensions that hold rows of the batch are cut alike: what is stored may still differ.
+        data = [axis for axis, name in enumerate(self.mesh.names) if name != TENSOR_PARALLEL]
+        if self._free and data:
+            found = found[(found[:, data] == found[:, data[:1]]).all(axis=1)]
+        if len(sizes) > 1:
+            found = found[self._fit(group, found, sizes)]
+        options = [tuple(map(int, option)) for option in found]
+        if self._free and self._is_small_constant(group):
+            whole = [o for o in options if self._is_whole(group, o)]
+            options = whole or options
+        return options
+
+    def seconds(
+        self, groups: Sequence[Group], options: Sequence[tuple[int, ...]], inside: Inside
+    ) -> np.ndarray:
+        """Time of a class of groups on one rank under each option, with what ranks add up inside them."""
+        if not options:
+            return np.zeros(0)
+        first, picked = groups[0], np.array(options)
+        total = len(groups) * np.array([sum(cost.seconds for _, cost in each) for each in inside])
+        for i, node in enumerate(first.nodes):
+            runs: int | np.ndarray = len(groups)
+            if again := sum(self.runs_again(group.nodes[i]) for group in groups):
+                runs = runs + again * ~_pending(node, first, picked)  # sums are kept
+            total = total + runs * self._node_seconds(node, first, options)
+        return total
+
+    def runs_again(self, node: fx.Node) -> bool:
+        """Whether an operation is recomputed in the backward."""
+        return node.meta["name"] in self._recomputed and node in self.needed
+
+    def _is_whole(self, group: Group, option: tuple[int, ...]) -> bool:
+        ways = [group.options[o] for o in option]
+        return all(p == REPLICATE for way in ways for s in way.values() for p in s.outputs)
+
+    def _is_small_constant(self, group: Group) -> bool:
+        """What depends on nothing and is small is made whole on every rank, without a thought."""
+        if any(node in self._varying for node in group.nodes):
+            return False
+        return sum(_nbytes(node.meta["val"]) for node in group.nodes) <= _SMALL
+
+    def _fit(self, group: Group, options: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
+        """Which of many options cut every value evenly."""
+        good = np.ones(len(options), bool)
+        seen = set()
+        for node in group.nodes:
+            ways = [option[node] for option in group.options]
+            values = [argument.meta["val"] for argument in tensor_arguments(node)]
+            columns = [(v, tuple(w.inputs[i] for w in ways)) for i, v in enumerate(values)]
+            results = results_of(node)
+            columns += [(v, tuple(w.outputs[i] for w in ways)) for i, v in enumerate(results)]
+            for value, column in columns:
+                if not isinstance(value, torch.Tensor) or None in column:
+                    continue
+                if (value.shape, column) not in seen:
+                    seen.add((value.shape, column))
+                    good &= _coded(column, options).fits(value.shape, sizes)
+            if len(sizes) > 1 and node.target in LOCAL_FORMS:
+                cut = np.array([_cuts_rows(node, way) for way in ways])
+                good &= cut[options].sum(axis=1) < 2
+        return good
+
+    def _node_seconds(
+        self, node: fx.Node, group: Group, options: Sequence[tuple[int, ...]]
+    ) -> np.ndarray:
+        """Time of one operation under each option."""
+        if runs_no_kernel(node) or not options:
+            return np.zeros(max(1, len(options)))
+        ways = [option[node] for option in group.options]
+        picked, sizes = np.array(options), np.array(self.mesh.sizes)
+        divided = [any(isinstance(p, Shard) for p in (*w.inputs, *w.outputs)) for w in ways]
+        work = node_flops(node) / np.where(np.array(divided)[picked], sizes, 1).prod(axis=1)
+        reads, writes = node.meta["traffic"]
+        result = np.zeros(len(options))
+        for i, value in enumerate(results_of(node)):
+            if isinstance(value, torch.Tensor):
+                result += self._bytes(value, [w.outputs[i] for w in ways], picked)
+        moved = result * writes
+        for i, (argument, read) in enumerate(zip(tensor_arguments(node), reads, strict=True)):
+            if read and isinstance(argument.meta["val"], torch.Tensor):
+                size = self._bytes(argument.meta["val"], [w.inputs[i] for w in ways], picked)
+                moved += np.minimum(size, result) if i == 0 and looks_up(node) else size
+        starts = node.meta.get("starts", True)
+        return self.device.seconds(work, moved, matmul_dtype(node), starts)
+
+    def _is_kept(self, node: fx.Node) -> bool:
+        stays = node in self.needed and node.meta["name"] not in self._recomputed
+        return stays and viewed(node) is None
+
+    def temporary_bytes(
+        self, group: Group, options: Sequence[tuple[int, ...]], inside: Inside
+    ) -> np.ndarray:
+        """What the largest operation of a group reads and writes that is not kept anyway, on one rank."""
+        most = np.array([max((cost.temporary for _, cost in each), default=0) for each in inside])
+        picked = self._rows(options)
+        for node in group.nodes:
+            if viewed(node) is not None:
+                continue
+            ways = [option[node] for option in group.options]
+            values = [
+                (value, [w.outputs[i] for w in ways])
+                for i, value in enumerate(results_of(node))
+                if not self._is_kept(node)
+            ]
+            values += [
+                (argument.meta["val"], [w.inputs[i] for w in ways])
+                for i, argument in enumerate(tensor_arguments(node))
+                if argument.op == "call_function" and not self._is_kept(argument)
+            ]
+            sizes = [
+                self._bytes(value, column, picked)
+                for value, column in values
+                if isinstance(value, torch.Tensor)
+            ]
+            most = np.maximum(most, sum(sizes, start=np.zeros(len(options))))
+        return most
+
+    def kept_bytes(
+        self, groups: Sequence[Group], options: Sequence[tuple[int, ...]], inside: Inside
+    ) -> np.ndarray | None:
+        """What all groups of a class keep for the backward; pending sums are kept once they are summed."""
+        if not options:
+            return None
+        total = np.zeros(len(options))
+        picked = self._rows(options)
+        for number, changes in enumerate(inside):
+            for position, cost in changes:
+                times = sum(group.nodes[position] in self.needed for group in groups)
+                total[number] += times * cost.kept
+        for group in groups:
+            for node in group.nodes:
+                if not self._is_kept(node):
+                    continue
+                for i, value in enumerate(results_of(node)):
+                    if not isinstance(value, torch.Tensor):
+                        continue
+                    column = [option[node].outputs[i] for option in group.options]
+                    size = self._bytes(value, column, picked)
+                    total += np.where(_pending(node, group, picked, i), 0.0, size)
+        return total if total.any() else None
+
+    def _rows(self, options: Sequence[tuple[int, ...]]) -> np.ndarray:
+        """Options as an array, one a row."""
+        return np.array(options, int).reshape(len(options), len(self.mesh.sizes))
+
+    def inside(self, group: Group, options: Sequence[tuple[int, ...]]) -> Inside:
+        """Of each option what is added up over ranks inside a group."""
+        found: Inside = []
+        position = {node: i for i, node in enumerate(group.nodes)}
+        edges = [edge for edge in group.edges() if edge[0].target is not operator.getitem]
+        for option in options:
+            ways = [group.options[o] for o in option]
+            changes: dict[tuple[fx.Node, tuple, tuple], None] = {}
+            for argument, node, i in edges:
+                made = tuple(way[argument].outputs[0] for way in ways)
+                wanted = tuple(way[node].inputs[i] for way in ways)
+                if made != wanted and node.target is not operator.getitem:
+                    changes[argument, made, wanted] = None
+            costs = []
+            for argument, made, wanted in changes:
+                value = argument.meta["val"]
+                cost = self.moves.cost(
+                    tuple(value.shape), value.dtype, made, wanted, value.stride()
+                )
+                costs.append((position[argument], cost))
+            found.append(costs)
+        return found
+
+    def _bytes(self, value: torch.Tensor, column: list, options: np.ndarray) -> np.ndarray:
+        """Bytes of one rank's part; what an ``expand`` repeats counts once."""
+        size = float(value.element_size())
+        for length, stride in zip(value.shape, value.stride(), strict=True):
+            size *= length if stride else 1
+        cut = [isinstance(p, Shard) and value.stride()[p.dim] != 0 for p in column]
+        return size / np.where(np.array(cut)[options], np.array(self.mesh.sizes), 1).prod(axis=1)
+
+
+def _pending(node: fx.Node, group: Group, picked: np.ndarray, result: int = 0) -> np.ndarray:
+    """Under which options (a row each) a result is still to be summed over ranks."""
+    column = [isinstance(option[node].outputs[result], Partial) for option in group.options]
+    return np.array(column)[picked].any(axis=1)
+
+
+def _nbytes(value: object) -> int:
+    return sum(tensor.nbytes for tensor in tensors_of(value))
+
+
+def _column(group: Group) -> np.ndarray:
+    return np.arange(len(group.options))[:, None]
+
+
+def _coded(column: Sequence[Placement], options: np.ndarray) -> Coded:
+    """A value's placements under options: ``column`` has that of each option of one mesh dimension."""
+    return Coded([(placement,) for placement in column]).at(options)
+
+
+def _cuts_rows(node: fx.Node, way: Strategy) -> bool:
+    placements = ([(p,) for p in part] for part in (way.inputs, way.outputs))
+    return rows_cut(node, *placements) is not None  # type: ignore[arg-type]

@@ -1,0 +1,276 @@
+"""From a batch to compiled programs: what Engine and parallelize() share."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from stepgraph.capture.module import BatchSpec, LossFunction
+from stepgraph.capture.optimizer import FunctionalOptimizer
+from stepgraph.capture.precision import AS_IT_IS, Precision
+from stepgraph.capture.refusals import check_hooks, check_parameter_hooks
+from stepgraph.errors import StrictError, UsageError, name_a_few
+from stepgraph.pipeline import (
+    StepRequest,
+    compile_evaluation,
+    compile_gradients,
+    compile_step,
+    compile_update,
+)
+from stepgraph.planning.plan import AUTO, Plan
+from stepgraph.program import roles
+from stepgraph.program.driver import PassDriver
+from stepgraph.program.program import Program
+from stepgraph.runtime.batches import LocalBatch, global_spec
+from stepgraph.runtime.entries import Compiled, evaluation_mode, recompilation_reason
+from stepgraph.runtime.executor import LoweredProgram, lower_for_rank, lower_in_two
+from stepgraph.runtime.kinds import KindsOfBatch
+from stepgraph.runtime.ranks import Ranks, from_first_rank
+from stepgraph.runtime.recompiles import Stats, before_compiling, count_call
+from stepgraph.runtime.split import SplitProgram
+from stepgraph.runtime.state import State
+from stepgraph.torch_internals import hooks, pytree
+
+log = logging.getLogger("stepgraph")
+
+MAX_SHAPES = 8
+Result = TypeVar("Result")
+_COUNTED_APART = "parameters that were updated together at every step no longer are"
+
+
+@dataclass
+class Compiler:
+    """Compiles entry points, each once for a kind of batch, and keeps the programs.
+
+    ``as_module``: results are those of a module (this rank's rows), not of a loss callable.
+    """
+
+    model: nn.Module
+    loss: LossFunction
+    optimizer: torch.optim.Optimizer | None
+    plan: Plan
+    ranks: Ranks
+    state: State
+    micro_batches: int = 1
+    max_grad_norm: float | None = None
+    precision: Precision = AS_IT_IS
+    strict: bool = False
+    max_shapes: int = MAX_SHAPES
+    as_module: bool = False
+    stats: Stats = field(default_factory=Stats)
+    programs: dict[str, Program] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._parameters = list(self.model.parameters())
+        self.kinds = KindsOfBatch(self.ranks, self.max_shapes)
+        self._compiled: dict[str, dict[tuple, Compiled]] = {}
+        self._updates: dict[tuple[str, ...], LoweredProgram] = {}
+        self._counters = self.state.counters.version
+        self._outdated: set[tuple] = set()
+
+    def entry(self, name: str, batch: LocalBatch) -> Compiled:
+        """The programs of an entry point (step, gradients, evaluate) for a batch like this one."""
+        count_call(self, name)
+        check_hooks(self.model, self.optimizer)
+        self._check_tensors()
+        if any(map(hooks.gradient_hooks, self._parameters)):
+            check_parameter_hooks(self.model)
+        flags = tuple(parameter.requires_grad for parameter in self._parameters)
+        in_mode = name != "evaluate" or self.as_module
+        modes = hooks.module_modes(self.model, with_training=in_mode)
+        key = (batch.key, flags, modes)
+        self._drop_outdated()
+        self.kinds.meet(name, batch)
+        known = self._compiled.setdefault(name, {})
+        if key not in known:
+            self.state.check_filled()
+            reason = recompilation_reason(name, known, batch, key, self.model)
+            if (name, key) in self._outdated:
+                reason = f"{name}: {_COUNTED_APART}"
+            if reason is not None:
+                before_compiling(self, name, reason)
+            with self.counting(reason):
+                known[key] = self._compile(name, batch)
+        return known[key]
+
+    def _check_tensors(self) -> None:
+        """Programs take the tensors that the model had when it was given, whatever it holds now.
+
+        Raises:
+            UsageError: a parameter was replaced, added or removed; a buffer has another shape.
+        """
+        now = list(self.model.parameters())
+        if [*map(id, now)] != [*map(id, self._parameters)]:
+            known = set(map(id, self._parameters))
+            new = [name for name, p in self.model.named_parameters() if id(p) not in known]
+            raise UsageError(
+                f"parameters were replaced or added since the model was given: {name_a_few(new)}"
+                if new
+                else "parameters were removed since the model was given",
+                why="they are placed when the engine is made, and its programs go on with those",
+                do="change the model before; to load values, use load_state_dict without assign=True",
+            )
+        self.state.buffers.adopt()
+
+    def update(self, names: Sequence[str]) -> LoweredProgram:
+        """The program that updates these parameters from gradients that the caller holds."""
+        count_call(self, "optimizer_step")
+        key = tuple(names)
+        self._drop_outdated()
+        if key not in self._updates:
+            reason = None
+            if self._updates:
+                reason = "optimizer_step: other parameters have gradients"
+            if ("optimizer_step", key) in self._outdated:
+                reason = f"optimizer_step: {_COUNTED_APART}"
+            if reason is not None:
+                before_compiling(self, "optimizer_step", reason)
+            with self.counting(reason):
+                request = self._request(BatchSpec((), (), pytree.tree_structure(())))
+                driver = PassDriver()
+                program, functional = compile_update(request, driver, names, self.state.device)
+                self._updates[key] = self._lower("update", program, functional, driver)
+        return self._updates[key]
+
+    def change_lowering(self, name: str) -> None:
+        """What is compiled from here on is lowered so; programs of the split use are made anew."""
+        if name != self.plan.lowering:
+            self.plan.lowering = name
+            self._compiled.pop("gradients", None)
+            self._updates.clear()
+
+    def _drop_outdated(self) -> None:
+        """Forgets programs that share step counters which are no longer shared."""
+        if self._counters == self.state.counters.version:
+            return
+        self._counters = self.state.counters.version
+        for name, known in self._compiled.items():
+            for key in [k for k, c in known.items() if self._is_outdated(*c.programs.values())]:
+                del known[key]
+                self._outdated.add((name, key))
+        for key in [k for k, lowered in self._updates.items() if self._is_outdated(lowered)]:
+            del self._updates[key]
+            self._outdated.add(("optimizer_step", key))
+
+    def _is_outdated(self, *programs: LoweredProgram) -> bool:
+        return any(
+            isinstance(role, roles.OptimizerState) and role not in self.state.tensors
+            for lowered in programs
+            for role in lowered.program.inputs
+        )
+
+    @contextlib.contextmanager
+    def counting(self, reason: str | None) -> Iterator[None]:
+        """One compilation; ``reason`` says why another was needed."""
+        start = time.perf_counter()
+        yield
+        self.stats.compiles += 1
+        self.stats.compile_seconds += time.perf_counter() - start
+        if reason is not None:
+            self.stats.recompiles.append(reason)
+
+    def _request(self, spec: Any, micro_batches: int = 1) -> StepRequest:
+        return StepRequest(
+            self.model,
+            self.loss,
+            spec,
+            self.plan,
+            self.optimizer,
+            micro_batches,
+            self.max_grad_norm is not None,
+            self.precision,
+            self.state.counters,
+        )
+
+    def _compile(self, name: str, batch: LocalBatch) -> Compiled:
+        micro = self.micro_batches if name == "step" else 1
+        request = self._request(global_spec(batch, micro, self.ranks.shape.data_size), micro)
+        driver = PassDriver()
+        if name == "step":
+            compiled = self._decided(lambda: compile_step(request, driver))
+            self.report(compiled.notes)
+            lowered = {
+                part: self._lower(part, program, compiled.optimizer, driver)
+                for part, program in compiled.programs.items()
+            }
+            return Compiled(lowered)
+        if name == "gradients":
+            program, tree, notes = self._decided(
+                lambda: compile_gradients(request, driver, self.as_module)
+            )
+            self.report(notes)
+            self._prepare(name, program, None)
+            forward, backward = lower_in_two(
+                program, self.plan.lowering, self.ranks, self.state, driver
+            )
+            split = SplitProgram(forward, backward, self.state)
+            return Compiled({"forward": forward, "backward": backward}, tree, split)
+        if self.as_module:
+            program, tree = self._decided(
+                lambda: compile_evaluation(request, driver, as_module=True)
+            )
+        else:
+            with evaluation_mode(self.model):
+                program, tree = self._decided(lambda: compile_evaluation(request, driver))
+        self.report(program.notes)
+        return Compiled({name: self._lower(name, program, None, driver)}, tree)
+
+    def _decided(self, compile: Callable[[], Result]) -> Result:
+        """Compiles; where a solver decides, the first rank does, and the others replay its decisions.
+
+        Machines need not have been measured alike, nor be equally fast.
+        """
+        plan = self.plan
+        if plan.placement != AUTO or self.ranks.shape.world_size == 1:
+            return compile()
+        if self.ranks.rank:
+            decisions = from_first_rank(None)
+            if decisions is not None:  # else it raised, and so will this rank
+                plan.placements, plan.recomputation = decisions
+            return compile()
+        decisions = None
+        try:
+            result = compile()
+            decisions = (plan.placements, plan.recomputation)
+            return result
+        finally:
+            from_first_rank(decisions)
+
+    def _prepare(self, name: str, program: Program, functional: FunctionalOptimizer | None) -> None:
+        inputs = dict(zip(program.inputs, program.input_values, strict=True))
+        self.state.prepare(inputs, functional, self.max_grad_norm)
+        self.programs[name] = program
+
+    def _lower(
+        self,
+        name: str,
+        program: Program,
+        functional: FunctionalOptimizer | None,
+        driver: PassDriver,
+    ) -> LoweredProgram:
+        self._prepare(name, program, functional)
+        return lower_for_rank(program, self.plan.lowering, self.ranks, self.state, driver)
+
+    def report(self, notes: list[str]) -> None:
+        """Says what falls back, once.
+
+        Raises:
+            StrictError: under ``strict=True``.
+        """
+        new = [note for note in notes if note not in self.notes]
+        if new and self.strict:
+            raise StrictError(
+                "strict=True, and the step would fall back: " + "; ".join(new),
+                do="remove the cause, or strict=False to accept and report it",
+            )
+        for note in new:
+            log.warning("%s", note)
+        self.notes += new

@@ -1,0 +1,1 @@
+"""When each collective runs, and when gradients become updates."""

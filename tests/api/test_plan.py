@@ -1,0 +1,233 @@
+"""stepgraph.plan: a plan and its prediction, without ranks, values or an accelerator."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support import adamw, mlp, regression_batch, tiny_llama
+from torch import nn
+
+import stepgraph
+from stepgraph.api import planner
+from stepgraph.api.plan import mesh_shape, parse_size
+from stepgraph.capture.module import default_loss
+from stepgraph.capture.precision import Precision
+from stepgraph.cost.devices import find_device
+from stepgraph.cost.predict import predict
+from stepgraph.cost.traffic import assign_traffic
+from stepgraph.errors import BatchError, BudgetError, MeshError, PlanError, UsageError
+from stepgraph.torch_internals import new_fake_mode
+
+
+def plan_mlp(**options):
+    settings = {"mesh": "dp=2", "placement": "zero3", "example": regression_batch()}
+    return stepgraph.plan(mlp(), **(settings | options))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Stack(nn.Module):
+    """Blocks that repeat, and a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.fixture(scope="module")
+def stack():
+    """Plans of four blocks; they are captured once."""
+    model = Stack()
+    made = planner.Planner(
+        model,
+        (torch.empty(256, 16),),
+        default_loss,
+        adamw(model),
+        find_device("h100"),
+        Precision(torch.bfloat16),
+    )
+    mesh = mesh_shape("dp=2")
+    return lambda memory, budget=None: made.plan(mesh, "zero3", memory, budget, last=False)
+
+
+@pytest.fixture(scope="module")
+def peaks(stack):
+    """Predicted peaks by memory policy."""
+    return {memory: stack(memory).peak for memory in ("none", "layers:2", "full")}
+
+
+def test_nothing_is_needed_and_nothing_is_left_behind():
+    with torch.device("meta"):
+        model = tiny_llama(1)
+    with new_fake_mode():
+        example = {n: torch.empty(12, 8, dtype=torch.int64) for n in ("input_ids", "labels")}
+    kinds = {name: type(parameter) for name, parameter in model.named_parameters()}
+    plan = stepgraph.plan(model, example=example, mesh="dp=4", placement="zero3")
+    assert plan.predicted.step_ms > 0 and plan.settings.device == "h100"
+    assert not dist.is_initialized() and not torch.cuda.is_initialized()
+    assert {name: type(parameter) for name, parameter in model.named_parameters()} == kinds
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert plan.settings.batch == {"input_ids": "int64[12, 8]", "labels": "int64[12, 8]"}
+
+
+def test_a_model_may_be_a_name():
+    ids = torch.empty(4, 16, dtype=torch.int64, device="meta")
+    plan = stepgraph.plan(
+        "llama-tiny", example={"input_ids": ids, "labels": ids}, mesh="dp=2", placement="zero3"
+    )
+    assert "model.layers.3.mlp.up_proj.weight" in plan.parameters()
+
+
+def test_a_prediction_is_that_of_the_programs_that_run(monkeypatch):
+    seen = []
+    monkeypatch.setattr(planner, "predict", lambda *given: (seen.append(given), predict(*given))[1])
+    plan = plan_mlp(memory="none", device="a100", micro_batches=2, max_grad_norm=1.0)
+    programs, device, micro_batches = seen[0]
+    assert set(programs) == {"accumulate", "step"} == set(plan.placements)
+    assert (device, micro_batches) == (find_device("a100"), 2)
+    assert plan.predicted == predict(programs, device, 2)
+    assert (plan.settings.micro_batches, plan.settings.clip) == (2, True)
+
+
+def test_traffic_is_known_where_costs_are(monkeypatch):
+    order = []
+    real = planner.apply_placement
+    monkeypatch.setattr(
+        planner, "assign_traffic", lambda p, fused: (order.append(fused), assign_traffic(p, fused))
+    )
+    monkeypatch.setattr(planner, "apply_placement", lambda *a: (order.append("place"), real(*a))[1])
+    plan_mlp()
+    assert order == [True, "place"]
+
+
+def test_a_step_is_captured_once_however_many_plans_are_made(stack, monkeypatch):
+    stack("full")
+    monkeypatch.setattr(planner, "capture_step", None)
+    assert stack("full").plan == stack("full").plan
+
+
+@pytest.mark.parametrize("memory", ["none", "layers:2", "full"])
+def test_memory_auto_is_the_first_that_fits(stack, peaks, memory):
+    assert peaks["none"] > peaks["layers:2"] > peaks["full"]
+    found = stack("auto", peaks[memory])
+    assert found.fits and found.plan.memory == memory
+    assert found.plan.predicted.peak_bytes == found.peak == peaks[memory]
+    said = f"memory auto: {memory} is the first that fits"
+    assert any(note.startswith(said) for note in found.plan.notes)
+
+
+def test_a_budget_that_nothing_fits_says_the_smallest_that_does(stack, peaks):
+    found = stack("auto", 4096)
+    assert not found.fits
+    message = str(found.error())
+    assert message.startswith("no plan fits 4 KiB a rank")
+    assert f"the smallest peak is {peaks['full'] / 2**10:.0f} KiB" in message
+    assert "memory full" in message and "at the peak, temporaries take " in message
+    with pytest.raises(BudgetError, match="no plan fits 1 KiB"):
+        plan_mlp(memory_budget=1024)
+    with pytest.raises(BudgetError, match="memory none"):
+        plan_mlp(memory="none", memory_budget="1KiB")
+
+
+def test_a_memory_that_was_asked_for_is_planned_though_the_device_is_too_small(monkeypatch):
+    small = planner.replace(find_device("h100"), capacity=1000)
+    monkeypatch.setattr("stepgraph.api.plan.find_device", lambda name: small)
+    assert any("it does not fit: the peak is" in note for note in plan_mlp(memory="none").notes)
+    with pytest.raises(BudgetError):
+        plan_mlp()
+
+
+def test_a_policy_that_a_model_has_no_blocks_for_is_passed_over():
+    plan = plan_mlp(memory="none")
+    budget = plan.predicted.peak_bytes - 1
+    try:
+        found = plan_mlp(memory_budget=budget)
+    except BudgetError as error:
+        assert "smallest peak" in str(error)
+    else:
+        assert found.memory == "full"
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    ["dp=16,tp=8", (("dp", 16), ("tp", 8)), ((16, 8), ("dp", "tp")), [["dp", 16], ["tp", 8]]],
+)
+def test_meshes_are_written_in_several_ways(mesh):
+    assert str(mesh_shape(mesh)) == "dp=16,tp=8"
+
+
+@pytest.mark.parametrize("mesh", [(), 8, (16, 8), (("dp", 0),), (("dp", "x"),), "dp", None])
+def test_what_is_no_mesh(mesh):
+    with pytest.raises(MeshError):
+        mesh_shape(mesh)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [("70GiB", 70 * 2**30), ("1.5 MiB", 1.5 * 2**20), (123, 123), ("5GB", 5e9), (None, None)],
+)
+def test_budgets_are_written_in_several_ways(size, expected):
+    assert parse_size(size) == expected
+
+
+@pytest.mark.parametrize("size", ["much", "-1GiB", 0, -5, "5 parsecs", 1.5, True, "GiB"])
+def test_what_is_no_budget(size):
+    with pytest.raises(UsageError, match="memory budget"):
+        parse_size(size)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"device": "h1000"}, UsageError, "h100"),
+        ({"optimizer": "adamww"}, UsageError, "did you mean 'adamw'"),
+        ({"placement": "zero4"}, UsageError, "did you mean 'zero3'"),
+        ({"placement": "tp+zero3"}, MeshError, "the mesh dp=2 lacks tp"),
+        ({"memory": "some"}, UsageError, "unknown memory policy"),
+        ({"memory": "layers:2"}, UsageError, "no block of this model repeats"),
+        ({"mesh": "dp=5"}, BatchError, "12 rows .* do not divide over 5 data-parallel ranks"),
+        ({"micro_batches": 5}, BatchError, "12 rows, which do not divide into 5"),
+        ({"example": 3}, BatchError, "must hold tensors"),
+        ({"compute_dtype": torch.int8}, UsageError, "compute_dtype"),
+        ({"constraints": {"*": "R"}}, UsageError, "constraints are for placement='auto'"),
+    ],
+)
+def test_bad_arguments(options, error, message):
+    with pytest.raises(error, match=message):
+        plan_mlp(**options)
+
+
+def test_an_unknown_model_has_near_misses():
+    with pytest.raises(UsageError, match="did you mean 'llama3-8b'"):
+        stepgraph.plan("llama3-8", example={}, mesh="dp=2", placement="zero3")
+    with pytest.raises(UsageError, match="must be an nn.Module"):
+        stepgraph.plan(7, example={}, mesh="dp=2", placement="zero3")
+
+
+def test_gradients_alone_and_ones_own_optimizer():
+    plan = plan_mlp(optimizer=None)
+    assert plan.predicted.bytes_by_category["optimizer"] == 0
+    model = mlp()
+    own = stepgraph.plan(
+        model, example=regression_batch(), mesh="dp=2", placement="zero3", optimizer=adamw(model)
+    )
+    assert own.settings == plan_mlp().settings
+    assert own.diff(plan_mlp()) == ""
+    assert not own.diff(plan_mlp(optimizer="sgd")).startswith("mesh")
+
+
+def test_a_plan_is_final():
+    plan = plan_mlp(mesh="dp=1")
+    with pytest.raises(PlanError, match="another model"):
+        stepgraph.Engine(mlp(scaled=False), mesh="dp=1", plan=plan, lowering="eager")

@@ -1,0 +1,192 @@
+"""``stepgraph plan`` and ``stepgraph explain``, from options to exit codes."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+from tests.planning.plan_support import llama_plan
+
+from stepgraph.api.planner import Attempt
+from stepgraph.cli import comparing
+from stepgraph.cli import main as cli
+from stepgraph.cli import plan as plan_commands
+from stepgraph.errors import BudgetError
+from stepgraph.planning.plan import Plan
+
+
+def run(*args):
+    return CliRunner().invoke(cli.main, args)
+
+
+def attempt(plan, fits=True):
+    return Attempt(plan, plan.predicted.peak_bytes, 80 * 2**30 if fits else 1, ("activations", 5))
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """What would have been planned; a plan that was made before is given in its place."""
+    seen = []
+    answers = {}
+
+    def run_jobs(options, jobs, stage):
+        stage("capture")
+        seen.append((options, jobs))
+        default = attempt(llama_plan())
+        return [answers.get(job.placement, default) for job in jobs]
+
+    monkeypatch.setattr(plan_commands, "run_jobs", run_jobs)
+    return seen, answers
+
+
+def test_a_plan_from_a_model_name_to_a_file_and_its_explanation(tmp_path):
+    path = str(tmp_path / "plan.json")
+    small = ["--seq", "32", "--batch-per-rank", "1", "--plan", "tp+zero3", "--memory", "full"]
+    result = run("plan", "llama-tiny", "--mesh", "dp=2,tp=2", *small, "-o", path)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("llama-tiny on dp=2,tp=2 (4 ranks): tp+zero3, memory full\n")
+    assert result.stderr.splitlines() == ["capture", "enumeration", "solve", "simulation"]
+    plan = Plan.load(path)
+    assert plan.settings.batch == {"input_ids": "int64[2, 32]", "labels": "int64[2, 32]"}
+    assert (plan.settings.compute_dtype, plan.settings.optimizer) == ("bfloat16", "adamw")
+    explained = run("explain", path, "model.layers.2.mlp.up_proj.weight")
+    assert explained.exit_code == 0 and "all_gather over dp" in explained.stdout
+    overview = run("explain", path)
+    assert overview.exit_code == 0 and "program step: " in overview.stdout
+    misspelt = run("explain", path, "model.layers.2.mlp.up.weight")
+    assert misspelt.exit_code == 2 and misspelt.stdout == ""
+    assert "did you mean 'model.layers.2.mlp.up_proj.weight'" in misspelt.stderr
+
+
+def test_options_and_defaults_arrive(planned):
+    seen, _ = planned
+    assert run("plan", "llama3-8b", "--mesh", "dp=16,tp=8").exit_code == 0
+    ((options, jobs),) = seen
+    assert options == comparing.PlanOptions("llama3-8b", ("dp=16,tp=8",))
+    assert [(str(job.mesh), job.placement) for job in jobs] == [("dp=16,tp=8", "auto")]
+
+
+def test_json_is_the_plan_files_object(planned, tmp_path):
+    page = tmp_path / "plan.html"
+    result = run("plan", "llama3-8b", "--mesh", "dp=4", "--json", "--html", str(page))
+    data = json.loads(result.stdout)
+    assert data == json.loads(json.dumps(llama_plan().to_json()))
+    assert (
+        data["predicted"]["step_ms"] > 0
+        and "forward/all_gather" in data["predicted"]["collectives"]
+    )
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_plans_side_by_side(planned, tmp_path):
+    seen, answers = planned
+    fast = llama_plan(placement="tp+ddp")
+    answers |= {"tp+ddp": attempt(fast), "tp+zero1": attempt(fast, fits=False)}
+    path = tmp_path / "plan.json"
+    options = [
+        "--mesh",
+        "dp=2,tp=2",
+        "--compare",
+        "tp+zero3, tp+ddp,tp+zero1,auto",
+        "-o",
+        str(path),
+    ]
+    result = run("plan", "llama-tiny", *options)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert [job.placement for job in seen[0][1]] == ["tp+zero3", "tp+ddp", "tp+zero1", "auto"]
+    assert [line.split()[1] for line in lines[1:5]] == ["tp+ddp", "tp+zero3", "tp+zero3", "tp+ddp"]
+    assert lines[5] == "! does not fit"
+    assert Plan.load(path).placement == "tp+ddp"
+    as_json = json.loads(run("plan", "llama-tiny", *options, "--json").stdout)
+    assert [row["fits"] for row in as_json] == [True, True, True, False]
+    assert as_json[0]["predicted"]["step_ms"] == fast.predicted.step_ms
+
+
+def test_meshes_side_by_side(planned):
+    seen, _ = planned
+    both = ["--mesh", "dp=16", "--mesh", "dp=2,tp=8"]
+    assert run("plan", "llama-tiny", *both, "--compare", "zero3,tp+zero3").exit_code == 0
+    assert (
+        run("plan", "llama-tiny", "--mesh", "auto", "--ranks", "16", "--plan", "zero3").exit_code
+        == 0
+    )
+    first, second = ([(str(j.mesh), j.placement) for j in jobs] for _, jobs in seen)
+    assert first == [("dp=16", "zero3"), ("dp=2,tp=8", "zero3"), ("dp=2,tp=8", "tp+zero3")]
+    assert ("replicate=2,shard=4,tp=2", "hsdp") in second and ("dp=2,tp=8", "zero3") in second
+
+
+def test_jobs_with_one_global_batch_share_a_capture(monkeypatch):
+    made = []
+
+    class FakePlanner:
+        def __init__(self, model, example, *args, **options):
+            made.append(tuple(example["input_ids"].shape))
+
+        def plan(self, mesh, placement, memory, budget, *, last):
+            return (str(mesh), placement, last)
+
+    monkeypatch.setattr(comparing, "Planner", FakePlanner)
+    options = comparing.PlanOptions("llama-tiny", ("auto",), ranks=16, seq=64, plan="zero3")
+    jobs = comparing.list_jobs(options)
+    found = comparing.run_jobs(options, jobs, print)
+    assert made == [(32, 64), (16, 64), (8, 64), (4, 64)]
+    assert [row[:2] for row in found] == [(str(job.mesh), job.placement) for job in jobs]
+    assert sum(last for _, _, last in found) == len(made)
+    assert comparing.count_stages(jobs) == len(made) + 3 * len(jobs)
+
+
+def test_what_does_not_fit_is_a_failure_with_its_reason(planned, tmp_path):
+    _, answers = planned
+    answers["zero3"] = attempt(llama_plan(), fits=False)
+    path = tmp_path / "plan.json"
+    given = ["plan", "llama-tiny", "--mesh", "dp=4", "--plan", "zero3", "-o", str(path)]
+    result = run(*given)
+    assert result.exit_code == 1 and result.stdout == "" and not path.exists()
+    assert "the smallest peak is" in result.stderr and "activations take" in result.stderr
+    # What was asked for in so many words is shown all the same.
+    assert run(*given, "--memory", "full").exit_code == 0
+    assert run(*given, "--memory", "full", "--memory-budget", "1GiB").exit_code == 1
+    assert isinstance(answers["zero3"].error(), BudgetError)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--device", "h1000"], "h100"),
+        (["--plan", "zero4"], "did you mean 'zero3'"),
+        (["--plan", "tp+zero3"], "the mesh dp=4 lacks tp"),
+        (["--compare", "zero3,zero9"], "unknown plan 'zero9'"),
+        (["--memory", "some"], "unknown memory policy 'some'"),
+        (["--memory-budget", "lots"], "a memory budget is"),
+        (["--ranks", "8"], "--ranks is 8"),
+        (["-o", "/no/such/folder/plan.json"], "there is no folder for '/no/such/folder"),
+        (["--seq", "1"], "not in the range"),
+        (["--mesh", "dp=8"], "dp=4 has 4, dp=8 has 8"),
+    ],
+)
+def test_bad_usage_is_said_before_anything_is_built(planned, options, message):
+    result = run("plan", "llama-tiny", "--mesh", "dp=4", *options)
+    assert result.exit_code == 2 and message in result.stderr, result.stderr
+    assert result.stdout == "" and not planned[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["llama3-8", "--mesh", "dp=4"], "did you mean 'llama3-8b'"),
+        (["llama-tiny", "--mesh", "dpp=4"], "did you mean 'dp'"),
+        (["llama-tiny", "--mesh", "auto"], "add --ranks"),
+        (["llama-tiny"], "--mesh"),
+        ([], "MODEL"),
+    ],
+)
+def test_bad_models_and_meshes(planned, arguments, message):
+    result = run("plan", *arguments)
+    assert result.exit_code == 2 and message in result.stderr
+
+
+def test_a_file_that_is_no_plan_is_a_failure(tmp_path):
+    (tmp_path / "plan.json").write_text("{}")
+    for arguments in (["plan.json"], ["missing.json"]):
+        result = run("explain", str(tmp_path / arguments[0]))
+        assert result.exit_code == 1 and "plan" in result.stderr and result.stdout == ""

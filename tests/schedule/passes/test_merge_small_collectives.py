@@ -1,0 +1,218 @@
+"""merge_small_collectives: fewer calls, the same bits."""
+
+import contextlib
+import re
+
+import pytest
+import torch
+import torch._inductor.config
+import torch.distributed as dist
+from torch import nn
+from torch._inductor.graph import GraphLowering
+
+from stepgraph import torch_internals
+from stepgraph.lowering.lower import lower
+from stepgraph.lowering.passes.bind_to_rank import bind_to_rank
+from stepgraph.lowering.passes.write_state_in_place import write_state_in_place
+from stepgraph.program.collectives import is_collective
+from stepgraph.program.invariants import check_invariants
+from stepgraph.program.program import BACKWARD
+from stepgraph.schedule.passes import merge_small_collectives as merge
+from stepgraph.schedule.passes.merge_small_collectives import merge_small_collectives
+from tests.support import (
+    RANKS,
+    adamw,
+    assert_bitwise,
+    assert_golden,
+    bound,
+    compiled,
+    mlp,
+    regression_batch,
+    tiny_llama,
+    token_batch,
+    values,
+)
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(3))
+        self.b = nn.Parameter(torch.ones(5))
+
+    def forward(self, x):
+        return (x[:, :3] * self.a).sum() + (x * self.b).sum()
+
+
+def calls(program):
+    return sum(is_collective(node) for node in program.operations())
+
+
+def merged(programs):
+    after = [merge_small_collectives(program.copy()) for program in programs]
+    for program in after:
+        check_invariants(program, "merge_small_collectives")
+    return after
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero3"])
+def test_the_text_shows_one_flat_collective(plan):
+    before = bound(compiled(Two(), torch.ones(2, 5), ranks=2, plan=plan).programs["step"])[0]
+    assert_golden(
+        __file__, f"merge_small_collectives_{plan}", before, merge_small_collectives(before.copy())
+    )
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2", "zero3"])
+def test_every_result_is_the_same_bits(plan, ranks):
+    model, batch = mlp(), regression_batch()
+    optimizer = adamw(model)
+    before = bound(compiled(model, batch, optimizer, ranks=ranks, plan=plan).programs["step"])
+    after = merged(before)
+    inputs = values(model, batch, optimizer)
+    assert_bitwise(inputs.execute(before), inputs.execute(after))
+    assert calls(after[0]) <= calls(before[0])
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero3"])
+def test_a_transformers_collectives_become_few_and_keep_every_bit(plan):
+    model, batch = tiny_llama(), token_batch()
+    optimizer = adamw(model)
+    placed = compiled(model, batch, optimizer, ranks=3, plan=plan, memory="full").programs["step"]
+    before = bound(placed)
+    after = merged(before)
+    assert calls(after[0]) < calls(before[0]) / 2
+    inputs = values(model, batch, optimizer)
+    assert_bitwise(inputs.execute(before), inputs.execute(after))
+
+
+def test_a_flat_collective_is_no_larger_than_its_limit(monkeypatch):
+    limits = dict.fromkeys(merge.LARGEST, 200)
+    monkeypatch.setattr(merge, "LARGEST", limits)
+    monkeypatch.setattr(merge, "LARGE", 100)
+    model, batch = mlp(), regression_batch()
+    before = bound(compiled(model, batch, adamw(model), ranks=2).programs["step"])
+    after = merged(before)
+    for node in after[0].operations():
+        if is_collective(node) and node.args[0].target is torch.ops.aten.cat.default:
+            sizes = [
+                v.numel() * v.element_size() for v in (node.meta["val"], node.args[0].meta["val"])
+            ]
+            assert max(sizes) <= 200
+    inputs = values(model, batch, adamw(model))
+    assert_bitwise(inputs.execute(before), inputs.execute(after))
+
+
+def test_a_wait_stands_right_before_the_first_reader():
+    program = compiled(mlp(), regression_batch(), ranks=2).programs["step"]
+    (after, _) = merged(bound(program))
+    nodes = list(after.graph.nodes)
+    moved = {torch_internals.WAIT, torch.ops.aten.slice.Tensor, torch.ops.aten.reshape.default}
+    for node in nodes:
+        if node.target is torch_internals.WAIT and after.graph.output_node() not in node.users:
+            between = nodes[nodes.index(node) + 1 : min(nodes.index(user) for user in node.users)]
+            assert all(other.target in moved for other in between)
+
+
+class Viewed(nn.Module):
+    """Parameters of as many rows as there are ranks, read through views."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(2, 4, 3))
+        self.b = nn.Parameter(torch.randn(2, 2, 3))
+
+    def forward(self, x):
+        return (x @ self.a.view(8, 3).t()).square().sum() + (x @ self.b.view(4, 3).t()).sum()
+
+
+def test_what_a_flat_gather_brings_lies_in_memory_as_a_gather_does():
+    torch.manual_seed(0)
+    model, batch = Viewed(), torch.randn(4, 3)
+    before = bound(compiled(model, batch, adamw(model), ranks=2, plan="zero3").programs["step"])
+    after = merged(before)
+    assert calls(after[0]) < calls(before[0])
+    inputs = values(model, batch, adamw(model))
+    assert_bitwise(inputs.execute(before), inputs.execute(after))
+
+
+class Tables(nn.Module):
+    """Two matrices of one row length, one of another, and biases."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 4), nn.Linear(6, 2), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return (self.c(self.a(x)).sum(1) + self.b(x).sum(1)).square().mean()
+
+
+def tables(monkeypatch, plan="ddp"):
+    """(programs before, after) where every matrix is a table of its own row length."""
+    monkeypatch.setattr(merge, "TABLE", 1)
+    torch.manual_seed(0)
+    model, batch = Tables(), torch.randn(6, 6)
+    before = bound(compiled(model, batch, adamw(model), ranks=2, plan=plan).programs["step"])
+    after = merged(before)
+    inputs = values(model, batch, adamw(model))
+    assert_bitwise(inputs.execute(before), inputs.execute(after))
+    return before, after
+
+
+def test_tables_of_one_row_length_go_below_each_other(monkeypatch):
+    before, after = tables(monkeypatch)
+    assert_golden(__file__, "merge_small_collectives_tables", before[0], after[0])
+    reduced = [
+        list(node.args[0].meta["val"].shape)
+        for node in after[0].operations()
+        if node.target is torch_internals.ALL_REDUCE and node.meta["phase"] == BACKWARD
+    ]
+    assert [6, 6] in reduced  # of 4 and of 2 rows
+    assert [9] in reduced  # the biases
+    assert [3, 4] in reduced  # the only one of its length
+
+
+def test_inductor_computes_matmuls_where_the_flat_collective_reads_them(monkeypatch):
+    monkeypatch.setattr(merge, "TABLE", 1)
+    model = Tables()
+    placed = compiled(model, torch.randn(6, 6), adamw(model), ranks=2, plan="ddp").programs["step"]
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        program = bind_to_rank(placed.copy(), 0, {"dp": dist.group.WORLD.group_name})
+        with _generated_code() as sources:
+            lower(write_state_in_place(merge_small_collectives(program)), "inductor", False)
+    finally:
+        dist.destroy_process_group()
+    (source,) = sources
+    (flat,) = re.findall(r"(buf\d+) = empty_strided_cpu\(\(6, 6\)", source)
+    parts = re.findall(rf"(buf\d+) = reinterpret_tensor\({flat}, ", source)
+    assert len(parts) == 2
+    for part in parts:
+        assert f"out={part})" in source
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero3"])
+def test_parameters_without_elements_are_merged_too(plan):
+    class Empty(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.zeros(0, 4)), nn.Parameter(torch.zeros(0))
+            self.c = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+        def forward(self, x):
+            return (x * self.c).sum() + self.a.sum() + self.b.sum()
+
+    model, batch = Empty(), torch.ones(2, 3, dtype=torch.float64)
+    before = bound(compiled(model, batch, adamw(model), ranks=2, plan=plan).programs["step"])
+    inputs = values(model, batch, adamw(model))
+    assert_bitwise(inputs.execute(before), inputs.execute(merged(before)))
+
+
+@contextlib.contextmanager
+def _generated_code():
+    """The Python sources that inductor writes, as it writes them."""
+    sources = []
+    with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(fx_graph_cache=False):
+        patch.setattr(GraphLowering, "save_output_code", staticmethod(sources.append))
+        yield sources

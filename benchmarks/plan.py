@@ -110,7 +110,7 @@ def planner_of(model: str, layers: int, mesh: str, stage: Any = lambda name: Non
 
     from stepgraph.api.models import language_model_loss
     from stepgraph.api.planner import Planner, make_optimizer
-    from stepgraph.capture.precision import Precision
+    from stepgraph.planning.request import Precision
     from stepgraph.cost.devices import find_device
 
     module, rows = build(model, layers), rows_of(mesh)

@@ -19,7 +19,7 @@ import torch
 
 from stepgraph.api.models import BUILT_IN, build_model, language_model_loss
 from stepgraph.api.planner import Planner, make_optimizer
-from stepgraph.capture.precision import Precision
+from stepgraph.planning.request import Precision
 from stepgraph.cost.devices import find_device
 from stepgraph.errors import StepgraphError
 from stepgraph.runtime.ranks import parse_mesh

@@ -11,19 +11,25 @@ import torch
 from torch import nn
 
 from stepgraph.capture.module import capture, default_loss
+from stepgraph.capture.step import Source
 from stepgraph.equivalence.check import relative_difference, tolerance
 from stepgraph.equivalence.values import GlobalValues
 from stepgraph.lowering.passes.bind_to_rank import bind_to_rank
-from stepgraph.pipeline import StepPrograms, StepRequest, compile_step
-from stepgraph.planning.plan import Plan
+from stepgraph.pipeline import ALL_RANKS, Made, capture_of, make
+from stepgraph.placement.decide import reduces_each_micro_batch
+from stepgraph.planning.plan import Plan, preset_plan
+from stepgraph.planning.request import StepSettings
+from stepgraph.planning.target import usual_target
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.invariants import check_invariants
 from stepgraph.program.program import Program
+from stepgraph.program.record import Pass
 from stepgraph.program.text import program_text
 from stepgraph.runtime.batches import flatten_batch, global_spec
 from stepgraph.runtime.ranks import parse_mesh
 
 CPU = torch.device("cpu")
+HOST = usual_target("cpu")
 VOCABULARY = 37  # does not divide over 2, 3 or 4 ranks
 RANKS = (1, 2, 3, 4)
 ROWS = 12  # divides over 1, 2, 3 and 4 ranks, and into two micro-batches on 1, 2 and 3
@@ -124,30 +130,46 @@ def compiled(
     memory: str = "none",
     micro_batches: int = 1,
     clip: bool = False,
+    schedule: str = "none",
     driver: PassDriver | None = None,
-) -> StepPrograms:
-    """The placed programs of a training step; ``batch`` is one global micro-batch."""
-    made = Plan(plan, parse_mesh(f"dp={ranks}"), memory)
-    request = StepRequest(model, default_loss, spec_of(batch), made, optimizer, micro_batches, clip)
-    return compile_step(request, driver or PassDriver(invariants=True))
+) -> Made:
+    """The placed programs of a training step, for all ranks; ``batch`` is one global micro-batch."""
+    driver = driver or PassDriver(invariants=True)
+    step = StepSettings(optimizer and "optimizer", micro_batches, clip)
+    mesh = parse_mesh(f"dp={ranks}")
+    made = preset_plan(plan, mesh, memory=memory, schedule=schedule, step=step)
+    return programs_of(model, batch, made, optimizer, driver)
+
+
+def programs_of(
+    model: nn.Module,
+    batch: Any,
+    plan: Plan,
+    optimizer: torch.optim.Optimizer | None = None,
+    driver: PassDriver | None = None,
+) -> Made:
+    """The programs of a training step under a plan, for all ranks."""
+    driver = driver or PassDriver()
+    source = Source(model, default_loss, spec_of(batch), optimizer)
+    reduces = reduces_each_micro_batch(plan.placement, plan.mesh)
+    step = capture_of(source, plan.request.step, driver).step(reduces)
+    return make(step.programs, plan, HOST, ALL_RANKS, driver=driver)
 
 
 def bound(program: Program) -> list[Program]:
     """Every rank's own Program; groups keep the names of their mesh dimensions."""
     assert program.mesh is not None
-    groups = {name: name for name in program.mesh.names}
-    ranks = range(program.mesh.world_size)
-    return [bind_to_rank(program.copy(), rank, groups) for rank in ranks]
+    return [bind_to_rank(program.copy(), rank) for rank in range(program.mesh.world_size)]
 
 
 def observed_pass(
     name: str, program: str = "step", **options: Any
-) -> tuple[Program, Program, tuple]:
+) -> tuple[Program, Program, dict[str, Any]]:
     """(before, after, arguments) of one pass in the pipeline; options as for :func:`compiled`."""
-    seen: list[tuple[Program, Program, tuple]] = []
+    seen: list[tuple[Program, Program, dict[str, Any]]] = []
 
-    def observe(found: str, before: Program, after: Program, arguments: tuple) -> None:
-        if found == name and after.name == program:
+    def observe(found: Pass, before: Program, after: Program, arguments: dict[str, Any]) -> None:
+        if found.name == name and after.name == program:
             seen.append((before, after, arguments))
 
     compiled(**options, driver=PassDriver(invariants=True, observe=observe))
@@ -164,10 +186,8 @@ def values(
     max_grad_norm: float | None = None,
 ) -> GlobalValues:
     """Inputs for any Program of this step: the model's own values, made-up optimizer states."""
-    request = StepRequest(
-        model, default_loss, spec_of(batch), Plan("zero3", parse_mesh("dp=1")), optimizer
-    )
-    return GlobalValues(request, list(flatten_batch(batch, CPU).leaves), max_grad_norm, seed=0)
+    source = Source(model, default_loss, spec_of(batch), optimizer)
+    return GlobalValues(source, flatten_batch(batch, CPU), StepSettings(), max_grad_norm)
 
 
 def eager(model: nn.Module, batch: Any, loss: Callable = default_loss) -> dict[str, torch.Tensor]:

@@ -4,10 +4,9 @@ from stepgraph.api.check import check
 from stepgraph.api.engine import Engine
 from stepgraph.api.padding import PaddedBatches, pad_batches
 from stepgraph.api.parallelize import parallelize
-from stepgraph.api.plan import plan
+from stepgraph.api.plan import Plan, plan
 from stepgraph.equivalence.check import CheckReport
 from stepgraph.errors import StepgraphError
-from stepgraph.planning.plan import Plan
 from stepgraph.runtime.recompiles import no_recompiles
 
 __all__ = [

@@ -134,6 +134,10 @@ class MemoryPolicyError(UsageError):
     """A memory policy that the captured program cannot follow."""
 
 
+class LoweringError(StepgraphError):
+    """No lowering can execute a program on this device. The message has each one's first obstacle."""
+
+
 class RecompilationError(StepgraphError):
     """A compilation past warm-up inside :func:`stepgraph.no_recompiles`."""
 

@@ -1,21 +1,26 @@
-"""Capture, decide, passes: a module becomes the programs of its training step, one rank's own."""
+"""The roads: which passes a Program goes through, in which order; and the two questions of each room.
+
+::
+
+    module + batch --capture--> Programs
+    Programs + request --decide--> Plan
+    Programs + Plan --placement--> --memory--> --schedule--> --bind--> Programs (one rank's own)
+    Program + Target --lowering--> what is executed
+
+:func:`decide` asks the rooms in this order, each on what the one before has made, and :func:`apply` does
+what they said. The road of code that is captured graph by graph is made of the same stretches
+(:mod:`stepgraph.graphwise`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-import torch
-from torch import nn
-
-from stepgraph.analysis.normalisation import by_rows, find_normalisation, inexact
-from stepgraph.capture.counters import SharedCounters
-from stepgraph.capture.module import BatchSpec, LossFunction, capture
-from stepgraph.capture.optimizer import FunctionalOptimizer, functionalize_optimizer
 from stepgraph.capture.passes.accumulate_gradients import accumulate_gradients
 from stepgraph.capture.passes.cast_parameters import cast_parameters
 from stepgraph.capture.passes.clip_gradients import clip_gradients
+from stepgraph.capture.passes.draw_seed import draw_seed
 from stepgraph.capture.passes.drop_empty_cat_operands import drop_empty_cat_operands
 from stepgraph.capture.passes.drop_identities import drop_identities
 from stepgraph.capture.passes.finish_accumulation import finish_accumulation
@@ -25,83 +30,122 @@ from stepgraph.capture.passes.recognise_masks import recognise_masks
 from stepgraph.capture.passes.reduce_gradients_in import reduce_gradients_in
 from stepgraph.capture.passes.start_backward_at_one import start_backward_at_one
 from stepgraph.capture.passes.update_parameters import update_parameters
-from stepgraph.capture.precision import AS_IT_IS, Precision
-from stepgraph.capture.update import given_gradients, parameters_without_gradient
-from stepgraph.cost.devices import find_device
-from stepgraph.errors import CaptureError, PlanError, StepgraphError
-from stepgraph.memory import presets as memory_policies
+from stepgraph.capture.step import Capture, Roads, Source
+from stepgraph.cost.devices import Device, find_device
+from stepgraph.cost.predict import Prediction, predict
+from stepgraph.cost.traffic import assign_traffic
+from stepgraph.lowering import apply as lowering
+from stepgraph.lowering.decide import decide as decide_lowering
+from stepgraph.lowering.passes.bind_to_rank import bind_to_rank
+from stepgraph.lowering.passes.name_groups import name_groups
+from stepgraph.lowering.passes.name_mesh_dims import name_mesh_dims
+from stepgraph.lowering.passes.write_state_in_place import write_state_in_place
+from stepgraph.lowering.presets import LOWERINGS
+from stepgraph.memory import apply as memory
+from stepgraph.memory.decide import decide as decide_memory
 from stepgraph.memory.passes.recompute_in_backward import recompute_in_backward
+from stepgraph.placement import apply as placement
+from stepgraph.placement.decide import decide as decide_placement
+from stepgraph.placement.decide import wants_views_apart
 from stepgraph.placement.passes.compare_with_classes import compare_with_classes
 from stepgraph.placement.passes.copy_views import copy_views
 from stepgraph.placement.passes.draw_by_global_row import draw_by_global_row
+from stepgraph.placement.passes.place_markers import place_markers
 from stepgraph.placement.passes.place_values import place_values
 from stepgraph.placement.passes.spell_out_log_softmax import spell_out_log_softmax
 from stepgraph.placement.passes.spell_out_norms import spell_out_norms
-from stepgraph.placement.presets import named as placement_policies
-from stepgraph.placement.solver.automatic import decide_automatically
+from stepgraph.placement.passes.sum_over_ranks import sum_over_ranks
+from stepgraph.placement.presets.named import gathers_again
 from stepgraph.placement.solver.held_bytes import first_limit
-from stepgraph.planning.decisions import Normalisation, PlacementDecision
-from stepgraph.planning.plan import AUTO, Plan
-from stepgraph.program import roles
+from stepgraph.planning.decisions import Decisions, PlacementDecision
+from stepgraph.planning.facts import ValueFacts, gather_facts
+from stepgraph.planning.plan import Plan
+from stepgraph.planning.request import StepSettings
+from stepgraph.planning.target import Target
 from stepgraph.program.driver import PassDriver
-from stepgraph.program.layout import TENSOR_PARALLEL, MeshShape
 from stepgraph.program.program import Program
+from stepgraph.program.record import Pass
+from stepgraph.schedule import apply as schedule
+from stepgraph.schedule.decide import decide as decide_schedule
+from stepgraph.schedule.passes.delay_waits import delay_waits
+from stepgraph.schedule.passes.merge_small_collectives import merge_small_collectives
+from stepgraph.schedule.passes.update_early import update_early
+
+Road = tuple[Pass, ...]
+ALL_RANKS = -1  # one program for all of them, not bound to any
+STEP = ("step", "accumulate")  # programs of a step, which may be of micro-batches
+
+# What was captured, before anything is decided.
+SIMPLIFIED: Road = (
+    key_random_operations,
+    drop_identities,
+    drop_empty_cat_operands,
+    index_rows_in_place,
+    recognise_masks,
+    cast_parameters,
+)
+# The programs of a step: that of all micro-batches but the last, and that of the last.
+ACCUMULATED: Road = (accumulate_gradients, start_backward_at_one)
+UPDATED: Road = (
+    finish_accumulation,
+    start_backward_at_one,
+    reduce_gradients_in,
+    clip_gradients,
+    update_parameters,
+)
+# Those of the split use.
+REDUCED: Road = (reduce_gradients_in,)
+UPDATED_ALONE: Road = (clip_gradients, update_parameters)
+# The rooms.
+FORMED: Road = (spell_out_log_softmax, spell_out_norms, copy_views)
+PLACED: Road = (draw_by_global_row, place_values, compare_with_classes)
+REMEMBERED: Road = (recompute_in_backward,)
+SCHEDULED: Road = (merge_small_collectives, update_early, delay_waits)
+BOUND: Road = (bind_to_rank,)
+LOWERED: Road = (write_state_in_place, name_groups)
+# One graph of many, in place of what is captured, formed and placed.
+GRAPH_CAPTURED: Road = (name_mesh_dims, key_random_operations, draw_seed)
+GRAPH_PLACED: Road = (place_markers,)
+GRAPH_SUMMED: Road = (sum_over_ranks,)
+GRAPH_LOWERED: Road = (name_groups,)
+
+ROADS: dict[str, Road] = {
+    "captured": SIMPLIFIED,
+    "accumulate": ACCUMULATED,
+    "step": UPDATED,
+    "gradients": REDUCED,
+    "update": UPDATED_ALONE,
+    "formed": FORMED,
+    "placed": PLACED,
+    "remembered": REMEMBERED,
+    "scheduled": SCHEDULED,
+    "bound": BOUND,
+    "lowered": LOWERED,
+    "graph by graph, captured": GRAPH_CAPTURED,
+    "graph by graph, placed": GRAPH_PLACED,
+    "graph by graph, summed": GRAPH_SUMMED,
+    "graph by graph, lowered": GRAPH_LOWERED,
+}
+
+CAPTURE = Roads(SIMPLIFIED, ACCUMULATED, UPDATED, REDUCED, UPDATED_ALONE)
+
+
+def capture_of(source: Source, settings: StepSettings, driver: PassDriver | None = None) -> Capture:
+    """What captures the programs of a step."""
+    return Capture(source, settings, CAPTURE, driver or PassDriver())
 
 
 @dataclass
-class StepRequest:
-    """Everything that the programs of a training step depend on.
+class Made:
+    """A plan, and what it makes of the programs that it was asked about: one rank's own.
 
-    ``batch`` has the global shape of one micro-batch. ``parameters`` and ``optimizer_states`` describe
-    what the optimizer updates; ``optimizer`` None: gradients only. ``counters`` are those of the run.
+    ``decided``: for each of them; ``facts``: what is to be told of values, where that was asked for.
     """
 
-    model: nn.Module
-    loss: LossFunction
-    batch: BatchSpec
     plan: Plan
-    optimizer: torch.optim.Optimizer | None = None
-    micro_batches: int = 1
-    clip: bool = False
-    precision: Precision = AS_IT_IS
-    counters: SharedCounters = field(default_factory=SharedCounters)
-
-
-@dataclass
-class StepPrograms:
-    """The compiled step before lowering: programs by name, and what runtime needs beside them.
-
-    ``reduces_each``: gradients are reduced, in a type of their own, for every micro-batch, because the
-    plan that it was captured under accumulates shards.
-    """
-
-    programs: dict[str, Program]
-    optimizer: FunctionalOptimizer | None
-    normalisation: Normalisation | None
-    counters: SharedCounters
-    reduces_each: bool
-    notes: list[str]
-
-
-def compile_step(
-    request: StepRequest, driver: PassDriver, captured: StepPrograms | None = None
-) -> StepPrograms:
-    """From a module to one rank's programs: ``step``, and ``accumulate`` with micro-batches.
-
-    Args:
-        captured: what :func:`capture_step` gave for this request, whatever the plan was; not changed,
-            and not used where this plan reduces gradients at other moments.
-    """
-    if captured is None or captured.reduces_each != _reduces_each_micro_batch(request):
-        step = capture_step(request, driver)
-    else:
-        programs = {name: program.copy() for name, program in captured.programs.items()}
-        step = replace(captured, programs=programs, notes=[*captured.notes])
-    for name, program in in_order(step.programs):
-        step.programs[name] = apply_plan(program, request.plan, driver, request.micro_batches)
-    for program in step.programs.values():
-        step.notes += [note for note in program.notes if note not in step.notes]
-    return step
+    programs: dict[str, Program] = field(default_factory=dict)
+    decided: dict[str, Decisions] = field(default_factory=dict)
+    facts: dict[str, Mapping[str, ValueFacts]] = field(default_factory=dict)
 
 
 def in_order(programs: Mapping[str, Program]) -> list[tuple[str, Program]]:
@@ -109,243 +153,147 @@ def in_order(programs: Mapping[str, Program]) -> list[tuple[str, Program]]:
     return sorted(programs.items(), key=lambda item: item[0] != "step")
 
 
-def capture_step(request: StepRequest, driver: PassDriver) -> StepPrograms:
-    """From a module to the global programs of a step, for :func:`apply_plan`."""
-    joint, _ = capture(
-        request.model, request.loss, request.batch, compute_dtype=request.precision.compute
-    )
-    joint = _simplify(joint, driver)
-    joint = _mixed(request, joint, driver, request.micro_batches > 1)
-    notes = parameters_without_gradient(request.model, joint)
-    optimizer = None
-    if request.optimizer is not None:
-        optimizer = _functional(request, joint)
-    programs: dict[str, Program] = {}
-    normalisation = None
-    if request.micro_batches > 1:
-        normalisation = _normalisation(request, joint)
-        if not normalisation.exact:
-            notes.append(
-                "micro-batches: the loss is the mean over micro-batches, because "
-                f"{normalisation.reason}"
-            )
-        accumulate = joint.copy()
-        accumulate.name = "accumulate"
-        programs["accumulate"] = driver.run(accumulate_gradients, accumulate, normalisation)
-        step = _named(joint, "step")
-        step = driver.run(finish_accumulation, step, normalisation, request.micro_batches)
-    else:
-        step = driver.run(start_backward_at_one, _named(joint, "step"))
-    reduces_each = _reduces_each_micro_batch(request)
-    if request.precision != AS_IT_IS and not reduces_each:
-        masters = _master_types(request.model)
-        step = driver.run(reduce_gradients_in, step, masters, request.precision)
-    if request.clip:
-        step = driver.run(clip_gradients, step)
-    if optimizer is not None:
-        step = driver.run(update_parameters, step, optimizer, request.counters)
-    programs["step"] = step
-    return StepPrograms(programs, optimizer, normalisation, request.counters, reduces_each, notes)
-
-
-def _normalisation(request: StepRequest, joint: Program) -> Normalisation:
-    """How the loss adds up over micro-batches; numbers in it are held against twice as many rows."""
-    found = find_normalisation(joint)
-    if not found.exact or not found.numbers:
-        return found
-    try:
-        larger, _ = capture(
-            request.model,
-            request.loss,
-            request.batch.with_twice_the_rows(),
-            compute_dtype=request.precision.compute,
-        )
-        larger = _mixed(request, _simplify(larger, PassDriver()), PassDriver(), accumulate=True)
-    except CaptureError as error:
-        reason = f"it has numbers in it, and cannot be captured on other rows: {error.what}"
-        return inexact(joint.result(roles.Loss()), reason)
-    return by_rows(found, find_normalisation(larger), joint.result(roles.Loss()))
-
-
-def compile_evaluation(
-    request: StepRequest, driver: PassDriver, as_module: bool = False
-) -> tuple[Program, Any]:
-    """The forward alone: the program ``evaluate`` and the structure of what the loss callable returns."""
-    program, result_tree = capture(
-        request.model,
-        request.loss,
-        request.batch,
-        training=False,
-        as_module=as_module,
-        compute_dtype=request.precision.compute,
-    )
-    program = _simplify(_named(program, "evaluate"), driver)
-    program = _mixed(request, program, driver, accumulate=False)
-    return apply_plan(program, request.plan, driver), result_tree
-
-
-def compile_gradients(
-    request: StepRequest, driver: PassDriver, as_module: bool
-) -> tuple[Program, Any, list[str]]:
-    """Forward and backward without an update: the program ``gradients``, cut in two when it is lowered.
+def decide(programs: Mapping[str, Program], plan: Plan, target: Target) -> Plan:
+    """A plan that holds the four decisions for programs; what it holds already is not decided again.
 
     Args:
-        as_module: results and tangents are a module's; else the loss and its own.
-
-    Returns:
-        the Program; the structure of what the loss callable returns; notes for the report.
-    """
-    joint, tree = capture(
-        request.model,
-        request.loss,
-        request.batch,
-        as_module=as_module,
-        compute_dtype=request.precision.compute,
-    )
-    joint = _simplify(_named(joint, "gradients"), driver)
-    joint = _mixed(request, joint, driver, accumulate=False)
-    notes = parameters_without_gradient(request.model, joint)
-    if request.precision != AS_IT_IS:
-        masters = _master_types(request.model)
-        joint = driver.run(reduce_gradients_in, joint, masters, request.precision)
-    program = apply_plan(joint, request.plan, driver)
-    return program, tree, [*notes, *(note for note in program.notes if note not in notes)]
-
-
-def compile_update(
-    request: StepRequest, driver: PassDriver, names: Sequence[str], device: torch.device
-) -> tuple[Program, FunctionalOptimizer]:
-    """Clipping and optimizer alone, of the parameters that have a gradient: the program ``update``."""
-    program = given_gradients(request.model, names, device)
-    optimizer = _functional(request, program)
-    if request.clip:
-        program = driver.run(clip_gradients, program)
-    program = driver.run(update_parameters, program, optimizer, request.counters)
-    return apply_plan(program, request.plan, driver), optimizer
-
-
-def apply_plan(program: Program, plan: Plan, driver: PassDriver, micro_batches: int = 1) -> Program:
-    """Places and tags a global Program by the plan: replayed where it holds decisions, else decided.
+        programs: with global shapes, as captured; they stay as they are.
+        plan: its request names the policies.
+        target: what the programs run on.
 
     Raises:
-        PlanError: a plan file holds decisions for this program that do not fit it.
+        PlanError: the plan is final, and does not fit a program.
     """
-    program = spell_out(program, plan.mesh, driver, plan.placement)
-    program, key = apply_placement(program, plan, driver, micro_batches)
-    return apply_memory(program, plan, key, driver)
+    return make(programs, plan, target).plan
 
 
-def spell_out(program: Program, mesh: MeshShape, driver: PassDriver, placement: str) -> Program:
-    """Writes operations whose rules keep them whole as such that can be cut on this mesh."""
-    if TENSOR_PARALLEL in mesh.names:
-        program = driver.run(spell_out_log_softmax, program)
-    if mesh.data_size > 1:
-        program = driver.run(spell_out_norms, program)
-    if placement == AUTO:
-        program = driver.run(copy_views, program)
-    return program
+def apply(
+    programs: Mapping[str, Program], plan: Plan, target: Target, rank: int = 0
+) -> dict[str, Program]:
+    """What one rank runs of programs, under a plan that has decided them; nothing is decided.
+
+    Raises:
+        KeyError: the plan lacks the decisions for a program.
+    """
+    made = make(programs, plan, target, rank=rank)
+    if made.plan != plan:
+        raise KeyError(f"the plan has not decided {sorted(programs)}")
+    return made.programs
 
 
-def apply_placement(
-    program: Program,
+def make(
+    programs: Mapping[str, Program],
     plan: Plan,
-    driver: PassDriver,
-    micro_batches: int = 1,
-    memory_limit: int | None = None,
-) -> tuple[Program, str]:
-    """One rank's Program, and the key of its decisions on the plan; the global one is left as it was.
+    target: Target,
+    rank: int = 0,
+    *,
+    driver: PassDriver | None = None,
+    limit: int | None = None,
+    with_facts: bool = False,
+) -> Made:
+    """Decides and applies at once, each room on what the one before has made.
 
     Args:
-        memory_limit: for ``auto``: bytes for parameters, gradients and optimizer states.
+        rank: whose programs are made; or :data:`ALL_RANKS`.
+        limit: bytes that a solver may hold; by default, what the request gives it.
+        with_facts: gather what a plan file tells of values.
     """
-    key = plan.find_placement(program)
+    made = Made(plan)
+    driver = driver or PassDriver()
+    for name, program in in_order(programs):
+        _through_rooms(program.copy(), name, made, target, rank, driver, limit, with_facts)
+    return made
+
+
+def _through_rooms(
+    program: Program,
+    name: str,
+    made: Made,
+    target: Target,
+    rank: int,
+    driver: PassDriver,
+    limit: int | None,
+    with_facts: bool,
+) -> None:
+    """One program through the rooms, decided where the plan has not decided it."""
+    plan, request = made.plan, made.plan.request
+    mesh = request.mesh
+    micro_batches = request.step.micro_batches if name in STEP else 1
+    program = form(program, plan, driver)
+    key = plan.key_of(program)
     if key is None:
         key = plan.new_key(program.name)
-        plan.placements[key] = _decide_placement(program, plan, memory_limit)
-    draw_by_global_row(program, plan.placements[key], plan.mesh, micro_batches)
-    try:
-        placed = driver.run(place_values, program, plan.placements[key], plan.mesh)
-    except (NotImplementedError, RuntimeError, ValueError, IndexError, AssertionError) as error:
-        if not plan.final or isinstance(error, StepgraphError):
-            raise
-        raise PlanError(
-            f"the plan's placements for program {program.name!r} cannot be carried out",
-            why=f"{type(error).__name__}: {str(error)[:300]}",
-            do="make the plan again; placements that are changed by hand must fit together",
-        ) from error
-    return driver.run(compare_with_classes, placed), key
+        where = _decide_placement(program, plan, limit)
+        plan = plan.with_decisions(key, Decisions(where))
+    decided = plan.decisions[key]
+    told = program.copy() if with_facts else None
+    program = placement.apply(program, decided.placement, mesh, micro_batches, PLACED, driver)
+    if decided.memory is None:
+        again = gathers_again(request.placement, mesh)
+        decided = replace(decided, memory=decide_memory(program, request.memory, again))
+    program = memory.apply(program, decided.memory, REMEMBERED, driver)
+    if told is not None:
+        made.facts[key] = gather_facts(told, program, decided.placement)
+    if decided.schedule is None:
+        decided = replace(decided, schedule=decide_schedule(program, request.schedule, target))
+    program = schedule.apply(program, decided.schedule, target, SCHEDULED, driver)
+    if rank != ALL_RANKS:
+        program = driver.through(BOUND, program, rank=rank)
+    if decided.lowering is None:
+        decided = replace(decided, lowering=decide_lowering(program, request.lowering, target))
+    if decided.lowering.reason:
+        program.note(decided.lowering.reason)
+    if decided != plan.decisions[key]:
+        plan = plan.with_decisions(key, decided)
+    made.plan, made.programs[name], made.decided[name] = plan, program, decided
 
 
-def _decide_placement(program: Program, plan: Plan, memory_limit: int | None) -> PlacementDecision:
-    if plan.placement != AUTO:
-        return placement_policies.decide(program, plan.mesh, plan.placement, plan.parameters())
-    assert plan.settings is not None, "a plan that is to be found says for which device"
-    device = find_device(plan.settings.device)
-    if memory_limit is None:
-        memory_limit = first_limit(plan.settings.memory_budget, device.capacity)
-    recomputed = memory_policies.decide(program, plan.memory).recompute
-    constraints = plan.settings.constraints
-    return decide_automatically(
-        program, plan.mesh, device, plan.inputs(), constraints, memory_limit, recomputed
+def form(program: Program, plan: Plan, driver: PassDriver) -> Program:
+    """Operations whose rules keep them whole, written as such that can be sharded on this mesh."""
+    decided = (d for key, d in plan.decisions.items() if key.split("#")[0] == program.name)
+    known = next((d.placement.views_apart for d in decided), None)
+    views_apart = wants_views_apart(plan.placement) if known is None else known
+    return driver.through(FORMED, program, mesh=plan.mesh, views_apart=views_apart)
+
+
+def _decide_placement(program: Program, plan: Plan, limit: int | None) -> PlacementDecision:
+    request = plan.request
+    device = find_device(request.device) if request.searches else None
+    recomputed: Mapping[str, int] = {}
+    if device is not None:
+        limit = limit or first_limit(request.memory_budget, device.capacity)
+        recomputed = decide_memory(program, request.memory).recompute
+    return decide_placement(
+        program,
+        request.mesh,
+        request.placement,
+        known_inputs=plan.inputs(),
+        device=device,
+        constraints=request.constraints,
+        memory_limit=limit,
+        recomputed=recomputed,
     )
 
 
-def apply_memory(program: Program, plan: Plan, key: str, driver: PassDriver) -> Program:
-    """Tags and copies what is not kept for the backward, in place."""
-    if key not in plan.recomputation:
-        again = placement_policies.gathers_again(plan.placement, plan.mesh)
-        plan.recomputation[key] = memory_policies.decide(program, plan.memory, again)
-    return driver.run(recompute_in_backward, program, plan.recomputation[key])
+def executed(program: Program, groups: Mapping[str, str], driver: PassDriver) -> Program:
+    """What is executed of a bound Program, which stays as it is.
+
+    Args:
+        groups: names of mesh dimensions -> names of the rank's process groups; none where no ranks run.
+    """
+    return lowering.apply(program.copy(), groups, LOWERED, driver)
 
 
-def _mixed(request: StepRequest, program: Program, driver: PassDriver, accumulate: bool) -> Program:
-    if request.precision == AS_IT_IS:
-        return program
-    masters = _master_types(request.model)
-    return driver.run(cast_parameters, program, masters, request.precision, accumulate)
+def foresee(
+    programs: Mapping[str, Program], device: Device, lowering_name: str, micro_batches: int = 1
+) -> Prediction:
+    """Predicts a step: time, memory and collectives of what is executed of bound programs.
 
-
-def _master_types(model: nn.Module) -> dict[str, torch.dtype]:
-    return {name: parameter.dtype for name, parameter in model.named_parameters()}
-
-
-def _reduces_each_micro_batch(request: StepRequest) -> bool:
-    """Whether gradients are reduced, in a type of their own, for every micro-batch."""
-    if request.precision == AS_IT_IS or request.micro_batches == 1:
-        return False
-    storages = placement_policies.check_preset(request.plan.placement, request.plan.mesh).values()
-    return any(s.accumulate_sharded for s in storages)
-
-
-def _named(program: Program, name: str) -> Program:
-    program.name = name
-    return program
-
-
-def _simplify(program: Program, driver: PassDriver) -> Program:
-    for rewrite in (
-        key_random_operations,
-        drop_identities,
-        drop_empty_cat_operands,
-        index_rows_in_place,
-        recognise_masks,
-    ):
-        program = driver.run(rewrite, program)
-    return program
-
-
-def _functional(request: StepRequest, joint: Program) -> FunctionalOptimizer:
-    assert request.optimizer is not None
-    named = dict(request.model.named_parameters())
-    learned = {
-        role.name: named[role.name] for role in joint.outputs if isinstance(role, roles.Grad)
-    }
-    optimizer = functionalize_optimizer(request.optimizer, learned)
-    present = {
-        (name, key): value
-        for name, parameter in learned.items()
-        for key, value in request.optimizer.state.get(parameter, {}).items()
-        if isinstance(value, torch.Tensor)
-    }
-    request.counters.cover(optimizer, learned, present)
-    return optimizer
+    Args:
+        device: what they would run on.
+        lowering_name: says whether operations run one by one or fused.
+    """
+    final = {name: executed(program, {}, PassDriver()) for name, program in programs.items()}
+    for program in final.values():
+        assign_traffic(program, LOWERINGS[lowering_name].fuses)
+    return predict(final, device, micro_batches)

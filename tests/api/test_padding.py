@@ -6,11 +6,11 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.support import VOCABULARY, tiny_llama
 
 import stepgraph
 from stepgraph.cli.launcher import launch
 from stepgraph.errors import BatchError, LaunchError, UsageError
+from tests.support import VOCABULARY, tiny_llama
 
 ROWS, STEPS, RATE = 2, 6, 0.1
 

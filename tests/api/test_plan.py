@@ -3,19 +3,19 @@
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support import adamw, mlp, regression_batch, tiny_llama
 from torch import nn
 
 import stepgraph
 from stepgraph.api import planner
 from stepgraph.api.plan import mesh_shape, parse_size
 from stepgraph.capture.module import default_loss
-from stepgraph.capture.precision import Precision
 from stepgraph.cost.devices import find_device
 from stepgraph.cost.predict import predict
 from stepgraph.cost.traffic import assign_traffic
 from stepgraph.errors import BatchError, BudgetError, MeshError, PlanError, UsageError
+from stepgraph.planning.request import Precision
 from stepgraph.torch_internals import new_fake_mode
+from tests.support import adamw, mlp, regression_batch, tiny_llama
 
 
 def plan_mlp(**options):

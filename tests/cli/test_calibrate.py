@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from click.testing import CliRunner
-from tests.cost.hand_made import round_device
 
 from stepgraph.cli import calibrate
 from stepgraph.cli import main as cli
@@ -13,6 +12,7 @@ from stepgraph.cli.calibrate import fit_line
 from stepgraph.cli.timing import Timer
 from stepgraph.cost.calibration import HOST, VARIABLE
 from stepgraph.cost.devices import find_device
+from tests.cost.hand_made import round_device
 
 
 def test_a_line_is_found_through_sizes_of_every_order():

@@ -4,7 +4,6 @@ import json
 
 import pytest
 from click.testing import CliRunner
-from tests.planning.plan_support import llama_plan
 
 from stepgraph.api.planner import Attempt
 from stepgraph.cli import comparing
@@ -12,6 +11,7 @@ from stepgraph.cli import main as cli
 from stepgraph.cli import plan as plan_commands
 from stepgraph.errors import BudgetError
 from stepgraph.planning.plan import Plan
+from tests.planning.plan_support import llama_plan
 
 
 def run(*args):

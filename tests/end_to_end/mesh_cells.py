@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 
 import stepgraph
-from stepgraph.capture.precision import AS_IT_IS, Precision
+from stepgraph.capture.step import Captured
 from stepgraph.equivalence.one_process import OneProcessRun
-from stepgraph.pipeline import StepPrograms
+from stepgraph.planning.request import AS_IT_IS, Precision
 from stepgraph.program.layout import MeshShape
 from stepgraph.runtime.ranks import parse_mesh
 from tests.end_to_end.training import (
@@ -150,7 +150,7 @@ ALL = [
 ]
 
 
-_captured: dict[tuple, StepPrograms] = {}
+_captured: dict[tuple, Captured] = {}
 
 
 def run_in_one_process(cell: Cell) -> OneProcessRun:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from stepgraph.capture.step import Captured
 from stepgraph.equivalence.one_process import OneProcessRun
-from stepgraph.pipeline import StepPrograms
 from stepgraph.program import roles
 from stepgraph.program.collectives import KINDS, is_collective
 from stepgraph.program.layout import chunk_size
@@ -19,7 +19,7 @@ RANKS = 4
 pytestmark = pytest.mark.xdist_group(__name__)
 
 
-captured: dict[int, StepPrograms] = {}
+captured: dict[int, Captured] = {}
 
 
 @functools.cache

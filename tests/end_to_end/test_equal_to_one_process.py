@@ -2,8 +2,8 @@
 
 import pytest
 
+from stepgraph.capture.step import Captured
 from stepgraph.equivalence.one_process import OneProcessRun
-from stepgraph.pipeline import StepPrograms
 from tests.end_to_end.training import CLIP, STEPS, adamw, compare, llama_batch, tiny_llama
 
 PRESETS, RANKS = ("ddp", "zero1", "zero2", "zero3"), (1, 2, 4)
@@ -20,7 +20,7 @@ CELLS = [
     for m, micro_batches in enumerate(MICRO_BATCHES)
 ]
 
-captured: dict[tuple[bool, int], StepPrograms] = {}
+captured: dict[tuple[bool, int], Captured] = {}
 
 
 @pytest.mark.parametrize(("preset", "ranks", "memory", "micro_batches"), CELLS)

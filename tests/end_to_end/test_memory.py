@@ -6,13 +6,13 @@ from collections import Counter
 import pytest
 import torch
 
+from stepgraph.capture.step import Captured
 from stepgraph.cost.memory import memory_timeline
 from stepgraph.equivalence.one_process import OneProcessRun
-from stepgraph.pipeline import StepPrograms
 from stepgraph.program import roles
 from tests.end_to_end.training import CLIP, adamw, llama_batch, tiny_llama
 
-captured: dict[int, StepPrograms] = {}
+captured: dict[int, Captured] = {}
 
 
 def run_once(preset, ranks=4, memory=None, layers=2):

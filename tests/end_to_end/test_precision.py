@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 import stepgraph
-from stepgraph.capture.precision import Precision
+from stepgraph.capture.step import Captured
 from stepgraph.cli.launcher import launch
 from stepgraph.equivalence.check import check_model
 from stepgraph.equivalence.one_process import OneProcessRun
 from stepgraph.errors import UsageError
-from stepgraph.pipeline import StepPrograms
+from stepgraph.planning.request import Precision
 from stepgraph.program.collectives import KINDS, is_collective
 from tests.end_to_end.mesh_cells import BF16_RATE, compare_in_bf16
 from tests.end_to_end.training import adamw, llama_batch, tiny_llama
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.xdist_group(__name__)
 LOSS_TOLERANCE = 8 * torch.finfo(torch.bfloat16).eps
 
 
-captured: dict[tuple[Precision, int], StepPrograms] = {}
+captured: dict[tuple[Precision, int], Captured] = {}
 
 
 @functools.cache

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import stepgraph
+from stepgraph.capture.step import Captured
 from stepgraph.cli.launcher import launch
 from stepgraph.equivalence.check import check_model, relative_difference, tolerance
 from stepgraph.equivalence.one_process import OneProcessRun
-from stepgraph.pipeline import StepPrograms
 
 STEPS = 3
 # On one worker: what takes time is made once.
@@ -59,7 +59,7 @@ def batch(step=0):
     )
 
 
-captured: dict[tuple[int, int], StepPrograms] = {}
+captured: dict[tuple[int, int], Captured] = {}
 
 
 def run(mesh="dp=1", plan="ddp", memory="none", micro_batches=1, seed=0, blocks=2):

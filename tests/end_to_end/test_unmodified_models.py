@@ -5,8 +5,8 @@ import functools
 import pytest
 import torch
 
+from stepgraph.capture.step import Captured
 from stepgraph.equivalence.one_process import OneProcessRun
-from stepgraph.pipeline import StepPrograms
 from stepgraph.program import roles
 from stepgraph.program.collectives import is_collective
 from tests.end_to_end.models import MODELS, bring
@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 
-captured: dict[tuple[str, bool], StepPrograms] = {}
+captured: dict[tuple[str, bool], Captured] = {}
 
 
 @functools.cache

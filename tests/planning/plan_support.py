@@ -8,9 +8,9 @@ import torch
 
 from stepgraph.api.planner import Planner
 from stepgraph.capture.module import default_loss
-from stepgraph.capture.precision import Precision
 from stepgraph.cost.devices import find_device
 from stepgraph.planning.plan import Plan
+from stepgraph.planning.request import Precision
 from stepgraph.runtime.ranks import parse_mesh
 from tests.support import adamw, tiny_llama, token_batch
 

@@ -18,7 +18,7 @@ def test_a_parameter_is_explained_with_its_cast_and_its_gathers():
 
 def test_every_value_has_an_explanation():
     plan = llama_plan()
-    decision = plan.placements["step"]
+    decision = plan.decisions["step"].placement
     for name in (*decision.inputs, *decision.operations, *decision.outputs):
         assert "lives" in explain(plan, name)
 
@@ -38,7 +38,7 @@ def test_memory_is_explained():
 
 def test_the_runner_up_of_a_solver_is_told_with_its_cost():
     plan = copy.deepcopy(llama_plan())
-    plan.placements["step"].reasons["lm_head/mm"] = {
+    plan.decisions["step"].placement.reasons["lm_head/mm"] = {
         "chosen": "S(0)R",
         "cost_ms": 0.25,
         "runner_up": "S(0)S(1)",
@@ -47,7 +47,7 @@ def test_the_runner_up_of_a_solver_is_told_with_its_cost():
     text = explain(plan, "lm_head/mm")
     assert "chosen   S(0)R, 0.25 ms\n" in text
     assert "instead  S(0)S(1), 0.5 ms\n" in text
-    plan.placements["step"].reasons["lm_head/mm"]["runner_up"] = None
+    plan.decisions["step"].placement.reasons["lm_head/mm"]["runner_up"] = None
     assert "there was no other choice" in explain(plan, "lm_head/mm")
 
 

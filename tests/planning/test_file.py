@@ -22,7 +22,7 @@ def written():
 
 def test_a_plan_with_everything_is_read_back(tmp_path):
     plan = copy.deepcopy(llama_plan())
-    plan.placements["step"].reasons["lm_head/mm"] = {
+    plan.decisions["step"].placement.reasons["lm_head/mm"] = {
         "chosen": "S(0)R", "cost_ms": 0.25, "runner_up": None, "runner_up_cost_ms": None
     }  # fmt: skip
     plan.save(tmp_path / "plan.json")
@@ -35,7 +35,7 @@ def test_layers_share_entries(tmp_path):
     sizes = []
     for layers in (2, 8):
         plan = copy.deepcopy(llama_plan())
-        found = plan.placements["step"]
+        found = plan.decisions["step"].placement
         for kind in ("inputs", "operations", "outputs"):
             more = {
                 name.replace("layers.1.", f"layers.{i}."): value

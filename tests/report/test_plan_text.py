@@ -23,7 +23,7 @@ def test_a_summary_fits_a_screen():
 def test_a_summary_of_many_groups_is_cut():
     plan = copy.deepcopy(llama_plan())
     plan.fingerprint = None
-    inputs = plan.placements["step"].inputs
+    inputs = plan.decisions["step"].placement.inputs
     inputs |= {
         f"Param(part{chr(97 + i)}.weight)": inputs["Param(lm_head.weight)"] for i in range(20)
     }

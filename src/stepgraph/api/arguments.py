@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,21 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from stepgraph import torch_internals
 from stepgraph.cost.devices import device_at_hand
-from stepgraph.errors import BatchError, PlanError, UsageError
-from stepgraph.lowering.lower import check_lowering
+from stepgraph.errors import BatchError, UsageError
+from stepgraph.lowering.presets import check_lowering
 from stepgraph.memory.presets import parse_policy
 from stepgraph.placement.presets.named import check_preset
+from stepgraph.planning.file import load_plan
 from stepgraph.planning.fingerprint import fingerprint_of
-from stepgraph.planning.plan import AUTO, Plan
-from stepgraph.planning.settings import Settings
+from stepgraph.planning.plan import Plan, preset_plan
 from stepgraph.program.layout import MeshShape
-
-_COMPUTE_DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-}
+from stepgraph.schedule.decide import check_schedule
 
 
 def check_arguments(model, optimizer, micro_batches, schedule, compute_dtype, reduce_dtype) -> None:
@@ -44,8 +38,8 @@ def check_arguments(model, optimizer, micro_batches, schedule, compute_dtype, re
         )
     if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
         raise BatchError(f"micro_batches must be a positive whole number, got {micro_batches!r}")
-    if schedule not in (None, "none"):
-        raise UsageError(f"unknown schedule {schedule!r}", do="known: none")
+    if schedule is not None:
+        check_schedule(schedule)
     for name, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
         floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
         if dtype is not None and not floating:
@@ -82,7 +76,12 @@ def check_kinds(loss, mesh, plan, memory, lowering, max_grad_norm) -> None:
 
 
 def make_plan(
-    plan, mesh: MeshShape, memory: str | None, lowering: str | None, model: nn.Module
+    plan,
+    mesh: MeshShape,
+    model: nn.Module,
+    memory: str | None = None,
+    schedule: str | None = None,
+    lowering: str | None = None,
 ) -> Plan:
     """The plan in force: explicit arguments win over its own values.
 
@@ -91,13 +90,13 @@ def make_plan(
         PlanError: no plan file, a malformed one, or one that was made for another model.
     """
     if isinstance(plan, Plan):
-        made = copy.deepcopy(plan)  # the caller may give it to another engine, too
+        made = plan
     elif isinstance(plan, Path) or str(plan).endswith(".json"):
-        made = Plan.load(plan)
+        made = load_plan(Path(plan))
     else:
-        made = Plan(str(plan), mesh)
-    if made.placement == AUTO and made.settings is None:
-        made.settings = Settings(device_at_hand(device_of(model).type).name)
+        made = preset_plan(str(plan), mesh)
+    if made.request.searches and not made.request.device:
+        made = made.under(device=device_at_hand(device_of(model).type).name)
     check_preset(made.placement, mesh)
     if made.mesh != mesh:
         raise UsageError(
@@ -105,28 +104,19 @@ def make_plan(
             do="launch that mesh, or make a plan for this one",
         )
     made.check_model(model)
-    made.fingerprint = made.fingerprint or fingerprint_of(model)
-    if memory is not None and memory != made.memory:
-        made.memory, made.recomputation, made.predicted = memory, {}, None
-    made.lowering = lowering or made.lowering
-    return made
+    made = replace(made, fingerprint=made.fingerprint or fingerprint_of(model))
+    given = {"memory": memory, "schedule": schedule, "lowering": lowering}
+    return made.under(**{name: value for name, value in given.items() if value is not None})
+
+
+def name_of(optimizer: torch.optim.Optimizer | None) -> str | None:
+    """What a plan calls an optimizer."""
+    return None if optimizer is None else type(optimizer).__name__.lower()
 
 
 def compute_dtype_in(plan: Plan, given: torch.dtype | None) -> torch.dtype | None:
-    """What a step computes in: the argument, else what the plan was made for.
-
-    Raises:
-        PlanError: the plan names no type that a step could compute in.
-    """
-    name = None if plan.settings is None else plan.settings.compute_dtype
-    if given is not None or name is None:
-        return given
-    if name not in _COMPUTE_DTYPES:
-        raise PlanError(
-            f"the plan was made for computing in {name!r}, which is no floating-point type",
-            do=f"known: {', '.join(_COMPUTE_DTYPES)}",
-        )
-    return _COMPUTE_DTYPES[name]
+    """What a step computes in: the argument, else what the plan was made for."""
+    return plan.request.step.precision.compute if given is None else given
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -1,16 +1,21 @@
-"""The backend behind ``torch.compile(..., backend="stepgraph")``."""
+"""The backend behind ``torch.compile(..., backend="stepgraph")``: one graph after another."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from stepgraph.errors import UsageError, near_misses
 from stepgraph.graphwise.compiler import GraphCompiler
-from stepgraph.lowering.lower import check_lowering
-from stepgraph.memory import presets as memory_policies
+from stepgraph.lowering.presets import check_lowering
+from stepgraph.memory.decide import check_memory
+from stepgraph.planning.request import Request
+from stepgraph.planning.target import usual_target
+from stepgraph.program.layout import MeshShape
+from stepgraph.torch_internals import host_device
 
 OPTIONS = ("memory", "lowering")
 
@@ -36,7 +41,9 @@ def stepgraph_backend(
     for name in options:
         if name not in OPTIONS:
             raise UsageError(f"unknown option {name!r}", do=near_misses(name, OPTIONS))
-    compiler = GraphCompiler(**options)
-    memory_policies.parse_policy(compiler.memory)
-    check_lowering(compiler.lowering)
-    return compiler(graph, examples)
+    request = Request("ddp", MeshShape((("dp", 1),)), **options)
+    check_memory(request.memory)
+    check_lowering(request.lowering)
+    tensors = [x for x in examples if isinstance(x, torch.Tensor)]
+    device = tensors[0].device if tensors else host_device()
+    return GraphCompiler(request, usual_target(device.type))(graph, examples)

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from stepgraph.api.engine import Engine
+from stepgraph.api.plan import Plan
 from stepgraph.equivalence.check import CheckReport, check_model
 from stepgraph.errors import UsageError
-from stepgraph.planning.plan import Plan
 from stepgraph.program.layout import MeshShape
 from stepgraph.torch_internals import pytree
 
@@ -40,7 +40,7 @@ def check(engine_or_plan: Engine | Plan, batch: Any) -> CheckReport:
             do="build an Engine with it: stepgraph.check(stepgraph.Engine(model, plan=plan), batch)",
         )
     engine = engine_or_plan
-    settings = engine.settings()
+    settings, step = engine.settings(), engine.plan.request.step
     model, replaced = _plain_copy(engine.model)
     optimizer = settings.pop("optimizer")
     return check_model(
@@ -48,7 +48,10 @@ def check(engine_or_plan: Engine | Plan, batch: Any) -> CheckReport:
         optimizer=_optimizer_over(optimizer, replaced),
         batch=_global_batch(batch, engine.plan.mesh),
         mesh=engine.plan.mesh,
-        plan=copy.deepcopy(engine.plan),
+        plan=engine.plan,
+        lowerings=dict.fromkeys(("eager", engine.plan.lowering)),
+        micro_batches=step.micro_batches,
+        precision=step.precision,
         **settings,
     )
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from stepgraph.api.plan import Plan
 from stepgraph.errors import UsageError
-from stepgraph.planning.plan import Plan
 from stepgraph.runtime.checkpoint import Saver
 from stepgraph.runtime.extras import check_extras
 from stepgraph.runtime.manifest import Manifest

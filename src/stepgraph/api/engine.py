@@ -20,20 +20,21 @@ from stepgraph.api.arguments import (
     compute_dtype_in,
     device_of,
     make_plan,
+    name_of,
 )
 from stepgraph.api.checkpoints import SavesAndLoads
+from stepgraph.api.plan import Plan, public
 from stepgraph.capture.module import LossFunction, default_loss
-from stepgraph.capture.precision import Precision
 from stepgraph.capture.refusals import check_hooks
 from stepgraph.errors import GraphBreakError, ParameterHookError, UsageError
 from stepgraph.graphwise.compiled_autograd import check_whole_backward
 from stepgraph.graphwise.runner import GraphRunner
-from stepgraph.lowering.lower import check_lowering
+from stepgraph.lowering.presets import check_lowering
 from stepgraph.placement.presets.named import stored_parameter
-from stepgraph.planning.plan import Plan
+from stepgraph.planning.request import Precision, StepSettings
 from stepgraph.program import roles
 from stepgraph.report.text import engine_report
-from stepgraph.runtime.batches import LocalBatch, cut_micro_batches, flatten_batch
+from stepgraph.runtime.batches import LocalBatch, cut_micro_batches, flatten_batch, in_turn
 from stepgraph.runtime.checkpoint import Saver
 from stepgraph.runtime.compiler import MAX_SHAPES, Compiler
 from stepgraph.runtime.entries import Compiled
@@ -107,8 +108,8 @@ class Engine(SavesAndLoads):
         device = device_of(model)
         ranks = join_ranks(mesh, device)
         try:
-            self.plan = make_plan(plan, ranks.shape, memory, lowering, model)
-            compute_dtype = compute_dtype_in(self.plan, compute_dtype)
+            made = make_plan(plan, ranks.shape, model, memory, schedule, lowering)
+            compute_dtype = compute_dtype_in(made, compute_dtype)
         except Exception:
             if ranks.owns_group:
                 dist.destroy_process_group()
@@ -116,7 +117,15 @@ class Engine(SavesAndLoads):
         self.model = model
         self._ranks, self._device, self._seed = ranks, device, seed
         self._optimizer = optimizer
-        preset, shape = self.plan.placement, ranks.shape
+        step = StepSettings(
+            name_of(optimizer),
+            micro_batches,
+            max_grad_norm is not None,
+            Precision(compute_dtype, reduce_dtype),
+            seed,
+        )
+        made = made.under(step=step)
+        preset, shape = made.placement, ranks.shape
         self._state = State(
             model, optimizer, ranks, lambda size: stored_parameter(preset, size, shape), device
         )
@@ -125,22 +134,25 @@ class Engine(SavesAndLoads):
             model,
             loss or default_loss,
             optimizer,
-            self.plan,
+            made,
             ranks,
             self._state,
-            micro_batches,
             max_grad_norm,
-            Precision(compute_dtype, reduce_dtype),
             strict,
             max_shapes,
         )
-        made = self._compiler
-        self.stats, self.programs, self.notes = made.stats, made.programs, made.notes
+        kept = self._compiler
+        self.stats, self.programs, self.notes = kept.stats, kept.programs, kept.notes
         self._graphs: GraphRunner | None = None  # where the model cannot be captured whole
         self._whole_backward = self._full_graph = False
         self._forwards = 0  # of the split use, since the last update
         if ranks.owns_group:
             atexit.register(_leave_group)  # other engines may be using it until then
+
+    @property
+    def plan(self) -> Plan:
+        """The Plan in force: with every program that is compiled, another one."""
+        return public(self._compiler.plan)
 
     # -- training
 
@@ -155,18 +167,17 @@ class Engine(SavesAndLoads):
         """
         self._saver.check()
         local = flatten_batch(batch, self._device)
-        pieces = cut_micro_batches(local, self._compiler.micro_batches)
+        pieces = cut_micro_batches(local, self._compiler.settings.micro_batches)
         compiled = self._programs_of("step", local)
         if compiled is None:
             return self._step_in_graphs(pieces, local.tree)
         self._state.update_numbers()
         if len(pieces) > 1:
             self._state.clear_accumulators()
-        for number, leaves in enumerate(pieces[:-1]):
+        results: dict[roles.Output, torch.Tensor] = {}
+        for name, number, leaves in in_turn(pieces):
             self._state.seed_random_operations(self._seed, self.stats.steps, number)
-            compiled.programs["accumulate"].run(leaves)
-        self._state.seed_random_operations(self._seed, self.stats.steps, len(pieces) - 1)
-        results = compiled.programs["step"].run(pieces[-1])
+            results = compiled.programs[name].run(leaves)
         self._state.mark_written()
         self._set_gradients(results)
         if self._optimizer is not None:
@@ -248,9 +259,9 @@ class Engine(SavesAndLoads):
         Raises:
             UsageError: the engine cuts batches into micro-batches: that is what ``step`` does.
         """
-        if self._compiler.micro_batches > 1:
+        if self._compiler.settings.micro_batches > 1:
             raise UsageError(
-                f"the split use takes one batch, not micro_batches={self._compiler.micro_batches}",
+                f"the split use takes one batch, not micro_batches={self._compiler.settings.micro_batches}",
                 do="call engine(batch) and engine.backward(loss) several times, or engine.step(batch)",
             )
         self._saver.check()
@@ -360,16 +371,12 @@ class Engine(SavesAndLoads):
         return {
             "loss": self._compiler.loss,
             "optimizer": self._optimizer,
-            "micro_batches": self._compiler.micro_batches,
             "max_grad_norm": self._compiler.max_grad_norm,
-            "precision": self._compiler.precision,
         }
 
     def report(self) -> str:
         """The plan, collectives, memory, compilations and every fallback, as text."""
-        return engine_report(
-            self.plan, self.programs, self.notes, self.stats, self._compiler.micro_batches
-        )
+        return engine_report(self.plan, self.programs, self.notes, self.stats)
 
 
 def _leave_group() -> None:

@@ -19,13 +19,13 @@ from stepgraph.api.arguments import (
     make_plan,
 )
 from stepgraph.capture.module import LossFunction
-from stepgraph.capture.precision import Precision
 from stepgraph.capture.refusals import check_hooks
 from stepgraph.errors import BatchError, GraphBreakError, ParameterHookError, UsageError
 from stepgraph.graphwise.compiled_autograd import check_whole_backward
 from stepgraph.graphwise.runner import GraphRunner
 from stepgraph.placement.presets.named import for_own_update, stored_parameter
 from stepgraph.planning.plan import Plan
+from stepgraph.planning.request import Precision, StepSettings
 from stepgraph.program import roles
 from stepgraph.runtime.batches import LocalBatch, flatten_batch
 from stepgraph.runtime.compiler import MAX_SHAPES, Compiler
@@ -85,9 +85,10 @@ def parallelize(
     check_hooks(model)
     device = device_of(model)
     ranks = join_ranks(mesh, device)
-    made = make_plan(plan, ranks.shape, memory, lowering, model)
-    compute_dtype = compute_dtype_in(made, compute_dtype)
-    made.placement = for_own_update(made.placement)
+    made = make_plan(plan, ranks.shape, model, memory, lowering=lowering)
+    precision = Precision(compute_dtype_in(made, compute_dtype), reduce_dtype)
+    step = StepSettings(precision=precision, seed=seed)
+    made = made.under(placement=for_own_update(made.placement), step=step)
     state = State(
         model,
         None,
@@ -102,7 +103,6 @@ def parallelize(
         made,
         ranks,
         state,
-        precision=Precision(compute_dtype, reduce_dtype),
         strict=strict,
         max_shapes=max_shapes,
         as_module=loss is None,

@@ -1,30 +1,115 @@
-"""``stepgraph.plan``: a plan for a cluster that is not there."""
+"""``stepgraph.plan``: a plan for a cluster that is not there; and the public ``stepgraph.Plan``."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from stepgraph.api.arguments import check_arguments
+from stepgraph import torch_internals
+from stepgraph.api.arguments import check_arguments, name_of
 from stepgraph.api.models import find_model, language_model_loss
 from stepgraph.api.planner import Planner, make_optimizer
 from stepgraph.capture.module import LossFunction, default_loss
-from stepgraph.capture.precision import Precision
 from stepgraph.cost.devices import find_device
 from stepgraph.errors import MeshError, UsageError
 from stepgraph.memory.presets import parse_policy
 from stepgraph.placement.presets.named import check_preset
-from stepgraph.planning.plan import AUTO, Plan
+from stepgraph.planning import plan as data
+from stepgraph.planning.difference import difference
+from stepgraph.planning.file import load_plan, plan_from_json, plan_to_json, save_plan
+from stepgraph.planning.request import AUTO, Precision, StepSettings
 from stepgraph.program.layout import MeshShape
+from stepgraph.program.program import Program
+from stepgraph.report.plan_text import plan_page, plan_summary
 from stepgraph.runtime.ranks import parse_mesh
+from stepgraph.schedule.decide import check_schedule
 
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+@dataclass(frozen=True)
+class Plan(data.Plan):
+    """The four decisions for the programs of a training step: a value, and what can be computed of it."""
+
+    def programs(
+        self,
+        model: nn.Module,
+        *,
+        example: Any,
+        loss: LossFunction | None = None,
+        optimizer: str | torch.optim.Optimizer | None = None,
+        rank: int = 0,
+    ) -> dict[str, Program]:
+        """What a rank executes, scheduled and bound; nothing is launched.
+
+        Args:
+            model: as it was planned; it may be on the meta device, and is not changed.
+            example: a batch of the global shape.
+            loss: ``(model, batch) -> scalar``; by default as for Engine.
+            optimizer: of the step, where its name does not say all.
+            rank: whose programs are wanted.
+
+        Returns:
+            programs by name: ``step``, and ``accumulate`` with micro-batches.
+
+        Raises:
+            PlanError: the plan was made for another model or step.
+        """
+        self.check_model(model)
+        step = self.request.step
+        device = find_device(self.request.device or torch_internals.host_device().type)
+        made = make_optimizer(optimizer or step.optimizer, model)
+        planner = Planner(model, example, loss or default_loss, made, device, step)
+        return planner.programs(replace(self, final=True), rank)
+
+    def diff(self, other: data.Plan) -> str:
+        """What ``other`` decides otherwise, grouped; empty where nothing differs."""
+        return difference(self, other)
+
+    def report(self, path: str | Path | None = None) -> str:
+        """The plan in words; an ``.html`` path writes the page."""
+        if path is not None:
+            Path(path).write_text(plan_page(self))
+        return plan_summary(self)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan as JSON."""
+        save_plan(self, Path(path))
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Reads a plan file; the plan is final.
+
+        Raises:
+            PlanError: not a plan, malformed, of another version, or too large.
+        """
+        return public(load_plan(Path(path)))
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain data."""
+        return plan_to_json(self)
+
+    @staticmethod
+    def from_json(plain: dict[str, Any]) -> Plan:
+        """The plan that :meth:`to_json` wrote.
+
+        Raises:
+            PlanError: malformed, or of another version.
+        """
+        return public(plan_from_json(plain))
+
+
+def public(plan: data.Plan) -> Plan:
+    """The same plan, with what can be computed of it."""
+    return plan if isinstance(plan, Plan) else Plan(**vars(plan))
 
 
 def plan(
@@ -37,6 +122,7 @@ def plan(
     optimizer: str | torch.optim.Optimizer | None = "adamw",
     placement: str = AUTO,
     memory: str = AUTO,
+    schedule: str = AUTO,
     memory_budget: int | str | None = None,
     compute_dtype: torch.dtype | None = torch.bfloat16,
     constraints: Mapping[str, str] | None = None,
@@ -57,6 +143,7 @@ def plan(
         placement: ``auto``, or a preset such as ``tp+zero3``.
         memory: ``none``, ``full``, ``layers:N``, or ``auto``: the first of none, layers:2 and full whose
             predicted peak fits.
+        schedule: ``auto`` or ``none``.
         memory_budget: bytes, or ``"70GiB"``: per rank, whole step, optimizer state included. Default:
             the device's capacity.
         compute_dtype: parameters are cast to it in the program; None: they are not.
@@ -77,25 +164,20 @@ def plan(
     shape = mesh_shape(mesh)
     table = find_device(device)
     check_request(shape, placement, memory, constraints)
+    check_schedule(schedule)
     budget = parse_size(memory_budget)
     made: Any = model if make is None else build_on_meta(make)
     check_arguments(made, None, micro_batches, None, compute_dtype, None)
     if loss is None:
         loss = language_model_loss if isinstance(model, str) else default_loss
-    planner = Planner(
-        made,
-        example,
-        loss,
-        make_optimizer(optimizer, made),
-        table,
-        Precision(compute_dtype, None),
-        micro_batches,
-        max_grad_norm is not None,
-    )
-    attempt = planner.plan(shape, placement, memory, budget, constraints)
+    optimizer = make_optimizer(optimizer, made)
+    precision = Precision(compute_dtype, None)
+    step = StepSettings(name_of(optimizer), micro_batches, max_grad_norm is not None, precision)
+    planner = Planner(made, example, loss, optimizer, table, step)
+    attempt = planner.plan(shape, placement, memory, budget, constraints, schedule)
     if not attempt.fits and (memory == AUTO or budget is not None):
         raise attempt.error()
-    return attempt.plan
+    return public(attempt.plan)
 
 
 def check_request(

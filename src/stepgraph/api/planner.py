@@ -13,27 +13,20 @@ from torch import nn
 
 from stepgraph import torch_internals
 from stepgraph.capture.module import BatchSpec, LossFunction
-from stepgraph.capture.precision import Precision
+from stepgraph.capture.step import Captured, Source
 from stepgraph.cost.devices import Device
 from stepgraph.cost.memory import CATEGORIES, memory_timeline
-from stepgraph.cost.predict import predict
-from stepgraph.cost.traffic import assign_traffic
 from stepgraph.errors import BatchError, BudgetError, MemoryPolicyError, UsageError, near_misses
-from stepgraph.pipeline import (
-    StepPrograms,
-    StepRequest,
-    apply_memory,
-    apply_placement,
-    capture_step,
-    in_order,
-    spell_out,
-)
+from stepgraph.memory.decide import candidates
+from stepgraph.pipeline import Made, apply, capture_of, foresee, make
+from stepgraph.placement.decide import reduces_each_micro_batch
 from stepgraph.placement.presets.named import check_preset
 from stepgraph.placement.solver.held_bytes import Limits
-from stepgraph.planning.facts import gather_facts
 from stepgraph.planning.fingerprint import fingerprint_of, type_of
-from stepgraph.planning.plan import AUTO, Plan
-from stepgraph.planning.settings import Settings
+from stepgraph.planning.plan import Plan
+from stepgraph.planning.request import AUTO, Request, StepSettings
+from stepgraph.planning.table import Table
+from stepgraph.planning.target import target_of
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.program import Program
@@ -42,7 +35,6 @@ from stepgraph.runtime.batches import flatten_batch
 from stepgraph.torch_internals import pytree
 
 MOST_SOLUTIONS = 5  # until the peak, which a solver knows in part, fits
-MEMORY_CANDIDATES = ("none", "layers:2", "full")
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "adam": torch.optim.Adam,
@@ -56,6 +48,7 @@ class Attempt:
     """A plan, and whether it fits: ``largest`` is the category with most bytes at the peak."""
 
     plan: Plan
+    made: Made
     peak: int
     budget: int
     largest: tuple[str, int]
@@ -98,9 +91,7 @@ class Planner:
         loss: ``(model, batch) -> scalar``.
         optimizer: one over the model's parameters, or None.
         device: a model of what the step would run on.
-        precision: of the program.
-        micro_batches: the example is cut into so many.
-        clip: by the global norm of gradients.
+        settings: of the step.
         stage: called with the name of each stage of :data:`STAGES` as it begins.
     """
 
@@ -109,16 +100,15 @@ class Planner:
     loss: LossFunction
     optimizer: torch.optim.Optimizer | None
     device: Device
-    precision: Precision
-    micro_batches: int = 1
-    clip: bool = False
+    settings: StepSettings
     stage: Callable[[str], None] = lambda name: None
     driver: PassDriver = field(default_factory=PassDriver)
 
     def __post_init__(self) -> None:
-        self._captured: StepPrograms | None = None
-        self._batch = host_batch(self.example, self.micro_batches)
+        self._captured: Captured | None = None
+        self._batch = host_batch(self.example, self.settings.micro_batches)
         self._fingerprint = fingerprint_of(self.model)
+        self.target = target_of(self.device, torch_internals.host_device().type)
 
     def plan(
         self,
@@ -127,74 +117,71 @@ class Planner:
         memory: str = AUTO,
         memory_budget: int | None = None,
         constraints: Mapping[str, str] | None = None,
-        *,
-        last: bool = True,
+        schedule: str = AUTO,
     ) -> Attempt:
         """One plan, with its prediction.
 
         Args:
             placement: a preset or ``auto``.
-            memory: a policy, or ``auto``: the first of :data:`MEMORY_CANDIDATES` that fits.
+            memory: a policy, or ``auto``: the first of its candidates that fits.
             memory_budget: bytes per rank; None: the device's capacity.
             constraints: for ``auto``.
-            last: the captured step is not needed again, and may be rewritten.
+            schedule: ``none`` or ``auto``.
         """
         check_preset(placement, mesh)
         self._check_rows(mesh)
-        with _no_collections():
-            return self._plan(mesh, placement, memory, memory_budget, constraints, last)
-
-    def _plan(
-        self,
-        mesh: MeshShape,
-        placement: str,
-        memory: str,
-        memory_budget: int | None,
-        constraints: Mapping[str, str] | None,
-        last: bool,
-    ) -> Attempt:
-        settings = self._settings(memory_budget, constraints)
-        captured = self._capture(placement, mesh)
-        self.stage("enumeration")
-        programs = {
-            name: spell_out(program if last else program.copy(), mesh, self.driver, placement)
-            for name, program in captured.programs.items()
-        }
-        for program in programs.values():
-            assign_traffic(program, fused=True)
-        budget = memory_budget or self.device.capacity
-        first = Plan(placement, mesh, settings=settings, fingerprint=self._fingerprint)
-        best, placed = self._fit(first, programs, memory, budget)
-        plan = best.plan
-        self.stage("simulation")
-        gaps = [decision.optimality_gap for decision in plan.placements.values()]
-        gap = max((gap for gap in gaps if gap is not None), default=None)
-        plan.predicted = predict(placed, self.device, self.micro_batches).with_gap(gap)
-        for key, program in programs.items():
-            plan.values[key] = gather_facts(program, placed[key], plan.placements[key])
-        notes = [*captured.notes, *plan.notes]
-        for program in placed.values():
-            notes += program.notes
-        plan.notes = list(dict.fromkeys(notes))
-        plan.final = True
-        return best
-
-    def _settings(self, budget: int | None, constraints: Mapping[str, str] | None) -> Settings:
-        compute = self.precision.compute
-        return Settings(
+        request = Request(
+            placement,
+            mesh,
+            memory,
+            schedule,
+            step=self.settings,
             device=self.device.name,
             batch={
                 path: type_of(leaf)
                 for path, leaf in zip(self._batch.paths, self._batch.leaves, strict=True)
                 if isinstance(leaf, torch.Tensor)
             },
-            compute_dtype=None if compute is None else str(compute).removeprefix("torch."),
-            optimizer=None if self.optimizer is None else type(self.optimizer).__name__.lower(),
-            memory_budget=budget,
+            memory_budget=memory_budget,
             constraints=dict(constraints or {}),
-            micro_batches=self.micro_batches,
-            clip=self.clip,
         )
+        with _no_collections():
+            return self._plan(Plan(request, fingerprint=self._fingerprint))
+
+    def programs(self, plan: Plan, rank: int = 0) -> dict[str, Program]:
+        """What a rank executes under a plan: scheduled and bound."""
+        return apply(self.captured(plan.placement, plan.mesh).programs, plan, self.target, rank)
+
+    def captured(self, placement: str, mesh: MeshShape) -> Captured:
+        """The global programs of the step, captured at the first call."""
+        reduces = reduces_each_micro_batch(placement, mesh)
+        if self._captured is None or self._captured.reduces_each != reduces:
+            self.stage("capture")
+            source = Source(self.model, self.loss, self._batch, self.optimizer)
+            self._captured = capture_of(source, self.settings, self.driver).step(reduces)
+            self._captured.reduces_each = reduces
+        return self._captured
+
+    def _plan(self, first: Plan) -> Attempt:
+        captured = self.captured(first.placement, first.mesh)
+        self.stage("enumeration")
+        best = self._fit(first, captured.programs)
+        self.stage("simulation")
+        plan, programs = best.plan, best.made.programs
+        decisions = [decided.placement for decided in plan.decisions.values()]
+        gap = max(
+            (d.optimality_gap for d in decisions if d.optimality_gap is not None), default=None
+        )
+        predicted = foresee(programs, self.device, plan.lowering, self.settings.micro_batches)
+        notes = [*captured.notes, *plan.notes, *(n for p in programs.values() for n in p.notes)]
+        best.plan = replace(
+            plan,
+            predicted=predicted.with_gap(gap),
+            values={key: Table(facts) for key, facts in best.made.facts.items()},
+            notes=tuple(dict.fromkeys(notes)),
+            final=True,
+        )
+        return best
 
     def _check_rows(self, mesh: MeshShape) -> None:
         rows = next(t.shape[0] for t in self._batch.tensors if t.dim())
@@ -205,100 +192,60 @@ class Planner:
                 do="give an example of the global shape: the rows of all ranks together",
             )
 
-    def _capture(self, placement: str, mesh: MeshShape) -> StepPrograms:
-        if self._captured is None:
-            self.stage("capture")
-            request = StepRequest(
-                self.model,
-                self.loss,
-                self._batch,
-                Plan(placement, mesh),
-                self.optimizer,
-                self.micro_batches,
-                self.clip,
-                self.precision,
-            )
-            self._captured = capture_step(request, self.driver)
-        return self._captured
-
-    def _fit(
-        self, first: Plan, programs: dict[str, Program], memory: str, budget: int
-    ) -> tuple[Attempt, dict[str, Program]]:
+    def _fit(self, first: Plan, programs: Mapping[str, Program]) -> Attempt:
         """The first memory policy whose peak fits, or the one with the smallest peak."""
-        policies = MEMORY_CANDIDATES if memory == AUTO else (memory,)
+        policies, asked = candidates(first.memory), first.memory
+        budget = first.request.memory_budget or self.device.capacity
         best: Attempt | None = None
         tried: list[str] = []
-        placed: dict[str, tuple[Program, str]] = {}
-        result: dict[str, Program] = {}
         for policy in policies:
-            plan = replace(first, memory=policy, recomputation={}, notes=[])
-            only = policy == policies[-1] or plan.placement == AUTO  # which places anew
             try:
-                attempt, done = self._try(plan, programs, budget, placed, only)
+                attempt = self._try(first.under(memory=policy), programs, budget)
             except (MemoryPolicyError, BudgetError) as error:
-                if memory != AUTO or (best is None and policy == policies[-1]):
+                if asked != AUTO or (best is None and policy == policies[-1]):
                     raise
                 tried.append(f"{policy} is not possible here ({error.what})")
                 continue
-            first.placements = attempt.plan.placements
+            if not first.request.searches:  # another memory policy changes no preset's placements
+                first = replace(first, decisions=attempt.plan.decisions)
+                first = replace(first, request=attempt.plan.request)
             tried.append(f"{policy} peaks at {show_bytes(attempt.peak)}")
             if best is None or attempt.peak < best.peak:
-                best, result = attempt, done
+                best = attempt
             if attempt.fits:
                 break
         assert best is not None
-        if memory == AUTO:
+        note = ""
+        if asked == AUTO:
             found = f"{best.plan.memory} is the first that fits" if best.fits else "nothing fits"
-            best.plan.notes.append(
-                f"memory auto: {found} {show_bytes(budget)} ({'; '.join(tried)})"
-            )
+            note = f"memory auto: {found} {show_bytes(budget)} ({'; '.join(tried)})"
         elif not best.fits:
-            best.plan.notes.append(
-                f"it does not fit: the peak is {show_bytes(best.peak)}, of {show_bytes(budget)}"
-            )
-        return best, result
+            note = f"it does not fit: the peak is {show_bytes(best.peak)}, of {show_bytes(budget)}"
+        best.plan = replace(best.plan, notes=(*best.plan.notes, note) if note else best.plan.notes)
+        return best
 
-    def _try(
-        self,
-        plan: Plan,
-        programs: dict[str, Program],
-        budget: int,
-        placed: dict[str, tuple[Program, str]],
-        only: bool,
-    ) -> tuple[Attempt, dict[str, Program]]:
-        """One memory policy; a solver is given less room until what it does not count fits as well.
-
-        Args:
-            placed: programs as they were placed for another policy, which a preset does not change.
-            only: the placed programs are not needed again.
-        """
+    def _try(self, plan: Plan, programs: Mapping[str, Program], budget: int) -> Attempt:
+        """One memory policy; a solver is given less room until what it does not count fits as well."""
         limits, limit = Limits(budget), None
-        best: tuple[Attempt, dict[str, Program]] | None = None
+        best: Attempt | None = None
         for _ in range(MOST_SOLUTIONS):
-            if not placed or plan.placement == AUTO:
-                plan = replace(plan, placements={}, recomputation={})
-                self.stage("solve")
-                try:
-                    placed |= {
-                        name: apply_placement(program, plan, self.driver, self.micro_batches, limit)
-                        for name, program in in_order(programs)
-                    }
-                except BudgetError as error:
-                    limit = limits.raised_to(error.least or 0)
-                    if limit is not None:
-                        continue
-                    if best is None:
-                        raise
-                    break
-            done = {
-                name: apply_memory(program if only else program.copy(), plan, key, self.driver)
-                for name, (program, key) in placed.items()
-            }
-            attempt = _attempt(plan, done, budget)
-            if best is None or attempt.fits or not best[0].fits:
-                best = attempt, done
-            held = max(decision.held_bytes for decision in plan.placements.values())
-            limit = limits.after(held, attempt.peak) if plan.placement == AUTO else None
+            self.stage("solve")
+            try:
+                made = make(
+                    programs, plan, self.target, driver=self.driver, limit=limit, with_facts=True
+                )
+            except BudgetError as error:
+                limit = limits.raised_to(error.least or 0)
+                if limit is not None:
+                    continue
+                if best is None:
+                    raise
+                break
+            attempt = _attempt(made, budget)
+            if best is None or attempt.fits or not best.fits:
+                best = attempt
+            held = max(decided.placement.held_bytes for decided in made.plan.decisions.values())
+            limit = limits.after(held, attempt.peak) if plan.request.searches else None
             if limit is None:
                 break
         assert best is not None
@@ -317,9 +264,9 @@ def _no_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _attempt(plan: Plan, programs: Mapping[str, Program], budget: int) -> Attempt:
+def _attempt(made: Made, budget: int) -> Attempt:
     peak, largest = -1, ("", 0)
-    for program in programs.values():
+    for program in made.programs.values():
         timeline = memory_timeline(program)
         totals = [sum(alive.values()) for alive in timeline.at]
         at = max(range(len(totals)), key=totals.__getitem__)
@@ -327,7 +274,7 @@ def _attempt(plan: Plan, programs: Mapping[str, Program], budget: int) -> Attemp
             alive = timeline.at[at]
             name = max(CATEGORIES, key=lambda c: alive.get(c, 0))
             peak, largest = totals[at], (name, alive[name])
-    return Attempt(plan, peak, budget, largest)
+    return Attempt(made.plan, made, peak, budget, largest)
 
 
 def host_batch(example: Any, micro_batches: int = 1) -> BatchSpec:

@@ -56,12 +56,13 @@ def accumulate(program: Program, normalisation: Normalisation) -> dict[str, fx.N
         )
         index = program.placeholders.index(accumulator)
         program.inputs.insert(index, roles.Accumulator(name))
-        program.input_values.insert(index, _value(node))
+        program.input_values.insert(index, describe(node))
         sums[name] = emit(aten.add.Tensor, accumulator, node)
         sums[name].meta["accumulates"] = True
     return sums
 
 
-def _value(node: fx.Node) -> Value:
+def describe(node: fx.Node) -> Value:
+    """The description of a node as an input or output."""
     value = node.meta["val"]
     return Value(tuple(value.shape), value.dtype)

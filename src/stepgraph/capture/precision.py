@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import fx
 
@@ -12,21 +10,6 @@ from stepgraph.program.build import Builder
 from stepgraph.program.program import BACKWARD, Program, Value
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class Precision:
-    """The types of a step.
-
-    ``compute``: what parameters and floating-point inputs are cast to; None: as they are. ``reduce``:
-    what gradients are reduced in; None: what they are computed in.
-    """
-
-    compute: torch.dtype | None = None
-    reduce: torch.dtype | None = None
-
-
-AS_IT_IS = Precision()
 
 
 def cast(emit: Builder, node: fx.Node, dtype: torch.dtype | None, tag: str = "") -> fx.Node:

@@ -24,9 +24,9 @@ from stepgraph.cli import launcher
 from stepgraph.cli.timing import SECONDS, Timer
 from stepgraph.cost.calibration import calibration_file, to_json
 from stepgraph.cost.devices import DEVICES, Device, Link
+from stepgraph.pipeline import foresee
 from stepgraph.program.randomness import BITS, RANDOM, seed_words
 from stepgraph.runtime.files import whole_file
-from stepgraph.runtime.forecast import forecast
 
 aten = torch.ops.aten
 
@@ -272,7 +272,7 @@ def _dispatch_seconds(device: Device) -> float:
         engine, batch = _small_step(width, layers)
         seconds = Timer(batch.device).usual(engine.step, [batch], seconds=1.0)
         once, twice = (
-            forecast(engine.programs, replace(device, dispatch_seconds=each), "eager").step_ms / 1e3
+            foresee(engine.programs, replace(device, dispatch_seconds=each), "eager").step_ms / 1e3
             for each in (1.0, 2.0)
         )
         operations = twice - once  # at a second each

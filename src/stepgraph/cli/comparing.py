@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 
+from stepgraph.api.arguments import name_of
 from stepgraph.api.models import find_model, language_model_loss
 from stepgraph.api.plan import build_on_meta, check_request, parse_size
 from stepgraph.api.planner import STAGES, Attempt, Planner, make_optimizer
-from stepgraph.capture.precision import Precision
 from stepgraph.cli.meshes import meshes_to_try, placement_on
 from stepgraph.cost.devices import find_device
 from stepgraph.errors import MeshError, UsageError
-from stepgraph.planning.plan import AUTO
+from stepgraph.planning.request import AUTO, Precision, StepSettings
 from stepgraph.program.layout import MeshShape
 
 
@@ -97,12 +97,10 @@ def run_jobs(
             language_model_loss,
             optimizer,
             device,
-            Precision(torch.bfloat16, None),
+            StepSettings(name_of(optimizer), precision=Precision(torch.bfloat16)),
             stage=stage,
         )
         mine = [job for job in jobs if job.mesh.data_size == size]
         for job in mine:
-            found[job] = planner.plan(
-                job.mesh, job.placement, options.memory, budget, last=job is mine[-1]
-            )
+            found[job] = planner.plan(job.mesh, job.placement, options.memory, budget)
     return [found[job] for job in jobs]

@@ -16,14 +16,14 @@ import torch
 
 from stepgraph.api import models
 from stepgraph.api.arguments import compute_dtype_in
-from stepgraph.capture.precision import Precision
+from stepgraph.api.plan import Plan
 from stepgraph.cli.help_text import example
 from stepgraph.cli.plan import explain_command, plan_command
 from stepgraph.cli.training import Summary, TrainOptions, train
 from stepgraph.errors import StepgraphError, UsageError
 from stepgraph.memory.presets import parse_policy
 from stepgraph.placement.presets.named import check_preset
-from stepgraph.planning.plan import Plan
+from stepgraph.planning.request import Precision
 from stepgraph.runtime.ranks import parse_mesh
 
 FAILED, BAD_USAGE = 1, 2

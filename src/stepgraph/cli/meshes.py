@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from stepgraph.cost.devices import Device
 from stepgraph.errors import MeshError, UsageError, near_misses
 from stepgraph.placement.presets.named import check_preset
-from stepgraph.planning.plan import AUTO
+from stepgraph.planning.request import AUTO
 from stepgraph.program.layout import TENSOR_PARALLEL, MeshShape
 from stepgraph.runtime.ranks import parse_mesh
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import click
 
+from stepgraph.api.plan import Plan, public
 from stepgraph.api.planner import Attempt
 from stepgraph.cli.comparing import PlanOptions, count_stages, list_jobs, run_jobs
 from stepgraph.cli.help_text import example
 from stepgraph.cli.progress import Stages
 from stepgraph.planning.explanation import explain, overview
-from stepgraph.planning.plan import AUTO, Plan
+from stepgraph.planning.request import AUTO
 from stepgraph.report.plan_text import comparison, plan_page, plan_summary, ranked
 
 _POSITIVE = click.IntRange(min=1)
@@ -73,12 +74,12 @@ def plan_command(as_json: bool, **given: Any) -> None:
     if refused:
         raise best.error()
     if options.output is not None:
-        best.plan.save(options.output)
+        public(best.plan).save(options.output)
     if options.html is not None:
         Path(options.html).write_text(plan_page(best.plan, options.model))
     if len(attempts) == 1:
         shown = plan_summary(best.plan, options.model)
-        click.echo(json.dumps(best.plan.to_json()) if as_json else shown)
+        click.echo(json.dumps(public(best.plan).to_json()) if as_json else shown)
 
 
 def _best(attempts: list[Attempt]) -> Attempt:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from stepgraph.api.engine import Engine
 from stepgraph.api.models import build_model, find_model, language_model_loss
+from stepgraph.api.plan import Plan
 from stepgraph.cli.launcher import PASS_ON, launch, peak_bytes, rank_device
 from stepgraph.cli.progress import StepMetrics, Watch
 from stepgraph.cli.saving import SaveFolder, Saves, StopSignals
@@ -28,7 +29,6 @@ from stepgraph.errors import BatchError, MeshError, UsageError
 from stepgraph.lowering.lower import check_lowering
 from stepgraph.memory.presets import parse_policy
 from stepgraph.placement.presets.named import check_preset
-from stepgraph.planning.plan import Plan
 from stepgraph.program.layout import MeshShape
 from stepgraph.runtime.ranks import parse_mesh
 

@@ -7,43 +7,34 @@ tensor. So a wrong result is found at the pass that made it.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from stepgraph.capture.loss import loss_of
-from stepgraph.capture.module import LossFunction, default_loss, in_dtype
-from stepgraph.capture.precision import AS_IT_IS, Precision
+from stepgraph.capture.module import LossFunction, default_loss
+from stepgraph.capture.step import Captured, Source
+from stepgraph.equivalence.lowered import run_lowered
 from stepgraph.equivalence.values import GlobalValues
 from stepgraph.errors import InvariantError
-from stepgraph.lowering.final import passes_of_a_rank
-from stepgraph.lowering.passes.bind_to_rank import bind_to_rank
-from stepgraph.pipeline import StepRequest, compile_step
-from stepgraph.planning.decisions import Normalisation
-from stepgraph.planning.plan import Plan
+from stepgraph.pipeline import LOWERED, capture_of, make
+from stepgraph.placement.decide import reduces_each_micro_batch
+from stepgraph.planning.plan import Plan, preset_plan
+from stepgraph.planning.request import AS_IT_IS, Precision, StepSettings
+from stepgraph.planning.target import usual_target
 from stepgraph.program import roles
-from stepgraph.program.driver import Pass, PassDriver
+from stepgraph.program.driver import PassDriver
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.program import Program
-from stepgraph.runtime.batches import LocalBatch, cut_micro_batches, flatten_batch, global_spec
+from stepgraph.program.record import BITWISE, SUMMATION, Pass, Results, Rewrite
+from stepgraph.runtime.batches import LocalBatch, flatten_batch, global_spec
+from stepgraph.runtime.entries import evaluation_mode
 from stepgraph.runtime.ranks import parse_mesh
-from stepgraph.torch_internals import pytree
 
-# A pass that only moves, copies or renames operations computes the same bits; one that adds up in
-# another order, or whose reference is torch's own code, is held to summation error (see tolerance).
-BITWISE, SUMMATION = "bitwise", "summation order"
-# Where random operations are keyed their bits change, and plain PyTorch on the whole batch has others.
-DISTRIBUTION = "distribution (not compared)"
-_OTHER_BITS = {"key_random_operations", "finish_accumulation"}
-_SUMMATION_ORDER = {
-    "capture", "accumulate_gradients", "finish_accumulation", "clip_gradients", "update_parameters",
-    "spell_out_log_softmax", "spell_out_norms", "place_values", "reduce_gradients_in",
-    "recognise_masks",
-}  # fmt: skip
+ENTRIES = ("step", "evaluate", "gradients", "update")
+NOT_COMPARED = "(not compared)"
 
 
 @dataclass
@@ -100,228 +91,186 @@ def check_model(
     memory: str | None = None,
     micro_batches: int = 1,
     max_grad_norm: float | None = None,
-    replaced: Mapping[str, Pass] | None = None,
+    replaced: Mapping[str, Rewrite] | None = None,
     seed: int = 0,
     precision: Precision = AS_IT_IS,
+    entries: Sequence[str] = ENTRIES,
+    lowerings: Sequence[str] = (),
 ) -> CheckReport:
-    """Checks every pass of a training step of a plain module, on a mesh that need not exist.
+    """Checks every pass of the programs of a plain module, on a mesh that need not exist.
 
     Args:
         model: with real parameters; it is not changed.
         batch: the *global* batch.
         mesh: names and sizes; all its ranks run in this process.
-        replaced: passes to run in place of others (to plant a bug).
+        replaced: rewritings to run in place of passes', by name (to plant a bug).
         seed: of the optimizer states that the programs are run on.
+        entries: the entry points whose programs are checked.
+        lowerings: names of those whose code is run as well, beside the program that it was made of.
 
     Returns:
         a report with one line a pass.
     """
     shape = parse_mesh(mesh) if isinstance(mesh, str) else mesh
-    made = Plan(plan, shape) if isinstance(plan, str) else plan
-    if memory is not None:
-        made.memory, made.recomputation = memory, {}
-    device = next(model.parameters()).device
-    local = flatten_batch(batch, device)
-    request = StepRequest(
-        model,
-        loss or default_loss,
-        global_spec(local, micro_batches, 1),  # the batch is global already
-        made,
-        optimizer,
+    made = preset_plan(plan, shape) if isinstance(plan, str) else plan
+    step = StepSettings(
+        None if optimizer is None else type(optimizer).__name__.lower(),
         micro_batches,
         max_grad_norm is not None,
         precision,
     )
-    checker = _Checker(request, local, max_grad_norm, seed)
-    return checker.run(dict(replaced or {}))
+    made = made.under(memory=memory or made.memory, step=step)
+    device = next(model.parameters()).device
+    local = flatten_batch(batch, device)
+    checker = _Checker(model, loss or default_loss, optimizer, made, local, max_grad_norm, seed)
+    return checker.run(dict(replaced or {}), entries, lowerings)
 
 
 class _Checker:
     """Runs the pipeline with an observer that executes every pass's input and output."""
 
     def __init__(
-        self, request: StepRequest, batch: LocalBatch, max_grad_norm: float | None, seed: int
+        self,
+        model: nn.Module,
+        loss: LossFunction,
+        optimizer: torch.optim.Optimizer | None,
+        plan: Plan,
+        batch: LocalBatch,
+        max_grad_norm: float | None,
+        seed: int,
     ) -> None:
-        self.request, self.batch, self.max_grad_norm = request, batch, max_grad_norm
-        self.pieces = cut_micro_batches(batch, request.micro_batches)
-        self.values = GlobalValues(request, self.pieces[-1], max_grad_norm, seed)
-        self.accumulate: Program | None = None
+        self.plan, self.batch, self.seed, self.max_grad_norm = plan, batch, seed, max_grad_norm
+        self.target = usual_target(next(model.parameters()).device.type)
+        self.model, self.loss, self.optimizer = model, loss, optimizer
         self.report = CheckReport()
+        self.bound: dict[str, list[Program]] = {}
+        self.captured = False
+        self.driver = PassDriver()
+        self.values = self._values("step")
 
-    def run(self, replaced: dict[str, Pass]) -> CheckReport:
-        driver = PassDriver(invariants=True, observe=self.compare, replaced=replaced)
-        try:
-            compiled = compile_step(self.request, driver)
-            for program in compiled.programs.values():
-                if self.report.ok:
-                    self._check_lowering(program, driver.replaced)
-        except InvariantError as error:
-            # Its result cannot even be run.
-            name = str(error).split(":")[0].removeprefix("after ")
-            self._fail(name, "", str(error).splitlines()[0])
+    def _values(self, entry: str) -> GlobalValues:
+        step = self.plan.request.step
+        self.settings = step if entry == "step" else replace(step, micro_batches=1)
+        self.source = Source(
+            self.model,
+            self.loss,
+            global_spec(self.batch, self.settings.micro_batches, 1),  # the batch is global already
+            None if entry == "gradients" else self.optimizer,
+        )
+        return GlobalValues(self.source, self.batch, self.settings, self.max_grad_norm, self.seed)
+
+    def run(
+        self, replaced: dict[str, Rewrite], entries: Sequence[str], lowerings: Sequence[str]
+    ) -> CheckReport:
+        self.driver = PassDriver(invariants=True, observe=self.compare, replaced=replaced)
+        for entry in entries:
+            if entry == "update" and self.optimizer is None:
+                continue
+            self.values, self.bound, self.captured = self._values(entry), {}, False
+            try:
+                programs = self._capture(entry).programs
+                self.plan = make(programs, self.plan, self.target, driver=self.driver).plan
+                for ranks in self.bound.values():
+                    self._check_lowering(ranks, lowerings)
+            except InvariantError as error:
+                # Its result cannot even be run.
+                name = str(error).split(":")[0].removeprefix("after ")
+                self._fail(name, "", str(error).splitlines()[0])
+            if not self.report.ok:
+                break
         return self.report
 
-    def compare(self, name: str, before: Program, after: Program, arguments: tuple) -> None:
+    def _capture(self, entry: str) -> Captured:
+        capture = capture_of(self.source, self.settings, self.driver)
+        match entry:
+            case "step":
+                return capture.step(reduces_each_micro_batch(self.plan.placement, self.plan.mesh))
+            case "evaluate":
+                with evaluation_mode(self.model):
+                    return capture.evaluation()
+            case "gradients":
+                return capture.gradients(as_module=False)
+        learned = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        return capture.update(learned, next(self.model.parameters()).device)
+
+    def compare(
+        self, step: Pass, before: Program, after: Program, arguments: Mapping[str, Any]
+    ) -> None:
         """The observer of the pass driver."""
         if not self.report.ok:
             return  # what follows a wrong pass is wrong too
-        if not self.report.passes:
-            with torch.random.fork_rng(devices=[]):  # both draw alike
-                torch.manual_seed(0)
-                eager = self._eager(self.pieces[-1])
-                torch.manual_seed(0)
-                self._record("capture", before, eager, self._execute(before))
-        if name in _OTHER_BITS and roles.Seed() in after.inputs:
-            self.report.passes.append(PassCheck(after.name, name, DISTRIBUTION, 0.0, "", True))
-            return
-        expect = _EXPECTED.get(name)
+        if not self.captured and after.name != "update":
+            values = self.values
+            plain = values.evaluated() if after.name == "evaluate" else values.eager()
+            self._record("capture", SUMMATION, before, plain, values.execute(before))
+        self.captured = True
         try:
-            old = (
-                self._execute(before) if expect is None else expect(self, before, after, arguments)
-            )
-            new = self._execute(after)
+            old: Results | None = None
+            if step.reference is None:
+                old = self.values.execute(before)
+            else:
+                old = step.reference(self.values, before, after, **arguments)
+            if step.name == "bind_to_rank":
+                self.bound[after.name] = self._for_all_ranks(step, before, after)
+                new = self.values.execute(self.bound[after.name])
+            else:
+                new = self.values.execute(after)
         except AssertionError as error:
-            self._fail(name, after.name, str(error))
+            self._fail(step.name, after.name, str(error))
             return
-        if name == "accumulate_gradients":
-            self.accumulate = after
-        self._record(name, after, old, new)
+        if after.name == "accumulate" and after.mesh is None:
+            self.values.accumulating = after
+        if old is None:
+            self.report.passes.append(PassCheck(after.name, step.name, NOT_COMPARED, 0.0, "", True))
+            return
+        self._record(step.name, step.preserves, after, old, new)
 
-    def _execute(self, program: Program, observe=None) -> dict[Any, torch.Tensor]:
-        return self.values.execute(program, observe=observe)
+    def _for_all_ranks(self, step: Pass, before: Program, first: Program) -> list[Program]:
+        rewrite = self.driver.replaced.get(step.name, step.rewrite)
+        ranks = range(1, self.plan.mesh.world_size)
+        return [first, *(rewrite(before.copy(), rank=rank) for rank in ranks)]
 
-    def _check_lowering(self, program: Program, replaced: dict[str, Pass]) -> None:
-        """Every rank's own program: bound, then writing its state in place."""
-        mesh = program.mesh or MeshShape((("dp", 1),))
-        functional = PassDriver(invariants=True, replaced=replaced)
-        in_place = PassDriver(replaced=replaced)  # the last pass may mutate
-        groups = {name: name for name in mesh.names}
-        before = self._execute(program)
-        name = "bind_to_rank"
+    def _check_lowering(self, bound: list[Program], lowerings: Sequence[str]) -> None:
+        """Every rank's own program as it is executed; and the code that lowerings make of it."""
+        driver = PassDriver(replaced=self.driver.replaced)
+        before, name, program = self.values.execute(bound), "", bound[0]
+        ranks = [program.copy() for program in bound]
         try:
-            bound = [
-                functional.run(bind_to_rank, program.copy(), rank, groups)
-                for rank in range(mesh.world_size)
-            ]
-            after = self.values.execute(bound)
-            self._record("bind_to_rank", program, before, after)
-            rewrites = passes_of_a_rank(collectives_overlap=True)
-            for rewrite, settings in rewrites:
+            for step in LOWERED:
                 if not self.report.ok:
                     return
-                name = rewrite.__name__
-                last = rewrite is rewrites[-1][0]
-                driver = in_place if last else functional
-                bound = [driver.run(rewrite, each, *settings) for each in bound]
-                after = self.values.execute(bound, in_place=last)
-                self._record(name, program, before, after)
+                name = step.name
+                ranks = [driver.through((step,), each, groups={}) for each in ranks]
+                after = self.values.execute(ranks, in_place=True)
+                self._record(name, step.preserves, program, before, after)
+            for name in lowerings:
+                if self.report.ok:
+                    after = run_lowered(self.values, bound, name, self.target)
+                    self._record(f"lowered by {name}", SUMMATION, program, before, after)
         except AssertionError as error:
             self._fail(name, program.name, str(error))
 
-    # -- what passes that change the meaning of results must make of them
-
-    def _eager(self, leaves: list[Any]) -> dict[Any, torch.Tensor]:
-        """Loss, gradients and written buffers of plain PyTorch."""
-        model = copy.deepcopy(self.request.model)
-        compute = self.request.precision.compute
-        for parameter in model.parameters():
-            parameter.data = in_dtype(parameter.data, compute)
-        leaves = [in_dtype(x, compute) if isinstance(x, torch.Tensor) else x for x in leaves]
-        batch = pytree.tree_unflatten(leaves, self.batch.tree)
-        model.zero_grad(set_to_none=True)
-        loss = loss_of(self.request.loss(model, batch))
-        loss.backward()
-        found: dict[Any, torch.Tensor] = {roles.Loss(): loss.detach()}
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                found[roles.Grad(name)] = parameter.grad
-        return found | {roles.NewBuffer(name): b for name, b in model.named_buffers()}
-
-    def _expect_accumulated(self, before: Program, after: Program, arguments: tuple):
-        """Accumulators grow by the gradients per unit of the loss's normaliser, and by its parts."""
-        normalisation: Normalisation = arguments[0]
-        seen: dict[str, torch.Tensor] = {}
-        gradients = self._execute(
-            before, observe=lambda _, node, value: seen.update({node.meta["name"]: value})
-        )
-        unit = seen[normalisation.boundary] if normalisation.boundary else torch.ones(())
-        grown = {f"total:{name}": seen[name] for name in normalisation.totals}
-        grown |= {
-            f"grad:{role.name}": value / unit
-            for role, value in gradients.items()
-            if isinstance(role, roles.Grad)
-        }
-        rows = dict(zip(after.inputs, after.input_values, strict=True))
-        return {
-            roles.NewAccumulator(name): self.values.of(
-                roles.Accumulator(name), rows[roles.Accumulator(name)]
-            )
-            + value
-            for name, value in grown.items()
-        }
-
-    def _expect_finished(self, before: Program, after: Program, arguments: tuple):
-        """The whole batch at once, in plain PyTorch; or the mean over micro-batches."""
-        assert self.accumulate is not None
-        self.values.clear_accumulators()
-        for leaves in self.pieces[:-1]:
-            self.values.leaves = leaves
-            sums = self._execute(self.accumulate)
-            for role, value in sums.items():
-                if isinstance(role, roles.NewAccumulator):
-                    self.values.tensors[roles.Accumulator(role.name)] = value
-        self.values.leaves = self.pieces[-1]
-        if arguments[0].exact:
-            return _without_buffers(self._eager(list(self.batch.leaves)))
-        each = [_without_buffers(self._eager(leaves)) for leaves in self.pieces]
-        return {role: sum(e[role] for e in each) / len(each) for role in each[0]}
-
-    def _expect_clipped(self, before: Program, after: Program, arguments: tuple):
-        results = self._execute(before)
-        leaves = {role: torch.zeros_like(v) for role, v in results.items()}
-        gradients = [role for role in results if isinstance(role, roles.Grad)]
-        for role in gradients:
-            leaves[role].grad = results[role].clone()
-        torch.nn.utils.clip_grad_norm_([leaves[r] for r in gradients], self.max_grad_norm or 0.0)
-        return results | {role: leaves[role].grad for role in gradients}
-
-    def _expect_updated(self, before: Program, after: Program, arguments: tuple):
-        """One step of the user's own optimizer, from the states that the program is run on."""
-        results = self._execute(before)
-        return results | self.values.step_optimizer(results, after)
-
     # -- records
 
-    def _record(self, name: str, program: Program, old, new) -> None:
-        preserves = SUMMATION if name in _SUMMATION_ORDER else BITWISE
+    def _record(
+        self, name: str, preserves: str, program: Program, old: Results, new: Results
+    ) -> None:
         worst, difference = "", 0.0
         for role in old.keys() & new.keys():
             size = relative_difference(old[role], new[role])
             if size > difference:
                 worst, difference = roles.label(role), size
-        allowed = tolerance(old.values(), self._types()) if preserves == SUMMATION else 0.0
+        allowed = 0.0 if preserves == BITWISE else tolerance(old.values(), self._types())
         self.report.passes.append(
             PassCheck(program.name, name, preserves, difference, worst, difference <= allowed)
         )
 
     def _types(self) -> set[torch.dtype]:
-        precision = self.request.precision
+        precision = self.settings.precision
         return {dtype for dtype in (precision.compute, precision.reduce) if dtype is not None}
 
     def _fail(self, name: str, program: str, problem: str) -> None:
         self.report.passes.append(PassCheck(program, name, "", float("inf"), "", False, problem))
-
-
-_EXPECTED: dict[str, Callable[..., dict[Any, torch.Tensor]]] = {
-    "accumulate_gradients": _Checker._expect_accumulated,
-    "finish_accumulation": _Checker._expect_finished,
-    "clip_gradients": _Checker._expect_clipped,
-    "update_parameters": _Checker._expect_updated,
-}
-
-
-def _without_buffers(results: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
-    return {role: v for role, v in results.items() if not isinstance(role, roles.NewBuffer)}
 
 
 def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -7,7 +7,7 @@ operation more than running it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ def run_lockstep(
     programs: Program | Sequence[Program],
     inputs: Sequence[Sequence[torch.Tensor]],
     observe: Observer | None = None,
+    replaced: Mapping[str, Any] | None = None,
 ) -> list[list[Any]]:
     """Executes one Program on all ranks of its mesh, or every rank's own.
 
@@ -34,6 +35,7 @@ def run_lockstep(
         programs: one for all ranks, or one per rank. Groups are named by mesh dimensions.
         inputs: for every rank, its local inputs in the Program's order.
         observe: called as ``observe(rank, node, value)`` after every operation.
+        replaced: by stable name: ``f(node, arguments, keywords) -> value`` in place of an operation.
 
     Returns:
         for every rank, its local results.
@@ -47,7 +49,7 @@ def run_lockstep(
     different = {id(program): program for program in programs}
     dying = {key: _last_readers(program.graph) for key, program in different.items()}
     runs = [
-        _interpret(program, dying[id(program)], rank, mesh, inputs[rank], observe)
+        _interpret(program, dying[id(program)], rank, mesh, inputs[rank], observe, replaced or {})
         for rank, program in enumerate(programs)
     ]
     answers: list[Any] = [None] * len(runs)
@@ -62,7 +64,9 @@ def run_lockstep(
         if finished:
             assert not waiting, "some ranks wait at a collective that others never reach"
             return finished
-        answers = _collective([node for node, _ in waiting], [value for _, value in waiting], mesh)
+        answers = compute_collective(
+            [node for node, _ in waiting], [value for _, value in waiting], mesh
+        )
 
 
 def _interpret(
@@ -72,6 +76,7 @@ def _interpret(
     mesh: MeshShape,
     inputs: Sequence[torch.Tensor],
     observe: Observer | None,
+    replaced: Mapping[str, Any],
 ) -> Generator[tuple[fx.Node, torch.Tensor], Any, list[Any]]:
     """One rank: yields (collective, its input), takes the collective's result."""
     values: dict[fx.Node, Any] = {}
@@ -84,6 +89,9 @@ def _interpret(
             continue
         if node.op == "get_attr":
             values[node] = getattr(program.module, node.target)
+        elif (stand_in := replaced.get(node.meta.get("name", ""))) is not None:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = stand_in(node, args, kwargs)
         elif is_collective(node):
             result = yield node, values[node.args[0]]
             if "out" in node.kwargs:
@@ -123,7 +131,17 @@ def _last_readers(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return dying
 
 
-def _collective(nodes: list[fx.Node], values: list[torch.Tensor], mesh: MeshShape) -> list[Any]:
+def compute_collective(
+    nodes: list[fx.Node], values: list[torch.Tensor], mesh: MeshShape
+) -> list[Any]:
+    """What each rank gets of a collective.
+
+    Args:
+        nodes, values: every rank's own, and what it brings.
+
+    Raises:
+        AssertionError: they are different collectives.
+    """
     kinds = {(KINDS[node.target], mesh_dim_of(node)) for node in nodes}
     assert len(kinds) == 1, f"ranks stand at different collectives: {kinds}"
     ((kind, mesh_dim),) = kinds

@@ -6,7 +6,6 @@ laptop. Slow (every rank's arithmetic runs here), and exact: the programs are th
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -15,18 +14,27 @@ from torch import nn
 from stepgraph import torch_internals
 from stepgraph.capture.module import BatchSpec, LossFunction, default_loss
 from stepgraph.capture.optimizer import FIRST_STEP, group_numbers
-from stepgraph.capture.precision import AS_IT_IS, Precision
+from stepgraph.capture.step import Captured, Source
 from stepgraph.capture.update import MAX_GRAD_NORM
 from stepgraph.equivalence.lockstep import run_lockstep
 from stepgraph.errors import BatchError
-from stepgraph.pipeline import StepPrograms, StepRequest, capture_step, compile_step
-from stepgraph.planning.plan import Plan
+from stepgraph.pipeline import ALL_RANKS, Made, capture_of, make
+from stepgraph.placement.decide import reduces_each_micro_batch
+from stepgraph.planning.plan import Plan, preset_plan
+from stepgraph.planning.request import AS_IT_IS, Precision, StepSettings
+from stepgraph.planning.target import usual_target
 from stepgraph.program import roles
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.program import Program, Value
 from stepgraph.program.randomness import seed_words
 from stepgraph.program.shards import join, split
-from stepgraph.runtime.batches import LocalBatch, cut_micro_batches, flatten_batch, global_spec
+from stepgraph.runtime.batches import (
+    LocalBatch,
+    cut_micro_batches,
+    flatten_batch,
+    global_spec,
+    in_turn,
+)
 from stepgraph.runtime.ranks import parse_mesh
 
 
@@ -58,25 +66,31 @@ class OneProcessRun:
         seed: int = 0,
         precision: Precision = AS_IT_IS,
         driver: PassDriver | None = None,
-        captured: StepPrograms | None = None,
+        captured: Captured | None = None,
     ) -> None:
         self.mesh = parse_mesh(mesh)
-        self.plan = Plan(plan, self.mesh) if isinstance(plan, str) else copy.deepcopy(plan)
-        self.plan.memory = memory or self.plan.memory
+        made = preset_plan(plan, self.mesh) if isinstance(plan, str) else plan
+        step = StepSettings(
+            None if optimizer is None else type(optimizer).__name__.lower(),
+            micro_batches,
+            max_grad_norm is not None,
+            precision,
+            seed,
+        )
+        self.plan = made.under(memory=memory or made.memory, step=step)
         self.model, self.loss, self.optimizer = model, loss or default_loss, optimizer
-        self.micro_batches, self.max_grad_norm = micro_batches, max_grad_norm
+        self.max_grad_norm = max_grad_norm
         self.driver = driver or PassDriver(invariants=True)
-        self.seed, self.steps = seed, 0
-        self.precision = precision
+        self.steps = 0
         self.captured = captured
-        self.compiled: StepPrograms | None = None
+        self.made: Made | None = None
         self._state: dict[roles.Input, list[torch.Tensor]] = {}
         self._values: dict[roles.Input, Value] = {}
 
     @property
     def programs(self) -> dict[str, Program]:
         """The programs, once the first step has compiled them."""
-        return self.compiled.programs if self.compiled else {}
+        return self.made.programs if self.made else {}
 
     def step(self, batch: Any) -> torch.Tensor:
         """One step on the *global* batch.
@@ -86,16 +100,15 @@ class OneProcessRun:
         """
         device = next(self.model.parameters()).device
         pieces = self._pieces(flatten_batch(batch, device))
-        if self.compiled is None:
+        if self.made is None:
             self._compile(pieces[0])
         self._set_numbers()
         for role, parts in self._state.items():
             if isinstance(role, roles.Accumulator):
                 self._state[role] = [torch.zeros_like(part) for part in parts]
         results: dict[roles.Output, list[torch.Tensor]] = {}
-        for number, piece in enumerate(pieces):
-            name = "step" if number == len(pieces) - 1 else "accumulate"
-            words = seed_words(self.seed, self.steps, number)
+        for name, number, piece in in_turn(pieces):
+            words = seed_words(self.plan.request.step.seed, self.steps, number)
             self._state[roles.Seed()] = [words] * self.mesh.world_size
             results = self._run(self.programs[name], piece)
         self.steps += 1
@@ -131,7 +144,7 @@ class OneProcessRun:
                 for leaf in batch.leaves
             ]
             local = LocalBatch(tuple(part), batch.paths, batch.tree, ())
-            per_rank.append(cut_micro_batches(local, self.micro_batches))
+            per_rank.append(cut_micro_batches(local, self.plan.request.step.micro_batches))
         return [
             LocalBatch(
                 tuple(
@@ -144,23 +157,18 @@ class OneProcessRun:
                 batch.tree,
                 (),
             )
-            for i in range(self.micro_batches)
+            for i in range(self.plan.request.step.micro_batches)
         ]
 
     def _compile(self, piece: LocalBatch) -> None:
         spec: BatchSpec = global_spec(piece, 1, 1)
-        request = StepRequest(
-            self.model,
-            self.loss,
-            spec,
-            self.plan,
-            self.optimizer,
-            self.micro_batches,
-            self.max_grad_norm is not None,
-            self.precision,
-        )
-        self.captured = self.captured or capture_step(request, self.driver)
-        self.compiled = compile_step(request, self.driver, self.captured)
+        if self.captured is None:
+            source = Source(self.model, self.loss, spec, self.optimizer)
+            reduces = reduces_each_micro_batch(self.plan.placement, self.mesh)
+            self.captured = capture_of(source, self.plan.request.step, self.driver).step(reduces)
+        target = usual_target(next(self.model.parameters()).device.type)
+        self.made = make(self.captured.programs, self.plan, target, ALL_RANKS, driver=self.driver)
+        self.plan = self.made.plan
         tensors: dict[roles.Input, torch.Tensor] = {
             roles.Param(name): p.detach() for name, p in self.model.named_parameters()
         }
@@ -179,8 +187,8 @@ class OneProcessRun:
         """An optimizer state that exists already (Adagrad makes its own at once)."""
         if not isinstance(role, roles.OptimizerState) or self.optimizer is None:
             return None
-        assert self.compiled is not None
-        name = self.compiled.counters.members(role.owner)[0]
+        assert self.captured is not None
+        name = self.captured.counters.members(role.owner)[0]
         held = self.optimizer.state.get(self.model.get_parameter(name), {})
         if role.key == FIRST_STEP and any(isinstance(v, torch.Tensor) for v in held.values()):
             return torch.zeros(())
@@ -189,9 +197,9 @@ class OneProcessRun:
     def _start(self, role: roles.Input) -> float:
         if not isinstance(role, roles.OptimizerState):
             return 0.0
-        assert self.compiled is not None and self.compiled.optimizer is not None
-        name = self.compiled.counters.members(role.owner)[0]
-        rule = self.compiled.optimizer.rule(name, self.model.get_parameter(name))
+        assert self.captured is not None and self.captured.optimizer is not None
+        name = self.captured.counters.members(role.owner)[0]
+        rule = self.captured.optimizer.rule(name, self.model.get_parameter(name))
         return rule.states[role.key].fill or 0.0
 
     def _set_numbers(self) -> None:

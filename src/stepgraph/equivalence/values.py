@@ -3,40 +3,67 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from torch import nn
 
+from stepgraph.capture.loss import loss_of
+from stepgraph.capture.module import in_dtype
 from stepgraph.capture.optimizer import FIRST_STEP, group_numbers
+from stepgraph.capture.step import Source
 from stepgraph.capture.update import MAX_GRAD_NORM
 from stepgraph.equivalence.lockstep import Observer, run_lockstep
-from stepgraph.pipeline import StepRequest
+from stepgraph.planning.request import StepSettings
 from stepgraph.program import roles
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.program import Program, Value
 from stepgraph.program.randomness import seed_words
+from stepgraph.program.record import Results, without_buffers
 from stepgraph.program.shards import join, split
+from stepgraph.runtime.batches import LocalBatch, cut_micro_batches
+from stepgraph.torch_internals import pytree
+
+AS_USUAL = StepSettings()
 
 
 class GlobalValues:
-    """A global tensor for every input that a Program of this step may have.
+    """A global tensor for every input that a Program of this step may have; plain PyTorch on the same ones.
 
-    Parameters and buffers are the model's own, the batch is ``leaves``; optimizer states are made up
-    (small random values, a step count of 3), so that a program that ignores one is found out.
+    Parameters and buffers are the model's own; optimizer states are made up (small random values, a step
+    count of 3), so that a program that ignores one is found out. It is what references ask
+    (:class:`stepgraph.program.record.Values`).
+
+    Args:
+        source: model, loss and optimizer; the model is not changed.
+        batch: the global batch.
+        settings: of the step.
+        max_grad_norm: that gradients are clipped to.
+        seed: of what is made up.
     """
 
     def __init__(
-        self, request: StepRequest, leaves: list[Any], max_grad_norm: float | None, seed: int
+        self,
+        source: Source,
+        batch: LocalBatch,
+        settings: StepSettings = AS_USUAL,
+        max_grad_norm: float | None = None,
+        seed: int = 0,
     ) -> None:
-        model = request.model
+        model = source.model
         self.tensors: dict[roles.Input, torch.Tensor] = {
-            roles.Param(name): _whole(p.detach()) for name, p in model.named_parameters()
+            roles.Param(name): _full(p.detach()) for name, p in model.named_parameters()
         }
         self.tensors |= {roles.Buffer(name): b for name, b in model.named_buffers()}
-        self.request, self.leaves, self.max_grad_norm = request, leaves, max_grad_norm
-        self.micro_batch = request.micro_batches - 1  # the leaves are the last one's
+        self.source, self.batch, self.settings = source, batch, settings
+        self.max_grad_norm = max_grad_norm
+        self.pieces = cut_micro_batches(batch, settings.micro_batches)
+        self.leaves = list(self.pieces[-1])
+        self.micro_batch = settings.micro_batches - 1  # the leaves are the last one's
         self.random = torch.Generator().manual_seed(seed)
+        self.accumulating: Program | None = None  # what all micro-batches but the last run
 
     def of(self, role: roles.Input, value: Value) -> torch.Tensor:
         """The global tensor of one input."""
@@ -56,8 +83,8 @@ class GlobalValues:
                 return torch.tensor(self.max_grad_norm, dtype=value.dtype)
             case roles.Scalar(name):
                 group, _, number = name.partition(".")
-                assert self.request.optimizer is not None
-                numbers = group_numbers(self.request.optimizer.param_groups[int(group[5:])])
+                assert self.source.optimizer is not None
+                numbers = group_numbers(self.source.optimizer.param_groups[int(group[5:])])
                 return torch.tensor(numbers[number], dtype=value.dtype)
             case roles.OptimizerState(_, key) if key == FIRST_STEP:
                 return torch.zeros((), dtype=value.dtype)
@@ -68,15 +95,11 @@ class GlobalValues:
         made = torch.rand(value.shape, generator=self.random, dtype=torch.float32)
         return (made * 1e-3).to(value.dtype)  # about the size of gradients
 
-    def clear_accumulators(self) -> None:
-        """Starts a new accumulation."""
-        for role, tensor in self.tensors.items():
-            if isinstance(role, roles.Accumulator):
-                self.tensors[role] = torch.zeros_like(tensor)
-
     def execute(
         self,
         programs: Program | Sequence[Program],
+        replaced: Mapping[str, Any] | None = None,
+        inputs: Results | None = None,
         *,
         in_place: bool = False,
         observe: Observer | None = None,
@@ -84,17 +107,56 @@ class GlobalValues:
         """All global results of a Program (or of every rank's own).
 
         Args:
+            replaced: by stable name: ``f(node, arguments, keywords) -> value`` in place of an operation.
+            inputs: to run on in place of those that are given.
             in_place: the programs write their state; count what was written as results.
         """
         first = programs if isinstance(programs, Program) else programs[0]
-        mesh = first.mesh or MeshShape((("dp", 1),))
-        rows = list(zip(first.inputs, first.input_values, strict=True))
-        local = [self._cut(self.of(role, value), value, mesh) for role, value in rows]
-        results = run_lockstep(programs, list(zip(*local, strict=True)), observe)
+        local = self._local(first, inputs or {})
+        with torch.random.fork_rng(devices=[]):  # what draws from torch's generator draws alike
+            torch.manual_seed(0)
+            results = run_lockstep(programs, list(zip(*local, strict=True)), observe, replaced)
+        return self._whole(first, local, results, in_place)
+
+    def run_all(self, programs: Sequence[Program], codes: Sequence[Any]) -> dict[Any, torch.Tensor]:
+        """:meth:`execute` of what was made of every rank's Program, each rank a thread.
+
+        Args:
+            codes: from local inputs to local results; they write their state in place.
+        """
+        local = self._local(programs[0], {})
+        columns = [list(row) for row in zip(*local, strict=True)]
+        with ThreadPoolExecutor(len(codes)) as pool:
+            runs = [pool.submit(code, row) for code, row in zip(codes, columns, strict=True)]
+            results = [run.result() for run in runs]
+        outputs = [
+            i
+            for i, role in enumerate(programs[0].outputs)
+            if roles.written_input(role) not in programs[0].inputs
+        ]
+        return self._whole(programs[0], local, results, True, outputs)
+
+    def _local(self, program: Program, given: Results) -> list[list[torch.Tensor]]:
+        """Every rank's part of every input."""
+        mesh = program.mesh or MeshShape((("dp", 1),))
+        rows = zip(program.inputs, program.input_values, strict=True)
+        return [self._cut(given.get(r, self.of(r, value)), value, mesh) for r, value in rows]
+
+    def _whole(
+        self,
+        program: Program,
+        local: list[list[torch.Tensor]],
+        results: Sequence[Sequence[Any]],
+        in_place: bool,
+        outputs: Sequence[int] | None = None,
+    ) -> dict[Any, torch.Tensor]:
+        mesh = program.mesh or MeshShape((("dp", 1),))
         found: dict[Any, torch.Tensor] = {}
-        for index, (role, value) in enumerate(zip(first.outputs, first.output_values, strict=True)):
-            found[role] = _join([result[index] for result in results], value, mesh)
+        for place, index in enumerate(range(len(program.outputs)) if outputs is None else outputs):
+            parts = [result[place] for result in results]
+            found[program.outputs[index]] = _join(parts, program.output_values[index], mesh)
         if in_place:
+            rows = zip(program.inputs, program.input_values, strict=True)
             for (role, value), parts in zip(rows, local, strict=True):
                 for output in _replacing(role):
                     found[output] = _join(parts, value, mesh)
@@ -105,16 +167,95 @@ class GlobalValues:
             return [tensor.clone() for _ in range(mesh.world_size)]
         return split(tensor, value.placements, mesh)
 
-    def step_optimizer(self, results: dict[Any, torch.Tensor], program: Program) -> dict[Any, Any]:
+    # -- what references ask
+
+    def inside(self, program: Program, names: Any) -> tuple[Results, dict[str, torch.Tensor]]:
+        """:meth:`execute`, and the values of some operations by name."""
+        seen: dict[str, torch.Tensor] = {}
+
+        def observe(rank: int, node: Any, value: Any) -> None:
+            if node.meta.get("name") in names:
+                seen[node.meta["name"]] = value
+
+        return self.execute(program, observe=observe), seen
+
+    def given(self, program: Program) -> Results:
+        """The global tensors of a Program's inputs by role."""
+        rows = zip(program.inputs, program.input_values, strict=True)
+        return {role: self.of(role, value) for role, value in rows}
+
+    def eager(self) -> Results:
+        """Loss, gradients and written buffers of plain PyTorch on the last micro-batch."""
+        return self._plain(self.leaves)
+
+    def evaluated(self) -> Results:
+        """What the loss callable returns in evaluation mode, on the last micro-batch."""
+        model, batch = self._model_and_batch(self.leaves)
+        model.eval()
+        with torch.no_grad():
+            found = pytree.tree_leaves(self.source.loss(model, batch))
+        tensors = {roles.UserOutput(i): x for i, x in enumerate(found)}
+        return {role: x for role, x in tensors.items() if isinstance(x, torch.Tensor)}
+
+    def whole_batch(self, exact: bool) -> Results:
+        """Loss and gradients of plain PyTorch on the whole batch; not ``exact``: the mean over parts."""
+        if exact:
+            return without_buffers(self._plain(list(self.batch.leaves)))
+        each = [without_buffers(self._plain(leaves)) for leaves in self.pieces]
+        return {role: sum(e[role] for e in each) / len(each) for role in each[0]}  # type: ignore[misc]
+
+    def accumulate(self) -> None:
+        """Runs all micro-batches but the last on the program ``accumulate``, from nothing."""
+        assert self.accumulating is not None
+        for role, tensor in self.tensors.items():
+            if isinstance(role, roles.Accumulator):
+                self.tensors[role] = torch.zeros_like(tensor)
+        for leaves in self.pieces[:-1]:
+            self.leaves = list(leaves)
+            for role, value in self.execute(self.accumulating).items():
+                if isinstance(role, roles.NewAccumulator):
+                    self.tensors[roles.Accumulator(role.name)] = value
+        self.leaves = list(self.pieces[-1])
+
+    def clipped(self, gradients: Results) -> Results:
+        """Gradients as ``torch.nn.utils.clip_grad_norm_`` leaves them."""
+        leaves = {role: torch.zeros_like(v) for role, v in gradients.items()}
+        for role, leaf in leaves.items():
+            leaf.grad = gradients[role].clone()
+        torch.nn.utils.clip_grad_norm_(leaves.values(), self.max_grad_norm or 0.0)
+        return {role: leaf.grad for role, leaf in leaves.items() if leaf.grad is not None}
+
+    def _model_and_batch(self, leaves: Sequence[Any]) -> tuple[nn.Module, Any]:
+        model = copy.deepcopy(self.source.model)
+        compute = self.settings.precision.compute
+        for parameter in model.parameters():
+            parameter.data = in_dtype(parameter.data, compute)
+        cast = [in_dtype(x, compute) if isinstance(x, torch.Tensor) else x for x in leaves]
+        return model, pytree.tree_unflatten(cast, self.batch.tree)
+
+    def _plain(self, leaves: Sequence[Any]) -> Results:
+        model, batch = self._model_and_batch(leaves)
+        model.zero_grad(set_to_none=True)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            loss = loss_of(self.source.loss(model, batch))
+        loss.backward()
+        found: dict[Any, torch.Tensor] = {roles.Loss(): loss.detach()}
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                found[roles.Grad(name)] = parameter.grad
+        return found | {roles.NewBuffer(name): b for name, b in model.named_buffers()}
+
+    def stepped(self, results: Results, program: Program) -> Results:
         """New parameters and states after one step of the user's own optimizer class.
 
         Args:
             results: holds the gradients.
             program: has the optimizer states as inputs.
         """
-        optimizer = self.request.optimizer
+        optimizer = self.source.optimizer
         assert optimizer is not None
-        names = {id(p): name for name, p in self.request.model.named_parameters()}
+        names = {id(p): name for name, p in self.source.model.named_parameters()}
         states: dict[str, dict[str, torch.Tensor]] = {}
         for role, value in zip(program.inputs, program.input_values, strict=True):
             if isinstance(role, roles.OptimizerState):
@@ -168,6 +309,6 @@ def _replacing(role: roles.Input) -> list[roles.Output]:
     return []
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def _full(tensor: torch.Tensor) -> torch.Tensor:
     full = getattr(tensor, "full_tensor", None)
     return full() if full is not None else tensor

@@ -17,29 +17,34 @@ from torch import Tensor, fx
 from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from stepgraph.analysis.blocks import find_blocks
 from stepgraph.analysis.sums import Sums, decide_sums
 from stepgraph.capture.decompositions import decomposition_table
-from stepgraph.capture.passes.draw_seed import draw_seed
-from stepgraph.capture.passes.key_random_operations import key_random_operations
 from stepgraph.errors import CaptureError
 from stepgraph.graphwise.graph import OTHERS, GraphProgram
 from stepgraph.graphwise.lower import lower_graph
-from stepgraph.lowering.passes.bind_to_rank import bind_to_rank
-from stepgraph.lowering.passes.name_mesh_dims import name_mesh_dims
-from stepgraph.memory import presets as memory_policies
-from stepgraph.memory.passes.recompute_in_backward import recompute_in_backward
-from stepgraph.placement.passes.place_markers import place_markers
-from stepgraph.placement.passes.sum_over_ranks import sum_over_ranks
+from stepgraph.memory import apply as memory
+from stepgraph.memory.decide import decide_for_graph
+from stepgraph.pipeline import (
+    BOUND,
+    GRAPH_CAPTURED,
+    GRAPH_LOWERED,
+    GRAPH_PLACED,
+    GRAPH_SUMMED,
+    REMEMBERED,
+    SCHEDULED,
+)
+from stepgraph.placement.presets.named import gathers_again
+from stepgraph.planning.decisions import Decisions, LoweringDecision, PlacementDecision
+from stepgraph.planning.request import Request
+from stepgraph.planning.target import Target
 from stepgraph.program.driver import PassDriver
-from stepgraph.program.layout import MeshShape, Spread
+from stepgraph.program.layout import Spread
 from stepgraph.program.markers import UNSHARD
 from stepgraph.program.program import Program
-from stepgraph.schedule.passes.delay_waits import delay_waits
-from stepgraph.schedule.passes.merge_small_collectives import merge_small_collectives
+from stepgraph.schedule import apply as schedule
+from stepgraph.schedule.decide import decide as decide_schedule
 from stepgraph.torch_internals import graphs as dynamo
 
-ONE_PROCESS = MeshShape((("dp", 1),))
 OTHER_INPUTS = (
     "graphs: one is run with rows of the batch where it was compiled for none, or the other way: "
     "what it adds up may be too much, or each data-parallel rank's own"
@@ -48,27 +53,28 @@ OTHER_INPUTS = (
 
 @dataclass
 class GraphCompiler:
-    """Compiles the graphs of one module, one plan for all.
+    """Compiles the graphs of one module, one request for all.
 
     Attributes:
-        mesh, rank, groups: where this process stands, and its process groups by mesh dimension.
-        memory: the policy, for every graph.
-        gather_again: parameters are not kept for the backward.
+        request: names the policies, for every graph.
+        target: what they run on.
+        rank, groups: where this process stands, and its process groups by mesh dimension.
+        driver: of the passes.
         rows: of this rank's batch now, by which a graph's inputs are told to be rows of it.
-        programs: of the graphs so far, with their collectives, in the order they were captured.
+        programs: of the graphs so far, as this rank runs them, in the order they were captured.
+        decided: for each of them.
         known: how ranks have the batch's tensors and what graphs made, as far as it is known.
         evaluates: what runs now is an evaluation.
     """
 
-    mesh: MeshShape = ONE_PROCESS
+    request: Request
+    target: Target
     rank: int = 0
     groups: Mapping[str, str] = field(default_factory=dict)
-    memory: str = "none"
-    lowering: str = "inductor"
-    gather_again: bool = True
-    collectives_overlap: bool = False
+    driver: PassDriver = field(default_factory=PassDriver)
     rows: int = 0
     programs: list[Program] = field(default_factory=list)
+    decided: list[Decisions] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     known: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     evaluates: bool = False
@@ -84,7 +90,7 @@ class GraphCompiler:
         rows = 0 if backward else self.rows
         if dynamo.has_symbols(graph):
             self.note("a graph whose sizes are symbols is compiled as torch would")
-            return dynamo.compile_with_symbols(graph, examples, self.lowering)
+            return dynamo.compile_with_symbols(graph, examples, self.request.lowering)
         if (line := dynamo.write_into(graph, UNSHARD)) is not None:
             raise CaptureError(
                 "the forward writes into a parameter, of which it has a gathered copy",
@@ -94,7 +100,8 @@ class GraphCompiler:
         sources = dynamo.input_sources(graph)
 
         # What is compiled outlives this object, in dynamo's cache: it holds the settings alone.
-        own, lowering, overlap = weakref.ref(self), self.lowering, self.collectives_overlap
+        own, target = weakref.ref(self), self.target
+        lowering = LoweringDecision(self.request.lowering)
 
         places = [
             i
@@ -114,7 +121,7 @@ class GraphCompiler:
             return dynamo.part_joint_graph(joint, inputs, num_fwd_outputs, options)
 
         def lower(side: fx.GraphModule, inputs: Any) -> Callable:
-            return lower_graph(side, lowering, overlap)
+            return lower_graph(side, lowering, target)
 
         def alone(inference: fx.GraphModule, inputs: Any) -> Callable:
             rewrite(inference, len(inference.graph.output_node().args[0]))  # type: ignore[arg-type]
@@ -155,28 +162,30 @@ class GraphCompiler:
         rows: int,
         known: Mapping[int, Spread],
     ) -> Sums:
-        """Applies the plan to a graph's forward and backward."""
-        driver = PassDriver()
+        """Decides for a graph's forward and backward, and applies it."""
+        driver, request, mesh = self.driver, self.request, self.request.mesh
         described = GraphProgram(joint, results, sources, known, rows)
         program = described.program
-        program.mesh = self.mesh
-        program = driver.run(name_mesh_dims, program, self.groups)
-        program = driver.run(key_random_operations, program)
-        program = driver.run(draw_seed, program, self.rank)
-        program = driver.run(place_markers, program)
+        program.mesh = mesh
+        program = driver.through(GRAPH_CAPTURED, program, groups=self.groups, rank=self.rank)
+        program = driver.through(GRAPH_PLACED, program)
         sums = Sums()
-        if self.mesh.world_size > 1 and rows:
+        if mesh.world_size > 1 and rows:
             sums = decide_sums(program, rows, described.spread, described.unknown, self.evaluates)
             sums.written = {at: sums.results.get(i) for i, at in described.written.items()}
-            program = driver.run(sum_over_ranks, program, self.mesh, sums)
-        decision = memory_policies.decide(program, self.policy_of(program), self.gather_again)
-        program = driver.run(recompute_in_backward, program, decision)
+        program = driver.through(GRAPH_SUMMED, program, mesh=mesh, sums=sums)
+        again = gathers_again(request.placement, mesh)
+        keeps = decide_for_graph(program, request.memory, again)
+        program = memory.apply(program, keeps, REMEMBERED, driver)
+        runs = decide_schedule(program, request.schedule, self.target)
+        program = schedule.apply(program, runs, self.target, SCHEDULED, driver)
+        program = driver.through(BOUND, program, rank=self.rank)
         for note in program.notes:
             self.note(note)
         self.programs.append(program.copy())
-        program = driver.run(merge_small_collectives, program)
-        program = driver.run(bind_to_rank, program, self.rank, self.groups)
-        driver.run(delay_waits, program, self.collectives_overlap)
+        where = PlacementDecision(request.placement)
+        self.decided.append(Decisions(where, keeps, runs, LoweringDecision(request.lowering)))
+        driver.through(GRAPH_LOWERED, program, groups=self.groups)
         described.give_back()
         dynamo.tag_sides(joint)
         return sums
@@ -190,8 +199,3 @@ class GraphCompiler:
         """Adds a line to the report, once."""
         if text not in self.notes:
             self.notes.append(text)
-
-    def policy_of(self, program: Program) -> str:
-        """``layers:N`` where no block of this graph repeats: as the user's code has it."""
-        repeats = not self.memory.startswith("layers") or find_blocks(program)
-        return self.memory if repeats else "none"

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.lowering.lower import lower
+from stepgraph.lowering.apply import lower
+from stepgraph.planning.decisions import LoweringDecision
+from stepgraph.planning.target import Target
 from stepgraph.program.program import Program
 
 
-def lower_graph(graph: fx.GraphModule, lowering: str, collectives_overlap: bool) -> Callable:
+def lower_graph(graph: fx.GraphModule, lowering: LoweringDecision, target: Target) -> Callable:
     """Makes a forward, a backward or a graph without one executable.
 
     Args:
@@ -42,7 +44,7 @@ def lower_graph(graph: fx.GraphModule, lowering: str, collectives_overlap: bool)
         if index not in taken:
             graph.graph.erase_node(node)
     program = Program("graph", graph, [], [], [], [])
-    execute = lower(program, lowering, collectives_overlap)
+    execute = lower(program, lowering, target)
 
     def run(arguments: list) -> Sequence[Any]:
         given = list(arguments)

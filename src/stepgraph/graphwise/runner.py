@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from stepgraph.errors import CaptureError, PlanError, StepgraphError, UsageError
 from stepgraph.graphwise.compiled_autograd import WholeBackward
 from stepgraph.graphwise.compiler import GraphCompiler
 from stepgraph.graphwise.sharded_modules import Gathering, gather_where_read
-from stepgraph.placement.presets.named import for_own_update, gathers_again, stored_parameter
+from stepgraph.placement.presets.named import for_own_update, stored_parameter
 from stepgraph.program import roles
 from stepgraph.program.layout import Apart, blocks_of
 from stepgraph.program.program import Value
@@ -79,24 +80,16 @@ class GraphRunner:
                 do="remove the graph break, or use ddp or a zero stage",
             ) from reason
         compiler.report([f"captured graph by graph, because of {_first_line(reason)}"])
-        plan.placement = for_own_update(plan.placement)
+        plan = compiler.plan = plan.under(placement=for_own_update(plan.placement))
         self._store_parameters()
         ((mesh_dim, size),) = ranks.shape.dims
         self._group = ranks.groups.get(mesh_dim, "")
-        precision = compiler.precision
+        precision = compiler.settings.precision
         self._gathering = Gathering(
             size, self._group, mesh_dim, precision.compute, precision.reduce
         )
         gather_where_read(compiler.model, self._gathering)
-        self.graphs = GraphCompiler(
-            ranks.shape,
-            ranks.rank,
-            ranks.groups,
-            plan.memory,
-            plan.lowering,
-            gathers_again(plan.placement, ranks.shape),
-            ranks.collectives_overlap,
-        )
+        self.graphs = GraphCompiler(plan.request, ranks.target, ranks.rank, ranks.groups)
         self._function, self._entry = function, ""
         # What modules hold before there is a batch is no rows of one.
         held = [dict(vars(module)) for module in compiler.model.modules()]
@@ -123,8 +116,8 @@ class GraphRunner:
 
     def change(self, lowering: str, whole_backward: bool) -> None:
         """How graphs are lowered from here on, and whether a backward is one graph."""
-        if lowering != self.graphs.lowering:
-            self.graphs.lowering = lowering
+        if lowering != self.graphs.request.lowering:
+            self.graphs.request = replace(self.graphs.request, lowering=lowering)
             self._compiled = self._compile()
             self._by_hooks = {self._hooks: self._compiled}
             self._whole = None
@@ -192,7 +185,7 @@ class GraphRunner:
         Args:
             entry: the entry point that asks, for its statistics.
         """
-        compute = self.compiler.precision.compute
+        compute = self.compiler.settings.precision.compute
         cast = [in_dtype(x, compute) if isinstance(x, torch.Tensor) else x for x in leaves]
         tensors = [x for x in cast if isinstance(x, torch.Tensor)]
         self.graphs.rows = next((x.shape[0] for x in tensors if x.dim()), 0)
@@ -322,7 +315,9 @@ class GraphRunner:
                 ) from error
         self.compiler.report(self.graphs.notes[seen:])
         for number, program in enumerate(self.graphs.programs[made:], made):
-            self.compiler.programs[f"graph {number}"] = program
+            key, decided = f"graph {number}", self.graphs.decided[number]
+            self.compiler.programs[key] = program
+            self.compiler.plan = self.compiler.plan.with_decisions(key, decided)
         return compiled
 
 

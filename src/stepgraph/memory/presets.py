@@ -26,7 +26,8 @@ from stepgraph.program.program import FORWARD, Program
 
 aten = torch.ops.aten
 
-POLICIES = ("none", "full", "layers:N")
+NONE = "none"
+POLICIES = (NONE, "full", "layers:N")
 
 
 def parse_policy(policy: str) -> tuple[str, int]:
@@ -45,7 +46,7 @@ def parse_policy(policy: str) -> tuple[str, int]:
     raise UsageError(f"unknown memory policy {policy!r}", do=near_misses(policy, POLICIES))
 
 
-def decide(program: Program, policy: str, gather_again: bool = True) -> MemoryDecision:
+def decide_by_preset(program: Program, policy: str, gather_again: bool) -> MemoryDecision:
     """Which forward values of a (placed) Program are recomputed.
 
     Args:
@@ -58,7 +59,8 @@ def decide(program: Program, policy: str, gather_again: bool = True) -> MemoryDe
         MemoryPolicyError: ``layers:N`` where no block repeats.
     """
     name, every = parse_policy(policy)
-    decision = MemoryDecision(policy)
+    recompute: dict[str, int] = {}
+    notes: list[str] = []
     nodes = list(program.operations(FORWARD))
     regions: list[list[fx.Node]] = list(_checkpoint_regions(nodes))
     taken = {node for region in regions for node in region}
@@ -71,14 +73,15 @@ def decide(program: Program, policy: str, gather_again: bool = True) -> MemoryDe
             )
         if not blocks:
             blocks = [Block(0, len(nodes))]
-            decision.notes.append("memory 'full': no block repeats, the whole forward is one block")
+            notes.append("memory 'full': no block repeats, the whole forward is one block")
         for block in blocks[every - 1 :: every]:
             regions.append([n for n in nodes[block.start : block.stop] if n not in taken])
     for number, region in enumerate(regions):
         for node in _not_crossing(region, program):
-            decision.recompute[node.meta["name"]] = number
-    _regather(program, decision, gather_again)
-    return decision
+            recompute[node.meta["name"]] = number
+    for name in _gathered(program, gather_again):
+        recompute.setdefault(name, -1)
+    return MemoryDecision(policy, recompute, tuple(notes))
 
 
 def _checkpoint_regions(nodes: list[fx.Node]) -> Iterable[list[fx.Node]]:
@@ -122,7 +125,7 @@ def _draws(node: fx.Node) -> bool:
     return "dropout_p" not in names or asked.get("dropout_p", 0.0) != 0.0
 
 
-def _regather(program: Program, decision: MemoryDecision, parameters_too: bool) -> None:
+def _gathered(program: Program, parameters_too: bool) -> list[str]:
     """What was gathered, and what is only a view, copy or cast of it, is not kept: ranks have parts."""
     rows = zip(program.placeholders, program.inputs, strict=True)
     parameters = {node for node, role in rows if isinstance(role, roles.Param)}
@@ -135,7 +138,7 @@ def _regather(program: Program, decision: MemoryDecision, parameters_too: bool) 
             again |= _renames(node) and node.all_input_nodes[0] in chain
         if again:
             chain.add(node)
-            decision.recompute.setdefault(node.meta["name"], -1)
+    return [node.meta["name"] for node in program.operations(FORWARD) if node in chain]
 
 
 def _renames(node: fx.Node) -> bool:

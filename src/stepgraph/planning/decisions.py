@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from stepgraph.planning.table import Table, freeze
 from stepgraph.program.layout import Placements
 
 
@@ -16,17 +17,19 @@ class OperationPlacement:
     outputs: tuple[Placements | None, ...]
 
 
-@dataclass
-class PlacementDecision:
-    """Where every value of one Program lives.
+@dataclass(frozen=True)
+class Reason:
+    """Why a solver chose what it chose: placements as text, and what each of the two costs."""
 
-    Keys are role labels (``Param(lm_head.weight)``) for inputs and outputs, and stable names for
-    operations. ``unruled`` lists operators that no rule could place: they are replicated. ``notes`` go
-    into the report. ``reasons`` say, by the same names, why a solver chose what it chose: ``chosen`` and
-    ``runner_up`` (placements as text, or None), ``cost_ms`` and ``runner_up_cost_ms``. ``optimality_gap``:
-    what the solver certified, 0.0 where the decision is optimal; None for a preset. ``held_bytes``: what it
-    counted against its memory limit, for whoever sets the next one; it goes into no file.
-    """
+    chosen: str
+    cost_ms: float | None = None
+    runner_up: str | None = None
+    runner_up_cost_ms: float | None = None
+
+
+@dataclass
+class PlacementDraft:
+    """A :class:`PlacementDecision` while it is made."""
 
     preset: str
     inputs: dict[str, Placements] = field(default_factory=dict)
@@ -34,22 +37,104 @@ class PlacementDecision:
     operations: dict[str, OperationPlacement] = field(default_factory=dict)
     unruled: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    reasons: dict[str, dict[str, Any]] = field(default_factory=dict)
+    reasons: dict[str, Reason] = field(default_factory=dict)
+    batch_dims: dict[str, tuple[int, int]] = field(default_factory=dict)
     optimality_gap: float | None = None
     held_bytes: int = 0
+    views_apart: bool = False
+
+    def decision(self) -> PlacementDecision:
+        """What it has come to."""
+        return PlacementDecision(**vars(self))
 
 
-@dataclass
+@dataclass(frozen=True)
+class PlacementDecision:
+    """Where every value of one Program lives.
+
+    Keys are role labels (``Param(lm_head.weight)``) for inputs and outputs, and stable names for
+    operations.
+
+    Attributes:
+        preset: the policy that decided.
+        unruled: operators that no rule could place: they are replicated.
+        notes: go into the report.
+        reasons: by the same names, why a solver chose what it chose.
+        batch_dims: of random operations: the dimension that is the batch, and its blocks.
+        optimality_gap: what the solver certified, 0.0 where the decision is optimal; None for a preset.
+        held_bytes: what the solver counted against its memory limit, for whoever sets the next one.
+        views_apart: each reader of a view has one of its own.
+    """
+
+    preset: str
+    inputs: Mapping[str, Placements] = Table()
+    outputs: Mapping[str, Placements] = Table()
+    operations: Mapping[str, OperationPlacement] = Table()
+    unruled: Mapping[str, str] = Table()
+    notes: tuple[str, ...] = ()
+    reasons: Mapping[str, Reason] = Table()
+    batch_dims: Mapping[str, tuple[int, int]] = Table()
+    optimality_gap: float | None = None
+    held_bytes: int = 0
+    views_apart: bool = False
+
+    def __post_init__(self) -> None:
+        freeze(self)
+
+
+@dataclass(frozen=True)
 class MemoryDecision:
     """Which forward values are not kept for the backward.
 
-    ``recompute`` maps a stable name to the number of the block it is recomputed in; values that are
-    not named are saved. ``regather`` names gathered parameters that are gathered again instead.
+    ``recompute`` maps a stable name to the number of the block it is recomputed in (-1: it is gathered
+    again); values that are not named are saved.
     """
 
     policy: str
-    recompute: dict[str, int] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    recompute: Mapping[str, int] = Table()
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        freeze(self)
+
+
+@dataclass(frozen=True)
+class ScheduleDecision:
+    """When each collective runs, and when gradients become updates; all in stable names.
+
+    Attributes:
+        policy: that decided.
+        buckets: collectives of the placed Program that run as one flat one.
+        updates: values that the update reads -> the operation behind which it may start with them. None:
+            updates stay behind the backward.
+        waits: waits -> the operation before which they complete.
+    """
+
+    policy: str
+    buckets: tuple[tuple[str, ...], ...] = ()
+    updates: Mapping[str, str] | None = None
+    waits: Mapping[str, str] = Table()
+
+    def __post_init__(self) -> None:
+        freeze(self)
+
+
+@dataclass(frozen=True)
+class LoweringDecision:
+    """How a Program executes: the name of a lowering; why not by the one that was asked for."""
+
+    name: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """The four decisions for one Program of a step; None: not decided yet."""
+
+    placement: PlacementDecision
+    memory: MemoryDecision | None = None
+    schedule: ScheduleDecision | None = None
+    lowering: LoweringDecision | None = None
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from stepgraph.planning.decisions import MemoryDecision, ScheduleDecision
 from stepgraph.planning.folding import fold
 from stepgraph.planning.placements import show_operation
 from stepgraph.program.layout import Placements, show
@@ -24,16 +25,15 @@ _RESULTS = ("Loss", "Grad(", "UserOutput(", "ModuleResult(", "Saved(")
 def difference(mine: Plan, theirs: Plan) -> str:
     """``mine -> theirs`` for everything that differs, one line each; empty where nothing does."""
     lines = []
-    for name in ("mesh", "placement", "memory", "schedule", "lowering"):
-        lines += _changed(name, getattr(mine, name), getattr(theirs, name))
-    if mine.settings is not None and theirs.settings is not None:
-        for name in vars(mine.settings):
-            lines += _changed(name, getattr(mine.settings, name), getattr(theirs.settings, name))
+    asked = (mine.request, theirs.request), (mine.request.step, theirs.request.step)
+    for one, other in asked:
+        for name in [n for n in vars(one) if n != "step"]:
+            lines += _changed(name, getattr(one, name), getattr(other, name))
     if mine.fingerprint is not None and theirs.fingerprint is not None:
         lines += [f"model: {text}" for text in mine.fingerprint.differences(theirs.fingerprint)]
-    lines += _programs("program", mine.placements, theirs.placements)
-    for key in mine.placements.keys() & theirs.placements.keys():
-        here, there = mine.placements[key], theirs.placements[key]
+    lines += _programs("program", mine.decisions, theirs.decisions)
+    for key in mine.decisions.keys() & theirs.decisions.keys():
+        here, there = mine.decisions[key].placement, theirs.decisions[key].placement
         for kind, starts in _INPUTS.items():
             lines += _values(
                 f"{key} {kind}", _starting(here.inputs, starts), _starting(there.inputs, starts)
@@ -47,16 +47,34 @@ def difference(mine: Plan, theirs: Plan) -> str:
             {name: show_operation(o) for name, o in here.operations.items()},
             {name: show_operation(o) for name, o in there.operations.items()},
         )
-    for key in mine.recomputation.keys() & theirs.recomputation.keys():
-        here, there = mine.recomputation[key].recompute, theirs.recomputation[key].recompute
-        for text, names in (
-            ("no longer recomputed", here.keys() - there.keys()),
-            ("recomputed only then", there.keys() - here.keys()),
-        ):
-            if names:
-                lines.append(f"{key}: {len(names)} values {text}: {_show_names(names, 2)}")
+        lines += _kept(key, mine.decisions[key].memory, theirs.decisions[key].memory)
+        lines += _scheduled(key, mine.decisions[key].schedule, theirs.decisions[key].schedule)
     lines += _predicted(mine, theirs)
     return "\n".join(lines)
+
+
+def _kept(key: str, mine: MemoryDecision | None, theirs: MemoryDecision | None) -> list[str]:
+    if mine is None or theirs is None:
+        return []
+    here, there = mine.recompute.keys(), theirs.recompute.keys()
+    rows = (("no longer recomputed", here - there), ("recomputed only then", there - here))
+    return [
+        f"{key}: {len(names)} values {text}: {_show_names(names, 2)}"
+        for text, names in rows
+        if names
+    ]
+
+
+def _scheduled(
+    key: str, mine: ScheduleDecision | None, theirs: ScheduleDecision | None
+) -> list[str]:
+    if mine is None or theirs is None or mine == theirs:
+        return []
+    lines = []
+    if mine.buckets != theirs.buckets:
+        lines.append(f"{key}: {len(mine.buckets)} -> {len(theirs.buckets)} flat collectives")
+    lines += _values(f"{key} updates start behind", mine.updates or {}, theirs.updates or {})
+    return lines + _values(f"{key} collectives complete before", mine.waits, theirs.waits)
 
 
 def _changed(name: str, mine: object, theirs: object) -> list[str]:

@@ -39,7 +39,7 @@ def explain(plan: Plan, value: str) -> str:
         UsageError: no value has this name; the message lists near misses.
     """
     parts = []
-    for key, decision in plan.placements.items():
+    for key, decision in _placements(plan).items():
         for name in _find(decision, value):
             parts.append(_explain_one(plan, key, decision, name))
     if not parts:
@@ -50,7 +50,7 @@ def explain(plan: Plan, value: str) -> str:
 def overview(plan: Plan) -> str:
     """How values are named, with examples, for someone who does not know what to ask for."""
     lines = [f"plan {plan.placement} on mesh {plan.mesh}, memory {plan.memory}"]
-    for key, decision in plan.placements.items():
+    for key, decision in _placements(plan).items():
         lines.append(
             f"program {key}: {len(decision.inputs)} inputs, {len(decision.operations)} operations, "
             f"{len(decision.outputs)} outputs"
@@ -88,6 +88,7 @@ def _explain_one(plan: Plan, key: str, decision: PlacementDecision, name: str) -
     rows += [("read as", text) for text in map(_show_reads, facts.reads)]
     rows += _chosen(decision, name)
     rows += _memory(plan, key, name)
+    rows += _schedule(plan, key, name)
     rows += [("moves", text) for text in map(_show_moves, facts.moves)]
     for reader in _casts(facts):
         cast = plan.values[key].get(reader, ValueFacts(""))
@@ -148,10 +149,10 @@ def _chosen(decision: PlacementDecision, name: str) -> list[tuple[str, str]]:
     reason = decision.reasons.get(name)
     if reason is None:
         return [("chosen", f"by the preset {decision.preset}, which has no alternatives")]
-    rows = [("chosen", f"{reason['chosen']}{_cost(reason['cost_ms'])}")]
-    if reason["runner_up"] is None:
+    rows = [("chosen", f"{reason.chosen}{_cost(reason.cost_ms)}")]
+    if reason.runner_up is None:
         return [*rows, ("instead", "there was no other choice")]
-    return [*rows, ("instead", f"{reason['runner_up']}{_cost(reason['runner_up_cost_ms'])}")]
+    return [*rows, ("instead", f"{reason.runner_up}{_cost(reason.runner_up_cost_ms)}")]
 
 
 def _cost(ms: float | None) -> str:
@@ -159,8 +160,8 @@ def _cost(ms: float | None) -> str:
 
 
 def _memory(plan: Plan, key: str, name: str) -> list[tuple[str, str]]:
-    decision = plan.recomputation.get(key)
-    if decision is None or name not in plan.placements[key].operations:
+    decision = plan.decisions[key].memory
+    if decision is None or name not in plan.decisions[key].placement.operations:
         return []
     if ".backward" in name or ".optimizer" in name:
         return []
@@ -172,13 +173,23 @@ def _memory(plan: Plan, key: str, name: str) -> list[tuple[str, str]]:
     return [("memory", f"recomputed in the backward, in block {block}")]
 
 
+def _schedule(plan: Plan, key: str, name: str) -> list[tuple[str, str]]:
+    decision = plan.decisions[key].schedule
+    start = None if decision is None or decision.updates is None else decision.updates.get(name)
+    return [("schedule", f"its update may start behind {start}")] if start else []
+
+
+def _placements(plan: Plan) -> dict[str, PlacementDecision]:
+    return {key: decided.placement for key, decided in plan.decisions.items()}
+
+
 def _casts(facts: ValueFacts) -> list[str]:
     return [name for reads in facts.reads for name in reads.first if _CAST.search(name)]
 
 
 def _near_misses(plan: Plan, value: str) -> str:
     names = []
-    for decision in plan.placements.values():
+    for decision in _placements(plan).values():
         for group in (decision.inputs, decision.operations, decision.outputs):
             names += [_bare(name) for name in group]
     names = list(dict.fromkeys(names))

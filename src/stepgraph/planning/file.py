@@ -8,25 +8,37 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from stepgraph.cost.predict import Prediction
 from stepgraph.errors import PlanError, UsageError
-from stepgraph.planning.decisions import MemoryDecision, OperationPlacement, PlacementDecision
+from stepgraph.planning.decisions import (
+    Decisions,
+    LoweringDecision,
+    MemoryDecision,
+    OperationPlacement,
+    PlacementDecision,
+    Reason,
+    ScheduleDecision,
+)
 from stepgraph.planning.facts import Moves, Reads, ValueFacts
 from stepgraph.planning.fingerprint import Fingerprint
 from stepgraph.planning.folding import as_seen, fold_by, layer_of, seen_from
 from stepgraph.planning.placements import parse_operation, parse_placements, show_operation
 from stepgraph.planning.plan import Plan
 from stepgraph.planning.reading import LARGEST_FILE, Item, MalformedError, check_plain, read_json
-from stepgraph.planning.settings import Settings
+from stepgraph.planning.request import Precision, Request, StepSettings
+from stepgraph.planning.table import Table
 from stepgraph.program.layout import MeshShape, Placements, show
 
-VERSION = 2
+VERSION = 3
 _MOST_MESH_DIMS, _MOST_RANKS = 8, 2**20
 _MOST_BLOCKS = 2**20
-_REASON = ("chosen", "cost_ms", "runner_up", "runner_up_cost_ms")
+_DTYPES = {_name: getattr(torch, _name) for _name in ("bfloat16", "float16", "float32", "float64")}
 
 
 def save_plan(plan: Plan, path: Path) -> None:
@@ -58,8 +70,7 @@ def load_plan(path: Path) -> Plan:
         ) from error
     except OSError as error:
         raise PlanError(f"{path} cannot be read", why=str(error)) from error
-    plan.final = True
-    return plan
+    return replace(plan, final=True)
 
 
 def plan_from_json(data: Any) -> Plan:
@@ -81,41 +92,71 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
     """The plan as plain data."""
     data: dict[str, Any] = {
         "version": VERSION,
-        "mesh": [list(dim) for dim in plan.mesh.dims],
-        "placement": plan.placement,
-        "memory": plan.memory,
-        "schedule": plan.schedule,
-        "lowering": plan.lowering,
-        "notes": plan.notes,
-        "placements": {key: _write_placement(d) for key, d in plan.placements.items()},
-        "recomputation": {
-            key: {"policy": d.policy, "recompute": _write_blocks(d.recompute), "notes": d.notes}
-            for key, d in plan.recomputation.items()
-        },
+        "request": _write_request(plan.request),
+        "notes": list(plan.notes),
+        "decisions": {key: _write_decisions(decided) for key, decided in plan.decisions.items()},
         "values": {key: _write_facts(facts) for key, facts in plan.values.items()},
     }
     if plan.fingerprint is not None:
         data["fingerprint"] = vars(plan.fingerprint) | {"frozen": list(plan.fingerprint.frozen)}
-    if plan.settings is not None:
-        data["settings"] = dict(vars(plan.settings))
     if plan.predicted is not None:
         data["predicted"] = plan.predicted.to_json()
     return data
 
 
-def _write_placement(decision: PlacementDecision) -> dict[str, Any]:
-    reasons = {
-        name: tuple(reason[key] for key in _REASON) for name, reason in decision.reasons.items()
+def _write_request(request: Request) -> dict[str, Any]:
+    step, precision = request.step, request.step.precision
+    return vars(request) | {
+        "mesh": [list(dim) for dim in request.mesh.dims],
+        "step": vars(step)
+        | {"precision": {name: _dtype_name(dtype) for name, dtype in vars(precision).items()}},
     }
+
+
+def _dtype_name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _write_decisions(decided: Decisions) -> dict[str, Any]:
+    data: dict[str, Any] = {"placement": _write_placement(decided.placement)}
+    if (memory := decided.memory) is not None:
+        data["memory"] = {
+            "policy": memory.policy,
+            "recompute": _write_blocks(memory.recompute),
+            "notes": list(memory.notes),
+        }
+    if (schedule := decided.schedule) is not None:
+        updates = None if schedule.updates is None else _write_points(schedule.updates)
+        data["schedule"] = {
+            "policy": schedule.policy,
+            "buckets": [list(names) for names in schedule.buckets],
+            "updates": updates,
+            "waits": _write_points(schedule.waits),
+        }
+    if decided.lowering is not None:
+        data["lowering"] = vars(decided.lowering)
+    return data
+
+
+def _write_points(points: Mapping[str, str]) -> dict[str, Any]:
+    """Operations -> those that they are told to keep to, as seen from their own layer."""
+    return fold_by({name: seen_from(point, layer_of(name)[1]) for name, point in points.items()})
+
+
+def _write_placement(decision: PlacementDecision) -> dict[str, Any]:
+    reasons = {name: tuple(vars(reason).values()) for name, reason in decision.reasons.items()}
     return {
         "preset": decision.preset,
         "inputs": fold_by(_shown(decision.inputs)),
         "outputs": fold_by(_shown(decision.outputs)),
         "operations": fold_by({name: show_operation(o) for name, o in decision.operations.items()}),
         "unruled": decision.unruled,
-        "notes": decision.notes,
+        "notes": list(decision.notes),
         "reasons": [[*reason, names] for reason, names in fold_by(reasons).items()],
+        "batch_dims": {name: list(dims) for name, dims in decision.batch_dims.items()},
         "optimality_gap": decision.optimality_gap,
+        "held_bytes": decision.held_bytes,
+        "views_apart": decision.views_apart,
     }
 
 
@@ -163,27 +204,83 @@ def _read_plan(data: Item) -> Plan:
             f"plan version {version} cannot be read, only {VERSION}",
             do="make the plan again with this version of stepgraph",
         )
-    mesh = _read_mesh(data.field("mesh"))
-    predicted = data.optional("predicted")
-    settings = data.optional("settings")
-    fingerprint = data.optional("fingerprint")
+    request = _read_request(data.field("request"))
+    predicted, fingerprint = data.optional("predicted"), data.optional("fingerprint")
     return Plan(
-        placement=data.field("placement").text(),
-        mesh=mesh,
-        memory=data.field("memory").text(),
-        schedule=data.field("schedule").text(),
-        lowering=data.field("lowering").text(),
-        placements={
-            key: _read_placement(item, mesh) for key, item in data.field("placements").fields()
-        },
-        recomputation={
-            key: _read_memory(item) for key, item in data.field("recomputation").fields()
+        request,
+        decisions={
+            key: _read_decisions(item, request.mesh)
+            for key, item in data.field("decisions").fields()
         },
         fingerprint=None if fingerprint is None else _read_fingerprint(fingerprint),
-        settings=None if settings is None else _read_settings(settings),
         predicted=None if predicted is None else _read_prediction(predicted),
-        notes=data.field("notes").texts(),
-        values={key: _read_facts(item) for key, item in data.field("values").fields()},
+        notes=tuple(data.field("notes").texts()),
+        values={key: Table(_read_facts(item)) for key, item in data.field("values").fields()},
+    )
+
+
+def _read_request(item: Item) -> Request:
+    step, budget = item.field("step"), item.optional("memory_budget")
+    optimizer, precision = step.optional("optimizer"), step.field("precision")
+    return Request(
+        item.field("placement").text(),
+        _read_mesh(item.field("mesh")),
+        item.field("memory").text(),
+        item.field("schedule").text(),
+        item.field("lowering").text(),
+        StepSettings(
+            None if optimizer is None else optimizer.text(),
+            step.field("micro_batches").integer(1),
+            step.field("clip").truth(),
+            Precision(_read_dtype(precision, "compute"), _read_dtype(precision, "reduce")),
+            step.field("seed").integer(-(2**63)),
+        ),
+        item.field("device").text(),
+        {name: shown.type() for name, shown in item.field("batch").fields()},
+        None if budget is None else budget.integer(1),
+        {name: wanted.text() for name, wanted in item.field("constraints").fields()},
+    )
+
+
+def _read_dtype(item: Item, name: str) -> torch.dtype | None:
+    found = item.optional(name)
+    if found is None:
+        return None
+    if found.text() not in _DTYPES:
+        known = ", ".join(_DTYPES)
+        raise found.refuse(f"{found.text()[:40]!r} is no floating-point type; known: {known}")
+    return _DTYPES[found.text()]
+
+
+def _read_decisions(item: Item, mesh: MeshShape) -> Decisions:
+    memory, schedule = item.optional("memory"), item.optional("schedule")
+    lowering = item.optional("lowering")
+    return Decisions(
+        _read_placement(item.field("placement"), mesh),
+        None if memory is None else _read_memory(memory),
+        None if schedule is None else _read_schedule(schedule),
+        None
+        if lowering is None
+        else LoweringDecision(lowering.field("name").text(), lowering.field("reason").text()),
+    )
+
+
+def _read_schedule(item: Item) -> ScheduleDecision:
+    updates = item.optional("updates")
+    return ScheduleDecision(
+        item.field("policy").text(),
+        tuple(tuple(names.texts()) for names in item.field("buckets").items()),
+        None if updates is None else _read_points(updates),
+        _read_points(item.field("waits")),
+    )
+
+
+def _read_points(item: Item) -> Table[str, str]:
+    """The inverse of :func:`_write_points`."""
+    return Table(
+        (name, as_seen(point, layer_of(name)[1]))
+        for point, names in item.fields()
+        for name in names.names()
     )
 
 
@@ -216,13 +313,13 @@ def _read_placement(item: Item, mesh: MeshShape) -> PlacementDecision:
 
     reasons = {}
     for row in item.field("reasons").items():
-        *_, names = cells = row.items(len(_REASON) + 1)
-        reason = {
-            "chosen": cells[0].text(),
-            "cost_ms": _number(cells[1]),
-            "runner_up": None if cells[2].value is None else cells[2].text(),
-            "runner_up_cost_ms": _number(cells[3]),
-        }
+        *_, names = cells = row.items(5)
+        reason = Reason(
+            cells[0].text(),
+            _number(cells[1]),
+            None if cells[2].value is None else cells[2].text(),
+            _number(cells[3]),
+        )
         reasons |= dict.fromkeys(names.names(), reason)
     gap = item.optional("optimality_gap")
     return PlacementDecision(
@@ -231,10 +328,18 @@ def _read_placement(item: Item, mesh: MeshShape) -> PlacementDecision:
         _read_groups(item.field("outputs"), placements),
         _read_groups(item.field("operations"), operation),
         {name: target.text() for name, target in item.field("unruled").fields()},
-        item.field("notes").texts(),
+        tuple(item.field("notes").texts()),
         reasons,
+        {name: _pair(dims) for name, dims in item.field("batch_dims").fields()},
         None if gap is None else gap.number(),
+        item.field("held_bytes").integer(0),
+        item.field("views_apart").truth(),
     )
+
+
+def _pair(item: Item) -> tuple[int, int]:
+    dim, blocks = item.items(2)
+    return dim.integer(0, 64), blocks.integer(1)
 
 
 def _on(mesh: MeshShape, placements: Placements) -> Placements:
@@ -272,7 +377,8 @@ def _read_memory(item: Item) -> MemoryDecision:
         for pattern in patterns.patterns(layers=len(pairs)):
             head, _, tail = pattern.partition("*")
             recompute |= {f"{head}{layer}{tail}": block for layer, block in numbers}
-    return MemoryDecision(item.field("policy").text(), recompute, item.field("notes").texts())
+    notes = tuple(item.field("notes").texts())
+    return MemoryDecision(item.field("policy").text(), recompute, notes)
 
 
 def _block(text: str, item: Item) -> int:
@@ -286,21 +392,6 @@ def _read_fingerprint(item: Item) -> Fingerprint:
         {name: shown.type() for name, shown in item.field("parameters").fields()},
         {name: shown.type() for name, shown in item.field("buffers").fields()},
         tuple(item.field("frozen").texts()),
-    )
-
-
-def _read_settings(item: Item) -> Settings:
-    dtype, optimizer = item.optional("compute_dtype"), item.optional("optimizer")
-    budget = item.optional("memory_budget")
-    return Settings(
-        item.field("device").text(),
-        {name: shown.type() for name, shown in item.field("batch").fields()},
-        None if dtype is None else dtype.text(),
-        None if optimizer is None else optimizer.text(),
-        None if budget is None else budget.integer(1),
-        {name: wanted.text() for name, wanted in item.field("constraints").fields()},
-        item.field("micro_batches").integer(1),
-        item.field("clip").truth(),
     )
 
 

@@ -1,69 +1,114 @@
 """The Plan: the four decisions for the programs of one training step, as data.
 
-A plan made from a preset starts without decisions about single values; compiling fills them in, and
-compiling again replays them. :mod:`stepgraph.planning.file` has its JSON.
+A plan made from a preset starts without decisions; :func:`stepgraph.pipeline.decide` gives a new one that
+holds them, and a second compilation replays it. :mod:`stepgraph.planning.file` has its JSON.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from torch import nn
 
 from stepgraph.cost.predict import Prediction
 from stepgraph.errors import PlanError
-from stepgraph.planning.decisions import MemoryDecision, OperationPlacement, PlacementDecision
+from stepgraph.planning.decisions import Decisions, OperationPlacement
 from stepgraph.planning.facts import ValueFacts
 from stepgraph.planning.fingerprint import Fingerprint
-from stepgraph.planning.settings import Settings
+from stepgraph.planning.misfit import misfit
+from stepgraph.planning.request import Request
+from stepgraph.planning.table import Table, freeze
 from stepgraph.program import roles
 from stepgraph.program.layout import MeshShape, Placements, show
 from stepgraph.program.program import Program
 
-AUTO = "auto"  # a placement or memory policy that is found, not named
+Kind = TypeVar("Kind", bound="Plan")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Plan:
-    """The four decisions.
+    """The four decisions, and the request that they answer.
 
-    ``placement``, ``memory``, ``schedule`` and ``lowering`` name the policies; ``placements`` and
-    ``recomputation`` hold what they decided, per program (``step``, ``accumulate``; a second form of
-    a program, with other parameters frozen say, is ``step#2``). ``final``: a program that the
-    decisions do not fit is an error, not decided afresh; so are plans of files and of
-    ``stepgraph.plan``.
-
-    A plan of ``stepgraph.plan`` also knows the ``fingerprint`` of its model, the ``settings`` it was made
-    for, what is ``predicted``, ``notes`` on how it came about, and, per program, what is to be told of
-    ``values`` by name.
+    Attributes:
+        request: names the policies, the mesh and the step.
+        decisions: per program (``step``, ``accumulate``; a second form of a program, with other parameters
+            frozen say, is ``step#2``).
+        final: a program that the decisions do not fit is an error, not decided afresh; so are plans of
+            files and of ``stepgraph.plan``.
+        fingerprint: of the model that it was made for.
+        predicted: what a step takes, where that was asked for.
+        notes: on how it came about.
+        values: what is to be told of values, by program and name.
     """
 
-    placement: str
-    mesh: MeshShape
-    memory: str = "none"
-    schedule: str = "none"
-    lowering: str = "inductor"
-    placements: dict[str, PlacementDecision] = field(default_factory=dict)
-    recomputation: dict[str, MemoryDecision] = field(default_factory=dict)
+    request: Request
+    decisions: Mapping[str, Decisions] = Table()
     final: bool = False
     fingerprint: Fingerprint | None = None
-    settings: Settings | None = None
     predicted: Prediction | None = None
-    notes: list[str] = field(default_factory=list)
-    values: dict[str, dict[str, ValueFacts]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    values: Mapping[str, Mapping[str, ValueFacts]] = Table()
+
+    def __post_init__(self) -> None:
+        freeze(self)
 
     @property
-    def reasons(self) -> dict[str, dict[str, Any]]:
-        """Why a solver chose what it chose, by value: ``chosen``, ``cost_ms``, ``runner_up``, its cost.
+    def mesh(self) -> MeshShape:
+        """Names and sizes of its dimensions."""
+        return self.request.mesh
 
-        Empty for a preset, which has no alternatives.
-        """
-        found: dict[str, dict[str, Any]] = {}
-        for decision in self.placements.values():
-            found |= decision.reasons
+    @property
+    def placement(self) -> str:
+        """Name of the placement policy."""
+        return self.request.placement
+
+    @property
+    def memory(self) -> str:
+        """Name of the memory policy."""
+        return self.request.memory
+
+    @property
+    def schedule(self) -> str:
+        """Name of the schedule policy."""
+        return self.request.schedule
+
+    @property
+    def lowering(self) -> str:
+        """Name of the lowering."""
+        return self.request.lowering
+
+    @property
+    def reasons(self) -> dict[str, Any]:
+        """Why a solver chose what it chose, by value; empty for a preset, which has no alternatives."""
+        found: dict[str, Any] = {}
+        for decided in self.decisions.values():
+            found |= decided.placement.reasons
         return found
+
+    def under(self: Kind, **policies: Any) -> Kind:
+        """The plan for another request: what the change does not touch stays decided.
+
+        Args:
+            policies: fields of :class:`Request`.
+        """
+        request = replace(self.request, **policies)
+        if request == self.request:
+            return self
+        kept = {key: decided for key, decided in self.decisions.items()}
+        changed = {name for name, value in policies.items() if value != getattr(self.request, name)}
+        if changed - {"memory", "schedule", "lowering"}:
+            kept = {}
+        for name in ("memory", "schedule", "lowering"):
+            if name in changed:  # what comes behind it follows from it
+                dropped = dict.fromkeys(_BEHIND[name])
+                kept = {key: replace(decided, **dropped) for key, decided in kept.items()}
+        return replace(self, request=request, decisions=Table(kept), predicted=None)
+
+    def with_decisions(self: Kind, key: str, decided: Decisions) -> Kind:
+        """The plan that also holds the decisions for a program."""
+        return replace(self, decisions=Table({**self.decisions, key: decided}))
 
     def check_model(self, model: nn.Module) -> None:
         """Compares a model with the one that this plan was made for, where it is known.
@@ -74,19 +119,18 @@ class Plan:
         if self.final and self.fingerprint is not None:
             self.fingerprint.check(model)
 
-    def find_placement(self, program: Program) -> str | None:
+    def key_of(self, program: Program) -> str | None:
         """The key of the decisions that fit a global Program, or None where there are none.
 
         Raises:
             PlanError: the plan is final, and what it says of this program does not fit.
         """
-        from stepgraph.planning.fit import misfit
-
         wanted = _named_values(program)
         problem = ""
-        for key, decision in self.placements.items():
+        for key, decided in self.decisions.items():
             if key.split("#")[0] != program.name:
                 continue
+            decision = decided.placement
             held = {*decision.inputs, *decision.outputs, *decision.operations}
             if wanted == held:
                 problem = misfit(decision, program, self.mesh) if self.final else ""
@@ -96,7 +140,7 @@ class Plan:
             missing, unknown = sorted(wanted - held), sorted(held - wanted)
             problem = f"the plan lacks {missing[:3]}, and has {unknown[:3]}, which the step has not"
         if problem and self.final:
-            made = f"; it was made for {self.settings.show()}" if self.settings else ""
+            made = f"; it was made for {self.request.show()}" if self.request.device else ""
             raise PlanError(
                 f"the plan's decisions for program {program.name!r} do not fit this model",
                 why=problem + made,
@@ -104,27 +148,18 @@ class Plan:
             )
         return None
 
-    def parameters(self) -> dict[str, Placements]:
-        """Where the programs decided so far store parameters, by name."""
-        found: dict[str, Placements] = {}
-        for decision in self.placements.values():
-            for label, placements in decision.inputs.items():
-                if label.startswith("Param("):
-                    found[label[len("Param(") : -1]] = placements
-        return found
-
     def inputs(self) -> dict[str, Placements]:
         """Where the programs decided so far store their inputs, by label."""
         found: dict[str, Placements] = {}
-        for decision in self.placements.values():
-            found |= decision.inputs
+        for decided in self.decisions.values():
+            found |= decided.placement.inputs
         return found
 
     def operations(self) -> dict[str, OperationPlacement]:
         """How the programs decided so far place operations, by stable name."""
         found: dict[str, OperationPlacement] = {}
-        for decision in self.placements.values():
-            found |= decision.operations
+        for decided in self.decisions.values():
+            found |= decided.placement.operations
         return found
 
     def first_placed(self) -> str:
@@ -137,48 +172,24 @@ class Plan:
 
     def new_key(self, name: str) -> str:
         """A free key for the decisions of a program."""
-        number = 1 + sum(key.split("#")[0] == name for key in self.placements)
+        number = 1 + sum(key.split("#")[0] == name for key in self.decisions)
         return name if number == 1 else f"{name}#{number}"
 
-    def diff(self, other: Plan) -> str:
-        """What ``other`` decides otherwise, grouped; empty where nothing differs."""
-        from stepgraph.planning.difference import difference
 
-        return difference(self, other)
+_BEHIND = {
+    "memory": ("memory", "schedule"),
+    "schedule": ("schedule",),
+    "lowering": ("lowering",),
+}
 
-    def save(self, path: str | Path) -> None:
-        """Writes the plan as JSON."""
-        from stepgraph.planning.file import save_plan
 
-        save_plan(self, Path(path))
+def preset_plan(placement: str, mesh: MeshShape, **policies: Any) -> Plan:
+    """A plan that names policies, and holds no decision yet.
 
-    @staticmethod
-    def load(path: str | Path) -> Plan:
-        """Reads a plan file; the plan is final.
-
-        Raises:
-            PlanError: not a plan, malformed, of another version, or too large.
-        """
-        from stepgraph.planning.file import load_plan
-
-        return load_plan(Path(path))
-
-    def to_json(self) -> dict[str, Any]:
-        """The plan as plain data."""
-        from stepgraph.planning.file import plan_to_json
-
-        return plan_to_json(self)
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> Plan:
-        """The plan that :meth:`to_json` wrote.
-
-        Raises:
-            PlanError: malformed, or of another version.
-        """
-        from stepgraph.planning.file import plan_from_json
-
-        return plan_from_json(data)
+    Args:
+        policies: other fields of :class:`Request`.
+    """
+    return Plan(Request(placement, mesh, **policies))
 
 
 def _named_values(program: Program) -> set[str]:

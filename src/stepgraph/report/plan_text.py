@@ -27,8 +27,8 @@ def plan_summary(plan: Plan, model: str = "") -> str:
     ranks = plan.mesh.world_size
     lines = [f"{heading}{plan.mesh} ({ranks} rank{'s' if ranks > 1 else ''}): "]
     lines[0] += f"{plan.placement}, memory {plan.memory}"
-    if plan.settings is not None:
-        lines.append(f"  {plan.settings.show()}")
+    if plan.request.device:
+        lines.append(f"  {plan.request.show()}")
     if plan.predicted is not None:
         lines += _step(plan, plan.predicted)
         lines += _memory(plan, plan.predicted)
@@ -74,12 +74,12 @@ def _memory(plan: Plan, predicted: Prediction) -> list[str]:
 
 def capacity_of(plan: Plan) -> int | None:
     """Bytes that a rank may use: the budget, or what the device has; None where it is not known."""
-    if plan.settings is None:
+    if not plan.request.device:
         return None
-    if plan.settings.memory_budget is not None:
-        return plan.settings.memory_budget
+    if plan.request.memory_budget is not None:
+        return plan.request.memory_budget
     try:
-        return find_device(plan.settings.device).capacity
+        return find_device(plan.request.device).capacity
     except UsageError:
         return None
 
@@ -98,7 +98,11 @@ def _collectives(predicted: Prediction) -> list[str]:
 
 def _placements(plan: Plan) -> list[str]:
     groups: dict[tuple[str, str], int] = {}
-    stored = plan.parameters()
+    stored = {
+        label[len("Param(") : -1]: placements
+        for label, placements in plan.inputs().items()
+        if label.startswith("Param(")
+    }
     names = plan.fingerprint.parameters if plan.fingerprint is not None else stored
     for name in names:
         if name not in stored:  # tied to another
@@ -128,17 +132,17 @@ def _and_more(count: int, of: str) -> list[str]:
 
 def _work(plan: Plan) -> int:
     """Tokens, or rows, of one step: of the first tensor of the batch."""
-    shapes = [] if plan.settings is None else list(plan.settings.batch.values())
+    shapes = [] if not plan.request.device else list(plan.request.batch.values())
     match = _SHAPE.match(shapes[0]) if shapes else None
-    if match is None or plan.settings is None:
+    if match is None or not plan.request.device:
         return 0
     sizes = [int(size) for size in match[2].split(",") if size.strip()]
     counted = sizes if match[1].startswith("int") else sizes[:1]
-    return math.prod(counted) * plan.settings.micro_batches if sizes else 0
+    return math.prod(counted) * plan.request.step.micro_batches if sizes else 0
 
 
 def _counted(plan: Plan) -> str:
-    shapes = [] if plan.settings is None else list(plan.settings.batch.values())
+    shapes = [] if not plan.request.device else list(plan.request.batch.values())
     return "tokens" if shapes and shapes[0].startswith("int") else "rows"
 
 
@@ -201,7 +205,8 @@ def ranked(rows: Sequence[tuple[Plan, bool]]) -> list[tuple[Plan, bool]]:
 def plan_page(plan: Plan, model: str = "") -> str:
     """The plan as one HTML page without links to anything: the summary, and every value's placement."""
     rows = []
-    for key, decision in plan.placements.items():
+    for key, decided in plan.decisions.items():
+        decision = decided.placement
         for kind, placed in (("input", decision.inputs), ("output", decision.outputs)):
             rows += [(key, kind, name, show(p)) for name, p in placed.items()]
         for name, operation in decision.operations.items():

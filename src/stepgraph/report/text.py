@@ -23,13 +23,12 @@ def collective_counts(program: Program) -> dict[tuple[str, str], dict[str, int]]
     return {key: {"count": counts[key], "bytes": sizes[key]} for key in counts}
 
 
-def engine_report(
-    plan: Plan, programs: dict[str, Program], notes: list[str], stats: Any, micro_batches: int
-) -> str:
+def engine_report(plan: Plan, programs: dict[str, Program], notes: list[str], stats: Any) -> str:
     """Plan, programs, collectives, memory, compilations and fallbacks."""
+    batches = plan.request.step.micro_batches
     lines = [
         f"stepgraph: plan {plan.placement} on mesh {plan.mesh}, memory {plan.memory}, "
-        f"schedule {plan.schedule}, lowering {plan.lowering}, micro-batches {micro_batches}",
+        f"schedule {plan.schedule}, lowering {plan.lowering}, micro-batches {batches}",
         f"  {stats.steps} steps, {stats.compiles} compilations "
         f"({stats.compile_seconds:.1f} s), {len(stats.recompiles)} of them again",
     ]

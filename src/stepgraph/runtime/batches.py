@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,12 @@ class LocalBatch:
             if isinstance(leaf, torch.Tensor)
         ]
         return ", ".join(parts)
+
+
+def in_turn(pieces: Sequence[Any]) -> Iterator[tuple[str, int, Any]]:
+    """(program, number, micro-batch) in the order they run: ``accumulate`` for all but the last."""
+    for number, piece in enumerate(pieces):
+        yield "step" if number == len(pieces) - 1 else "accumulate", number, piece
 
 
 def flatten_batch(batch: Any, device: torch.device) -> LocalBatch:

@@ -6,25 +6,19 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from stepgraph.capture.module import BatchSpec, LossFunction
-from stepgraph.capture.optimizer import FunctionalOptimizer
-from stepgraph.capture.precision import AS_IT_IS, Precision
 from stepgraph.capture.refusals import check_hooks, check_parameter_hooks
+from stepgraph.capture.step import Capture, Captured, Source
 from stepgraph.errors import StrictError, UsageError, name_a_few
-from stepgraph.pipeline import (
-    StepRequest,
-    compile_evaluation,
-    compile_gradients,
-    compile_step,
-    compile_update,
-)
-from stepgraph.planning.plan import AUTO, Plan
+from stepgraph.pipeline import Made, capture_of, make
+from stepgraph.placement.decide import reduces_each_micro_batch
+from stepgraph.planning.plan import Plan
+from stepgraph.planning.request import StepSettings
 from stepgraph.program import roles
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.program import Program
@@ -41,7 +35,6 @@ from stepgraph.torch_internals import hooks, pytree
 log = logging.getLogger("stepgraph")
 
 MAX_SHAPES = 8
-Result = TypeVar("Result")
 _COUNTED_APART = "parameters that were updated together at every step no longer are"
 
 
@@ -58,15 +51,18 @@ class Compiler:
     plan: Plan
     ranks: Ranks
     state: State
-    micro_batches: int = 1
     max_grad_norm: float | None = None
-    precision: Precision = AS_IT_IS
     strict: bool = False
     max_shapes: int = MAX_SHAPES
     as_module: bool = False
     stats: Stats = field(default_factory=Stats)
     programs: dict[str, Program] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def settings(self) -> StepSettings:
+        """What the step is."""
+        return self.plan.request.step
 
     def __post_init__(self) -> None:
         self._parameters = list(self.model.parameters())
@@ -134,16 +130,15 @@ class Compiler:
             if reason is not None:
                 before_compiling(self, "optimizer_step", reason)
             with self.counting(reason):
-                request = self._request(BatchSpec((), (), pytree.tree_structure(())))
-                driver = PassDriver()
-                program, functional = compile_update(request, driver, names, self.state.device)
-                self._updates[key] = self._lower("update", program, functional, driver)
+                capture = self._capture(BatchSpec((), (), pytree.tree_structure(())))
+                compiled, _ = self._made(lambda: capture.update(names, self.state.device))
+                self._updates[key] = compiled["update"]
         return self._updates[key]
 
     def change_lowering(self, name: str) -> None:
         """What is compiled from here on is lowered so; programs of the split use are made anew."""
         if name != self.plan.lowering:
-            self.plan.lowering = name
+            self.plan = self.plan.under(lowering=name)
             self._compiled.pop("gradients", None)
             self._updates.clear()
 
@@ -177,87 +172,77 @@ class Compiler:
         if reason is not None:
             self.stats.recompiles.append(reason)
 
-    def _request(self, spec: Any, micro_batches: int = 1) -> StepRequest:
-        return StepRequest(
-            self.model,
-            self.loss,
-            spec,
-            self.plan,
-            self.optimizer,
-            micro_batches,
-            self.max_grad_norm is not None,
-            self.precision,
-            self.state.counters,
-        )
+    def _capture(self, spec: BatchSpec, step: StepSettings | None = None) -> Capture:
+        source = Source(self.model, self.loss, spec, self.optimizer, self.state.counters)
+        return capture_of(source, step or self.settings)
 
     def _compile(self, name: str, batch: LocalBatch) -> Compiled:
-        micro = self.micro_batches if name == "step" else 1
-        request = self._request(global_spec(batch, micro, self.ranks.shape.data_size), micro)
-        driver = PassDriver()
+        step, mesh = self.settings, self.ranks.shape
+        if name != "step":
+            step = replace(step, micro_batches=1)
+        capture = self._capture(global_spec(batch, step.micro_batches, mesh.data_size), step)
         if name == "step":
-            compiled = self._decided(lambda: compile_step(request, driver))
-            self.report(compiled.notes)
-            lowered = {
-                part: self._lower(part, program, compiled.optimizer, driver)
-                for part, program in compiled.programs.items()
-            }
-            return Compiled(lowered)
+            reduces = reduces_each_micro_batch(self.plan.placement, mesh)
+            return Compiled(self._made(lambda: capture.step(reduces))[0])
         if name == "gradients":
-            program, tree, notes = self._decided(
-                lambda: compile_gradients(request, driver, self.as_module)
-            )
-            self.report(notes)
-            self._prepare(name, program, None)
-            forward, backward = lower_in_two(
-                program, self.plan.lowering, self.ranks, self.state, driver
-            )
-            split = SplitProgram(forward, backward, self.state)
-            return Compiled({"forward": forward, "backward": backward}, tree, split)
-        if self.as_module:
-            program, tree = self._decided(
-                lambda: compile_evaluation(request, driver, as_module=True)
-            )
-        else:
-            with evaluation_mode(self.model):
-                program, tree = self._decided(lambda: compile_evaluation(request, driver))
-        self.report(program.notes)
-        return Compiled({name: self._lower(name, program, None, driver)}, tree)
+            sides, captured = self._made(lambda: capture.gradients(self.as_module), in_two=True)
+            split = SplitProgram(sides["forward"], sides["backward"], self.state)
+            return Compiled(sides, captured.tree, split)
+        mode = contextlib.nullcontext() if self.as_module else evaluation_mode(self.model)
+        with mode:
+            programs, captured = self._made(lambda: capture.evaluation(self.as_module))
+        return Compiled(programs, captured.tree)
 
-    def _decided(self, compile: Callable[[], Result]) -> Result:
-        """Compiles; where a solver decides, the first rank does, and the others replay its decisions.
+    def _made(
+        self, capture: Callable[[], Captured], in_two: bool = False
+    ) -> tuple[dict[str, LoweredProgram], Captured]:
+        """Captures, decides, applies and lowers; ``in_two``: forward and backward each by itself."""
+        driver = PassDriver()
+        captured, made = self._decided(capture, driver)
+        self.plan = made.plan
+        notes = [note for program in made.programs.values() for note in program.notes]
+        self.report([*captured.notes, *dict.fromkeys(notes)])
+        lowered: dict[str, LoweredProgram] = {}
+        for name, program in made.programs.items():
+            inputs = dict(zip(program.inputs, program.input_values, strict=True))
+            self.state.prepare(inputs, captured.optimizer, self.max_grad_norm)
+            self.programs[name] = program
+            decision = made.decided[name].lowering
+            assert decision is not None
+            where = (self.ranks, self.state, driver)
+            if in_two:
+                lowered["forward"], lowered["backward"] = lower_in_two(program, decision, *where)
+            else:
+                lowered[name] = lower_for_rank(program, decision, *where)
+        return lowered, captured
+
+    def _decided(
+        self, capture: Callable[[], Captured], driver: PassDriver
+    ) -> tuple[Captured, Made]:
+        """Where a solver decides, the first rank does, and the others replay its decisions.
 
         Machines need not have been measured alike, nor be equally fast.
         """
-        plan = self.plan
-        if plan.placement != AUTO or self.ranks.shape.world_size == 1:
-            return compile()
+
+        def make_all() -> tuple[Captured, Made]:
+            captured = capture()
+            where = (self.ranks.target, self.ranks.rank)
+            return captured, make(captured.programs, self.plan, *where, driver=driver)
+
+        if not self.plan.request.searches or self.ranks.shape.world_size == 1:
+            return make_all()
         if self.ranks.rank:
             decisions = from_first_rank(None)
             if decisions is not None:  # else it raised, and so will this rank
-                plan.placements, plan.recomputation = decisions
-            return compile()
+                self.plan = replace(self.plan, decisions=decisions)
+            return make_all()
         decisions = None
         try:
-            result = compile()
-            decisions = (plan.placements, plan.recomputation)
-            return result
+            captured, made = make_all()
+            decisions = made.plan.decisions
+            return captured, made
         finally:
             from_first_rank(decisions)
-
-    def _prepare(self, name: str, program: Program, functional: FunctionalOptimizer | None) -> None:
-        inputs = dict(zip(program.inputs, program.input_values, strict=True))
-        self.state.prepare(inputs, functional, self.max_grad_norm)
-        self.programs[name] = program
-
-    def _lower(
-        self,
-        name: str,
-        program: Program,
-        functional: FunctionalOptimizer | None,
-        driver: PassDriver,
-    ) -> LoweredProgram:
-        self._prepare(name, program, functional)
-        return lower_for_rank(program, self.plan.lowering, self.ranks, self.state, driver)
 
     def report(self, notes: list[str]) -> None:
         """Says what falls back, once.

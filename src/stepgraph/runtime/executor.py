@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
-from stepgraph.lowering.final import final_form
-from stepgraph.lowering.lower import Executable, lower
+from stepgraph.lowering.apply import lower
 from stepgraph.lowering.partition import forward_and_backward
+from stepgraph.lowering.record import Executable
+from stepgraph.pipeline import executed
+from stepgraph.planning.decisions import LoweringDecision
 from stepgraph.program import roles
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.program import Program
@@ -56,33 +58,29 @@ class LoweredProgram:
 
 
 def lower_for_rank(
-    program: Program, lowering: str, ranks: Ranks, state: State, driver: PassDriver
+    program: Program, decision: LoweringDecision, ranks: Ranks, state: State, driver: PassDriver
 ) -> LoweredProgram:
-    """Lowers a placed Program for this rank and collects its inputs from the state.
+    """Lowers a bound Program for this rank and collects its inputs from the state.
 
     The Program that is passed in stays as it is: it is what ``engine.programs`` shows.
     """
-    final = _bound(program, ranks, driver)
-    return _executable(program, final, lowering, ranks, state)
+    final = executed(program, ranks.groups, driver)
+    return _executable(program, final, decision, ranks, state)
 
 
 def lower_in_two(
-    program: Program, lowering: str, ranks: Ranks, state: State, driver: PassDriver
+    program: Program, decision: LoweringDecision, ranks: Ranks, state: State, driver: PassDriver
 ) -> tuple[LoweredProgram, LoweredProgram]:
     """:func:`lower_for_rank`, forward and backward each by itself."""
-    sides = forward_and_backward(_bound(program, ranks, driver))
-    forward, backward = (_executable(program, side, lowering, ranks, state) for side in sides)
+    sides = forward_and_backward(executed(program, ranks.groups, driver))
+    forward, backward = (_executable(program, side, decision, ranks, state) for side in sides)
     return forward, backward
 
 
-def _bound(program: Program, ranks: Ranks, driver: PassDriver) -> Program:
-    return final_form(program, ranks.rank, ranks.groups, ranks.collectives_overlap, driver)
-
-
 def _executable(
-    program: Program, final: Program, lowering: str, ranks: Ranks, state: State
+    program: Program, final: Program, decision: LoweringDecision, ranks: Ranks, state: State
 ) -> LoweredProgram:
-    execute = lower(final, lowering, ranks.collectives_overlap)
+    execute = lower(final, decision, ranks.target)
     arguments: list[Any] = []
     batch: list[tuple[int, int]] = []
     others: list[tuple[int, roles.Input]] = []

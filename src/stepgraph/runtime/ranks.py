@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from stepgraph import torch_internals
 from stepgraph.errors import BatchError, MeshError
+from stepgraph.planning.target import Target, usual_target
 from stepgraph.program.layout import MeshShape
 from stepgraph.runtime.scheduling import communication_first
 
@@ -59,15 +60,9 @@ class Ranks:
     owns_group: bool
 
     @property
-    def collectives_overlap(self) -> bool:
-        """Whether several collectives may be in flight at once.
-
-        On an accelerator its streams order them. Where collectives run on threads of the host, several
-        in flight corrupt the heap (torch 2.13; ``benchmarks/collectives_in_flight.py`` shows it
-        without stepgraph).
-        """
-        accelerator = torch.accelerator.current_accelerator()
-        return accelerator is not None and accelerator.type == self.device_mesh.device_type
+    def target(self) -> Target:
+        """What this rank's programs run on."""
+        return usual_target(self.device_mesh.device_type)
 
 
 def join_ranks(mesh: str | DeviceMesh | None, device: torch.device) -> Ranks:
@@ -182,9 +177,7 @@ def agree_on(tensors: list[torch.Tensor], ranks: Ranks) -> None:
     """Gives every rank the first rank's values, in place."""
     if ranks.shape.world_size == 1:
         return
-    pending = [
-        dist.broadcast(tensor, src=0, async_op=ranks.collectives_overlap) for tensor in tensors
-    ]
+    pending = [dist.broadcast(tensor, src=0, async_op=ranks.target.overlaps) for tensor in tensors]
     for work in pending:
         if work is not None:  # a synchronous one has ended
             work.wait()

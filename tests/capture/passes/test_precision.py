@@ -7,7 +7,7 @@ from torch import nn
 from stepgraph.capture.module import capture, default_loss
 from stepgraph.capture.passes.cast_parameters import cast_parameters
 from stepgraph.capture.passes.reduce_gradients_in import reduce_gradients_in
-from stepgraph.capture.precision import Precision
+from stepgraph.planning.request import Precision
 from stepgraph.program import roles
 from tests.support import assert_bitwise, assert_golden, mlp, regression_batch, spec_of, values
 

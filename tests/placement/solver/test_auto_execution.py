@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from stepgraph.planning.settings import Settings
 from torch import nn
 
 from stepgraph.equivalence.check import check_model
 from stepgraph.planning.plan import Plan
-from stepgraph.planning.settings import Settings
 from stepgraph.runtime.ranks import parse_mesh
 from tests.equivalence.random_programs import Case, cases, check_case
 from tests.equivalence.random_programs import run_case as run_plan

@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch._inductor.config
 import torch.distributed as dist
+from stepgraph.lowering.lower import lower
 from torch import nn
 from torch._inductor.graph import GraphLowering
 
 from stepgraph import torch_internals
-from stepgraph.lowering.lower import lower
 from stepgraph.lowering.passes.bind_to_rank import bind_to_rank
 from stepgraph.lowering.passes.write_state_in_place import write_state_in_place
 from stepgraph.program.collectives import is_collective

@@ -7,15 +7,25 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from stepgraph.capture.precision import Precision, cast, replace_gradients
+from stepgraph.capture.precision import cast, replace_gradients
+from stepgraph.planning.request import AS_IT_IS, Precision
 from stepgraph.program import roles
 from stepgraph.program.build import Builder, ShapeRunner
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import FORWARD, Program, Value
+from stepgraph.program.record import program_pass
 
 aten = torch.ops.aten
 
 
+@program_pass(
+    reads="``Param`` inputs, ``Grad`` outputs",
+    writes=(
+        "a cast of each parameter of another type, where it is first read (so it belongs to "
+        "what a memory policy recomputes) and in front of any gather, so that the smaller "
+        "type travels"
+    ),
+)
 def cast_parameters(
     program: Program, masters: Mapping[str, torch.dtype], precision: Precision, accumulate: bool
 ) -> Program:
@@ -26,11 +36,9 @@ def cast_parameters(
         masters: the types that parameters are stored in, by name.
         precision: of the step.
         accumulate: over micro-batches, in the type of the stored parameter.
-
-    reads: ``Param`` inputs, ``Grad`` outputs. writes: a cast of each parameter of another type, where it is
-    first read (so it belongs to what a memory policy recomputes) and in front of any gather, so that the
-    smaller type travels. preserves: every result, bitwise.
     """
+    if precision == AS_IT_IS:
+        return program
     runner = ShapeRunner(program.graph)
     rows = list(zip(program.placeholders, program.inputs, strict=True))
     position = {node: i for i, node in enumerate(program.graph.nodes)}

@@ -10,6 +10,7 @@ from stepgraph.program import roles
 from stepgraph.program.build import Builder
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import OPTIMIZER, Program, Value
+from stepgraph.program.record import SUMMATION, Results, Values, program_pass
 
 aten = torch.ops.aten
 
@@ -17,15 +18,27 @@ aten = torch.ops.aten
 _TINY = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm it divides by
 
 
-def clip_gradients(program: Program) -> Program:
+def _expected(values: Values, before: Program, after: Program, clip: bool) -> Results:
+    """As ``torch.nn.utils.clip_grad_norm_`` leaves gradients."""
+    results = values.execute(before)
+    gradients = {role: v for role, v in results.items() if isinstance(role, roles.Grad)}
+    return {**results, **values.clipped(gradients)} if clip else results
+
+
+@program_pass(
+    reads="``Grad`` outputs",
+    writes="optimizer operations; the input ``Scalar(max_grad_norm)``",
+    preserves=SUMMATION,
+    reference=_expected,
+)
+def clip_gradients(program: Program, clip: bool) -> Program:
     """Scales all gradients so that their global 2-norm is at most the input ``max_grad_norm``.
 
     The formula is that of ``torch.nn.utils.clip_grad_norm_``; the squares are summed so that sharded
     gradients cost one reduction of one number.
-
-    reads: ``Grad`` outputs. writes: optimizer operations; the input ``Scalar(max_grad_norm)``.
-    preserves: the loss.
     """
+    if not clip:
+        return program
     emit = Builder(program, OPTIMIZER)
     gradients = {
         role: node

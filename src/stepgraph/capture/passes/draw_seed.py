@@ -8,6 +8,7 @@ from stepgraph.program import roles
 from stepgraph.program.build import Builder
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import FORWARD, Program
+from stepgraph.program.record import DISTRIBUTION, program_pass
 
 aten = torch.ops.aten
 
@@ -15,12 +16,13 @@ aten = torch.ops.aten
 _APART = 0x9E3779B97F4A7  # ranks whose generators are alike draw words that differ
 
 
+@program_pass(
+    reads="the input ``Seed``",
+    writes="the operation that draws it, other words on every rank",
+    preserves=DISTRIBUTION,
+)
 def draw_seed(program: Program, rank: int) -> Program:
-    """The seed of a graph's random operations comes out of torch's generator, once a forward.
-
-    reads: the input ``Seed``. writes: the operation that draws it, other words on every rank. preserves:
-    that masks are the same where they are recomputed: the seed is kept.
-    """
+    """The seed of a graph's random operations comes out of torch's generator, once a forward."""
     if roles.Seed() not in program.inputs:
         return program
     index = program.inputs.index(roles.Seed())

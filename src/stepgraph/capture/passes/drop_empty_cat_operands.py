@@ -7,16 +7,19 @@ from torch import fx
 
 from stepgraph.capture.passes.drop_identities import lie_alike
 from stepgraph.program.program import Program
+from stepgraph.program.record import program_pass
 
 aten = torch.ops.aten
 
 
+@program_pass(
+    reads="shapes",
+    writes="arguments of ``cat``",
+)
 def drop_empty_cat_operands(program: Program) -> Program:
     """Concatenations forget operands of no elements (an empty key-value cache).
 
     One operand is left where it does not lie in memory as the result does: views of that follow.
-
-    reads: shapes. writes: arguments of ``cat``. preserves: every result, bitwise.
     """
     for node in list(program.operations()):
         if node.target is not aten.cat.default:

@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from stepgraph.program.program import Program
+from stepgraph.program.record import program_pass
 
 aten = torch.ops.aten
 
@@ -30,12 +31,12 @@ def lie_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and one.stride() == other.stride()
 
 
+@program_pass(
+    reads="the operator",
+    writes="arguments",
+)
 def drop_identities(program: Program) -> Program:
-    """Readers of ``detach``, ``alias`` and functional copies read what those were taken of.
-
-    reads: the operator. writes: arguments. preserves: every result, bitwise (the Program is
-    functional, so an alias is its source).
-    """
+    """Readers of ``detach``, ``alias`` and functional copies read what those were taken of."""
     for node in list(program.operations()):
         if node.target in IDENTITIES:
             node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]

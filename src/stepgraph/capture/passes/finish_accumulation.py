@@ -6,25 +6,49 @@ import torch
 from torch import fx
 
 from stepgraph.capture.accumulation import accumulate, node_named, replace_boundary_by_one
-from stepgraph.capture.passes.start_backward_at_one import start_backward_at_one
 from stepgraph.planning.decisions import Normalisation
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import BACKWARD, OPTIMIZER, Program
+from stepgraph.program.record import SUMMATION, Results, Values, program_pass
 
 aten = torch.ops.aten
 
 
-def finish_accumulation(program: Program, normalisation: Normalisation, count: int) -> Program:
+def _expected(
+    values: Values,
+    before: Program,
+    after: Program,
+    normalisation: Normalisation | None,
+    micro_batches: int,
+) -> Results | None:
+    """The whole batch at once, in plain PyTorch; or the mean over micro-batches."""
+    if normalisation is None:
+        return values.execute(before)
+    if roles.Seed() in after.inputs:
+        return None  # plain PyTorch draws other numbers
+    values.accumulate()
+    return values.whole_batch(normalisation.exact)
+
+
+@program_pass(
+    reads="``Grad`` and ``Loss`` outputs",
+    writes="inputs ``Accumulator``; the loss's tail, moved behind the last sum",
+    preserves=SUMMATION,
+    reference=_expected,
+)
+def finish_accumulation(
+    program: Program, normalisation: Normalisation | None, micro_batches: int
+) -> Program:
     """Adds the last micro-batch and turns totals into the loss and gradients of the whole batch.
 
     Args:
-        count: number of micro-batches; a mean over each becomes the mean over all.
-
-    reads: ``Grad`` and ``Loss`` outputs. writes: inputs ``Accumulator``; the loss's tail, moved behind
-    the last sum. preserves: the result of the whole batch where ``normalisation.exact``.
+        normalisation: of the loss; None: there is one batch, and nothing to finish.
+        micro_batches: a mean over each becomes the mean over all.
     """
+    if normalisation is None:
+        return program
     boundary = node_named(program, normalisation.boundary)
     if boundary is not None:
         replace_boundary_by_one(program, boundary, normalisation)
@@ -35,7 +59,7 @@ def finish_accumulation(program: Program, normalisation: Normalisation, count: i
     for name, kind in normalisation.totals.items():
         total = sums[f"total:{name}"]
         if kind == "avg":
-            total = emit(aten.div.Scalar, total, count)
+            total = emit(aten.div.Scalar, total, micro_batches)
         totals[by_name[name]] = total
     tail = _move_tail(program, normalisation, totals)
     loss = program.result(roles.Loss())
@@ -52,11 +76,11 @@ def finish_accumulation(program: Program, normalisation: Normalisation, count: i
                 same = factor.meta["val"].dtype == dtype
                 scale = factor if same else emit(aten._to_copy.default, factor, dtype=dtype)
                 total = emit(aten.mul.Tensor, total, scale)
-            node = emit(aten.div.Scalar, total, count) if averaged else total
+            node = emit(aten.div.Scalar, total, micro_batches) if averaged else total
         results.append(loss if isinstance(role, roles.Loss) else node)
     program.graph.output_node().args = (tuple(results),)
     name_operations(program.graph)
-    return start_backward_at_one(program.finish())
+    return program.finish()
 
 
 def _move_tail(

@@ -10,18 +10,20 @@ from torch import fx
 from stepgraph.program.build import Builder
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
+from stepgraph.program.record import program_pass
 
 aten = torch.ops.aten
 
 
+@program_pass(
+    reads="constants made of counters",
+    writes="``index`` and the views around it",
+)
 def index_rows_in_place(program: Program) -> Program:
     """``x[arange(rows)[:, None], columns]`` becomes ``x[:, columns]``: row b stays on its rank.
 
     An index that counts the rows of a batch, ``0 .. rows - 1``, selects every row once, in order; said
     with an index tensor it looks like a gather across the batch, which would be communicated.
-
-    reads: constants made of counters. writes: ``index`` and the views around it. preserves: every
-    result, bitwise.
     """
     for node in list(program.operations()):
         if node.target is not aten.index.Tensor:

@@ -21,15 +21,18 @@ from stepgraph.program.build import Builder
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program, Value
 from stepgraph.program.randomness import BITS, EXPONENTIAL, NORMAL, RANDOM
+from stepgraph.program.record import DISTRIBUTION, program_pass
 
 aten = torch.ops.aten
 
 
+@program_pass(
+    reads="operators tagged random",
+    writes="the input ``Seed``; ``random`` and arithmetic in their place",
+    preserves=DISTRIBUTION,
+)
 def key_random_operations(program: Program) -> Program:
     """Every random operation becomes a function of the seed, the step and its own name.
-
-    reads: operators tagged random. writes: the input ``Seed``; ``random`` and arithmetic in their
-    place. preserves: distributions; bits are stepgraph's own, not those of torch's generator.
 
     Raises:
         RandomOperationError: one that has no entry, or its own generator; names it and its line.

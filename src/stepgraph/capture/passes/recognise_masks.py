@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from stepgraph.program.program import Program
+from stepgraph.program.record import SUMMATION, program_pass
 
 aten = torch.ops.aten
 
@@ -32,11 +33,15 @@ class Shape(enum.Enum):
     BIAS = "nothing added where CAUSAL, minus infinity where LATER"
 
 
+@program_pass(
+    reads="what masks are computed from",
+    writes="arguments of attention and of its backward",
+    preserves=SUMMATION,
+)
 def recognise_masks(program: Program) -> Program:
-    """Attention reads ``is_causal`` in place of a mask of constants that says so; none if it hides nothing.
+    """Attention reads ``is_causal`` in place of a mask of constants that says so, none if it hides nothing.
 
-    reads: what masks are computed from. writes: arguments of attention and of its backward. preserves:
-    every result within the order of the kernel's sums: what is left out is zero.
+    What is left out of the kernel's sums is zero.
     """
     constants = _Constants()
     for node in program.operations():

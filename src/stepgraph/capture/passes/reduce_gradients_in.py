@@ -7,28 +7,36 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from stepgraph.capture.precision import Precision, cast, replace_gradients
+from stepgraph.capture.precision import cast, replace_gradients
+from stepgraph.planning.request import AS_IT_IS, Precision
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import BACKWARD, Program
+from stepgraph.program.record import SUMMATION, program_pass
 
 aten = torch.ops.aten
 
 
+@program_pass(
+    reads="``Grad`` outputs, and sums over micro-batches",
+    writes="casts around the place where gradients are reduced",
+    preserves=SUMMATION,
+)
 def reduce_gradients_in(
-    program: Program, masters: Mapping[str, torch.dtype], precision: Precision
+    program: Program, masters: Mapping[str, torch.dtype], precision: Precision | None
 ) -> Program:
     """Gradients travel in the type that they are to be reduced in, and arrive as stored parameters.
 
     Args:
         program: its gradients complete.
-
-    reads: ``Grad`` outputs, and sums over micro-batches. writes: casts around the place where gradients
-    are reduced. preserves: every result, up to the rounding that ``precision`` asks for.
+        masters: the types that parameters are stored in, by name.
+        precision: of the step; None: gradients have been reduced for every micro-batch.
     """
+    if precision is None or precision == AS_IT_IS:
+        return program
 
-    def cast(emit: Builder, name: str, node: fx.Node) -> fx.Node:
+    def reduced(emit: Builder, name: str, node: fx.Node) -> fx.Node:
         return _reduced(emit, node, masters[name], precision)
 
     totals = {
@@ -39,11 +47,11 @@ def reduce_gradients_in(
     for name, accumulator in totals.items():
         (total,) = accumulator.users
         readers = list(total.users)
-        new = cast(Builder(program, BACKWARD, total.next), name, total)
+        new = reduced(Builder(program, BACKWARD, total.next), name, total)
         for reader in readers:
             reader.replace_input_with(total, new)
     if not totals:
-        replace_gradients(program, cast)
+        replace_gradients(program, reduced)
     name_operations(program.graph)
     return program.finish()
 

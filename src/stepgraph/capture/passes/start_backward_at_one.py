@@ -9,15 +9,17 @@ from stepgraph.program import roles
 from stepgraph.program.build import Builder
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import BACKWARD, Program
+from stepgraph.program.record import program_pass
 
 aten = torch.ops.aten
 
 
+@program_pass(
+    reads="the ``Tangent`` input",
+    writes="a constant in its place",
+)
 def start_backward_at_one(program: Program) -> Program:
-    """The gradient of the loss with respect to itself is one.
-
-    reads: the ``Tangent`` input. writes: a constant in its place. preserves: every gradient, bitwise.
-    """
+    """The gradient of the loss with respect to itself is one."""
     if roles.Tangent() not in program.inputs:
         return program
     tangent = program.input_node(roles.Tangent())

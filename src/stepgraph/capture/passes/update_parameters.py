@@ -19,23 +19,44 @@ from stepgraph.program import roles
 from stepgraph.program.build import Builder
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import OPTIMIZER, Program, Value
+from stepgraph.program.record import SUMMATION, Results, Values, program_pass
 
 aten = torch.ops.aten
 
 
+def _expected(
+    values: Values,
+    before: Program,
+    after: Program,
+    optimizer: FunctionalOptimizer | None,
+    counters: SharedCounters,
+) -> Results:
+    """One step of the user's own optimizer, from the states that the program is run on."""
+    results = values.execute(before)
+    return results if optimizer is None else {**results, **values.stepped(results, after)}
+
+
+@program_pass(
+    reads="``Grad`` outputs",
+    writes=(
+        "optimizer operations; inputs ``OptimizerState`` and ``Scalar``; outputs "
+        "``NewParam`` and ``NewOptimizerState``"
+    ),
+    preserves=SUMMATION,
+    reference=_expected,
+)
 def update_parameters(
-    program: Program, optimizer: FunctionalOptimizer, counters: SharedCounters
+    program: Program, optimizer: FunctionalOptimizer | None, counters: SharedCounters
 ) -> Program:
     """Replaces each ``Grad`` output by the parameter's new value and optimizer states.
 
     Args:
         program: joint, its gradients complete (scaled, clipped).
-        optimizer: the update rules.
+        optimizer: the update rules; None: gradients are results.
         counters: says which parameters' step counters are one tensor.
-
-    reads: ``Grad`` outputs. writes: optimizer operations; inputs ``OptimizerState`` and ``Scalar``;
-    outputs ``NewParam`` and ``NewOptimizerState``. preserves: the loss.
     """
+    if optimizer is None:
+        return program
     adder = _Updates(program, optimizer, counters)
     gradients = [
         (role.name, node)

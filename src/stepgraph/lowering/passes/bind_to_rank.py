@@ -1,40 +1,39 @@
-"""Binds an SPMD Program to one rank: process groups for mesh dimensions, slices for cuts."""
+"""Binds an SPMD Program to one rank: slices at its position."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import torch
 from torch import fx
 
 from stepgraph.program.build import Builder
-from stepgraph.program.collectives import ON_FIRST, SHARD_OF, is_collective, mesh_dim_of
+from stepgraph.program.collectives import ON_FIRST, SHARD_OF, mesh_dim_of
 from stepgraph.program.layout import chunk_size
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
 from stepgraph.program.randomness import RANDOM, bound_to
+from stepgraph.program.record import program_pass
 
 aten = torch.ops.aten
 
 
-def bind_to_rank(program: Program, rank: int, groups: Mapping[str, str]) -> Program:
+@program_pass(
+    reads="mesh dimension names",
+    writes=(
+        "``slice`` (and padding) in place of ``shard_of``, the value or zeros in place of "
+        "``on_first``; where a random part starts"
+    ),
+)
+def bind_to_rank(program: Program, rank: int) -> Program:
     """Replaces what is symbolic about ranks.
 
     Args:
         program: placed on a mesh.
         rank: this rank.
-        groups: names of mesh dimensions -> names of this rank's process groups.
-
-    reads: mesh dimension names. writes: group names in collectives; ``slice`` (and padding) in place
-    of ``shard_of``, the value or zeros in place of ``on_first``; where a random part starts. preserves:
-    every result, bitwise.
     """
     assert program.mesh is not None
     coordinate = program.mesh.position(rank)
     for node in list(program.operations()):
-        if is_collective(node):
-            node.args = (*node.args[:-1], groups[mesh_dim_of(node)])
-        elif node.target is SHARD_OF:
+        if node.target is SHARD_OF:
             _slice(program, node, coordinate[mesh_dim_of(node)])
         elif node.target is ON_FIRST:
             _first_only(program, node, coordinate[mesh_dim_of(node)])

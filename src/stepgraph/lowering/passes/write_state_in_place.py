@@ -11,18 +11,21 @@ from stepgraph.program import roles
 from stepgraph.program.build import Builder
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import FORWARD, Program
+from stepgraph.program.record import program_pass
 
 aten = torch.ops.aten
 
 
+@program_pass(
+    reads="roles",
+    writes="``copy_`` and ``all_gather_into_tensor_out``; drops ``New*`` outputs",
+    functional=False,
+)
 def write_state_in_place(program: Program) -> Program:
     """Writes each ``New*`` result into its input, right behind its producer.
 
     Not before the last reader of the input's old value (or of a view of it). Where the new value is an
     all-gather, the gather writes straight into the input: no buffer, no copy.
-
-    reads: roles. writes: ``copy_`` and ``all_gather_into_tensor_out``; drops ``New*`` outputs.
-    preserves: every result and every new state, bitwise. The Program is not functional any more.
     """
     inputs = dict(zip(program.inputs, program.placeholders, strict=True))
     root = storage_roots(program)

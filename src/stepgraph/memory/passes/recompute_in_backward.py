@@ -1,11 +1,4 @@
-"""Applies a memory decision: what is not kept is computed again in the backward.
-
-reads: the stable names in a :class:`MemoryDecision`.
-writes: copies of forward operations, in the backward phase, right before their first reader; a copy is
-    shared by all readers in the backward. ``meta["recomputed_from"]`` names the original.
-preserves: every result, bitwise: the Program is functional, so a copy computes the same bits, also
-    of what was an in-place operation in the user's code.
-"""
+"""Applies a memory decision: what is not kept is computed again in the backward."""
 
 from __future__ import annotations
 
@@ -14,8 +7,17 @@ from torch import fx
 from stepgraph.planning.decisions import MemoryDecision
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import BACKWARD, FORWARD, Program
+from stepgraph.program.record import program_pass
 
 
+@program_pass(
+    reads="the stable names in a :class:`MemoryDecision`",
+    writes=(
+        "copies of forward operations, in the backward phase, right before their first "
+        "reader; a copy is shared by all readers in the backward. "
+        "``recomputed_from`` names the original"
+    ),
+)
 def recompute_in_backward(program: Program, decision: MemoryDecision) -> Program:
     """Duplicates what the decision does not keep; see the module docstring."""
     dropped = {

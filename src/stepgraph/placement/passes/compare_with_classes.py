@@ -16,10 +16,15 @@ from stepgraph.placement.rules.vocabulary import (
 from stepgraph.program.build import Builder
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
+from stepgraph.program.record import program_pass
 
 aten = torch.ops.aten
 
 
+@program_pass(
+    reads="shapes",
+    writes="``eq`` and ``where`` in place of ``scatter``",
+)
 def compare_with_classes(program: Program) -> Program:
     """A number that ``scatter`` puts at one class of each row is chosen by comparing class numbers.
 
@@ -28,8 +33,6 @@ def compare_with_classes(program: Program) -> Program:
 
     Args:
         program: placed; where classes are cut, placement has spelt them out.
-
-    reads: shapes. writes: ``eq`` and ``where`` in place of ``scatter``. preserves: every result, bitwise.
     """
     for node in list(program.operations()):
         if node.target is aten.scatter.value and one_a_row(node):

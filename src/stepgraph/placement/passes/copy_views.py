@@ -1,8 +1,4 @@
-"""Gives each reader a view of its own, so that what is viewed can be moved once for all of them.
-
-reads: views with several readers. writes: a copy of the view for each reader but the first, right before
-it. preserves: every result, bitwise.
-"""
+"""Gives each reader a view of its own, so that what is viewed can be moved once for all of them."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ import torch
 from stepgraph import torch_internals
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import OPTIMIZER, Program
+from stepgraph.program.record import program_pass
 
 aten = torch.ops.aten
 
@@ -21,8 +18,14 @@ VIEWS = {
 }  # fmt: skip
 
 
-def copy_views(program: Program) -> Program:
+@program_pass(
+    reads="views with several readers",
+    writes="a copy of the view for each reader but the first, right before it",
+)
+def copy_views(program: Program, views_apart: bool) -> Program:
     """One view for each reader; see the module docstring."""
+    if not views_apart:
+        return program
     results = set(program.results)
     for node in reversed(list(program.operations())):
         if node.target not in VIEWS or node in results or node.meta["phase"] == OPTIMIZER:

@@ -8,7 +8,7 @@ from torch import fx
 from torch.distributed.tensor import Shard
 
 from stepgraph.analysis.batched import drawn_for_rows, of_one_shape
-from stepgraph.placement.presets.named import decide, ranks_that_divide
+from stepgraph.placement.presets.named import decide_by_preset, ranks_that_divide
 from stepgraph.planning.decisions import PlacementDecision
 from stepgraph.program.layout import (
     TENSOR_PARALLEL,
@@ -19,11 +19,17 @@ from stepgraph.program.layout import (
 )
 from stepgraph.program.program import FORWARD, Program, tensor_arguments
 from stepgraph.program.randomness import RANDOM
+from stepgraph.program.record import DISTRIBUTION, program_pass
 
 
+@program_pass(
+    reads="``random`` operations, and which dimension of each is the batch",
+    writes="their rows and whole shape",
+    preserves=DISTRIBUTION,
+)
 def draw_by_global_row(
     program: Program, decision: PlacementDecision, mesh: MeshShape, micro_batches: int
-) -> None:
+) -> Program:
     """Tells each ``random`` of a micro-batch's program which rows of the global batch it stands for.
 
     The dimension that data-parallel ranks divide is the batch, or one as long as the batch; micro-batch i
@@ -32,11 +38,11 @@ def draw_by_global_row(
     """
     found = [node for node in program.operations() if node.target is RANDOM]
     if micro_batches == 1 or not found:
-        return
+        return program
     ranks = mesh.data_size
     if ranks == 1:  # nobody divides the batch: ask where ranks that are not there would
         mesh = MeshShape((("dp", ranks_that_divide(program)),))
-        decision = decide(program, mesh, "ddp")
+        decision = decide_by_preset(program, mesh, "ddp")
     for node in found:
         cut = _cut_of_batch(node, decision, mesh) or drawn_for_rows(program, node)
         if cut is None:
@@ -46,6 +52,7 @@ def draw_by_global_row(
         whole = list(whole)  # type: ignore[arg-type]
         whole[cut.dim] *= micro_batches  # type: ignore[operator]
         node.args = (seed, kind, operation, sizes, whole, starts, rows, shards)
+    return program
 
 
 def _cut_of_batch(node: fx.Node, decision: PlacementDecision, mesh: MeshShape) -> Shard | None:

@@ -1,8 +1,4 @@
-"""Parameters of one graph of many become gathers and reductions: the markers' own meaning, spelled out.
-
-reads: ``unshard`` and ``reduce_grad``. writes: casts, ``all_gather``, ``reduce_scatter``, ``all_reduce`` on
-the mesh dimension that a marker names, and the padding of uneven shards. preserves: every result.
-"""
+"""Parameters of one graph of many become gathers and reductions: the markers' own meaning, spelled out."""
 
 from __future__ import annotations
 
@@ -16,10 +12,19 @@ from stepgraph.program.layout import chunk_size
 from stepgraph.program.markers import REDUCE_GRAD, UNSHARD
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
+from stepgraph.program.record import SUMMATION, program_pass
 
 aten = torch.ops.aten
 
 
+@program_pass(
+    reads="``unshard`` and ``reduce_grad``",
+    writes=(
+        "casts, ``all_gather``, ``reduce_scatter``, ``all_reduce`` on the mesh dimension "
+        "that a marker names, and the padding of uneven shards"
+    ),
+    preserves=SUMMATION,
+)
 def place_markers(program: Program) -> Program:
     """Replaces every marker by the collectives it stands for; see the module docstring."""
     gathered: dict[tuple, fx.Node] = {}

@@ -1,10 +1,5 @@
 """Applies a placement decision: the global Program becomes one rank's own.
 
-reads: placements of every input, operation and output (a :class:`PlacementDecision`).
-writes: ``shard_of``, collectives and waits where a value is read otherwise than it was made; local
-    sizes in view-like arguments; ``meta["placements"]``; local shapes in ``meta["val"]``.
-preserves: every result, up to the order of summation over ranks.
-
 Reductions stand right behind the value they reduce, so that the unreduced value dies at once; gathers
 and cuts stand right before their first reader, so that the whole value is born late.
 """
@@ -35,6 +30,7 @@ from stepgraph.program.layout import (
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import FORWARD, Program, Value, tensor_arguments, tensors_of
 from stepgraph.program.randomness import RANDOM
+from stepgraph.program.record import SUMMATION, program_pass
 from stepgraph.torch_internals.code import graph_module
 
 aten = torch.ops.aten
@@ -51,6 +47,15 @@ _SQUEEZES = {aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims}
 _VIEWS = {aten.view.default, torch_internals.UNSAFE_VIEW}
 
 
+@program_pass(
+    reads="placements of every input, operation and output (a :class:`PlacementDecision`)",
+    writes=(
+        "``shard_of``, collectives and waits where a value is read otherwise than it was "
+        "made; local sizes in view-like arguments; placements and local shapes in "
+        "the metadata"
+    ),
+    preserves=SUMMATION,
+)
 def place_values(program: Program, decision: PlacementDecision, mesh: MeshShape) -> Program:
     """Rewrites a global Program into the SPMD Program of a mesh; see the module docstring."""
     return _Placer(program, decision, mesh).run()

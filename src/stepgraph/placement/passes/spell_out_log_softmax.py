@@ -6,18 +6,23 @@ import torch
 from torch import fx
 
 from stepgraph.program.build import Builder
+from stepgraph.program.layout import TENSOR_PARALLEL, MeshShape
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
+from stepgraph.program.record import SUMMATION, program_pass
 
 aten = torch.ops.aten
 
 
-def spell_out_log_softmax(program: Program) -> Program:
-    """Log-softmax and its backward as maxima, sums and differences, which classes that are cut allow.
-
-    reads: ``_log_softmax`` and its backward. writes: elementwise operations and reductions over classes
-    in their place. preserves: every result, up to the order of summation over classes.
-    """
+@program_pass(
+    reads="``_log_softmax`` and its backward",
+    writes="elementwise operations and reductions over classes in their place",
+    preserves=SUMMATION,
+)
+def spell_out_log_softmax(program: Program, mesh: MeshShape) -> Program:
+    """Log-softmax and its backward as maxima, sums and differences, which classes that are cut allow."""
+    if TENSOR_PARALLEL not in mesh.names:
+        return program
     for node in list(program.operations()):
         if node.target not in (aten._log_softmax.default, aten._log_softmax_backward_data.default):
             continue

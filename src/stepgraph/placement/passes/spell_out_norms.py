@@ -14,18 +14,23 @@ import torch
 from torch import fx
 
 from stepgraph.program.build import Builder
+from stepgraph.program.layout import MeshShape
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
+from stepgraph.program.record import SUMMATION, program_pass
 
 aten = torch.ops.aten
 
 
-def spell_out_norms(program: Program) -> Program:
-    """Batch norm, its backward and group norm's backward as sums, products and differences.
-
-    reads: the fused operators of :data:`_SPELLED`, whose results are taken by ``getitem``. writes: sums
-    and elementwise operations in their place. preserves: every result, up to the order of summation.
-    """
+@program_pass(
+    reads="the fused operators of :data:`_SPELLED`, whose results are taken by ``getitem``",
+    writes="sums and elementwise operations in their place",
+    preserves=SUMMATION,
+)
+def spell_out_norms(program: Program, mesh: MeshShape) -> Program:
+    """Batch norm, its backward and group norm's backward as sums, products and differences."""
+    if mesh.data_size == 1:
+        return program
     for node in list(program.operations()):
         if node.target not in _SPELLED:
             continue

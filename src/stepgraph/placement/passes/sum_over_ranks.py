@@ -3,9 +3,6 @@
 The totals behind them are added up over ranks, and what follows from them is computed on the sum. On its
 way back a loss's gradient is that of the mean over ranks of what each of them does with the loss, which is
 what ``reduce_grad`` averages: so the totals' gradients are added up over ranks, too.
-
-reads: results, and the tangent of the loss. writes: ``all_reduce`` of totals and of the tangent; one factor
-on the way back. preserves: results that are rows or do not depend on them, gradients up to that factor.
 """
 
 from __future__ import annotations
@@ -24,10 +21,16 @@ from stepgraph.program.collectives import redistribute
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import BACKWARD, FORWARD, Program
+from stepgraph.program.record import SUMMATION, program_pass
 
 aten = torch.ops.aten
 
 
+@program_pass(
+    reads="results, and the tangent of the loss",
+    writes="``all_reduce`` of totals and of the tangent; one factor on the way back",
+    preserves=SUMMATION,
+)
 def sum_over_ranks(program: Program, mesh: MeshShape, sums: Sums) -> Program:
     """Adds up over ranks what was decided on; see the module docstring."""
     summed = _Sum(program, mesh)

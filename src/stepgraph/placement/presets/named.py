@@ -20,8 +20,8 @@ from stepgraph.errors import MeshError, UsageError, name_a_few, near_misses
 from stepgraph.placement.presets.data_parallel import DataParallel, Storage
 from stepgraph.placement.presets.tensor_parallel import TensorParallel, find_layout
 from stepgraph.placement.presets.walk import REPLICATE, Walk
-from stepgraph.planning.decisions import OperationPlacement, PlacementDecision
-from stepgraph.planning.plan import AUTO
+from stepgraph.planning.decisions import OperationPlacement, PlacementDecision, PlacementDraft
+from stepgraph.planning.request import AUTO
 from stepgraph.program import roles
 from stepgraph.program.layout import TENSOR_PARALLEL, MeshShape, Placements
 from stepgraph.program.program import OPTIMIZER, Program
@@ -98,11 +98,11 @@ def stored_parameter(preset_name: str, shape: tuple[int, ...], mesh: MeshShape) 
     return tuple(Shard(0) if name in cut and shape else REPLICATE for name in mesh.names)
 
 
-def decide(
+def decide_by_preset(
     program: Program,
     mesh: MeshShape,
     preset_name: str,
-    parameters: Mapping[str, Placements] | None = None,
+    known_inputs: Mapping[str, Placements] | None = None,
 ) -> PlacementDecision:
     """Places every value of a Program by a preset.
 
@@ -110,18 +110,22 @@ def decide(
         program: with global shapes, not placed yet.
         mesh: has the dimensions that the preset names.
         preset_name: presets of :data:`PRESETS` and ``tp``, joined by ``+``.
-        parameters: where another program of the same step stores parameters already.
+        known_inputs: where other programs of the step store inputs, by label.
 
     Returns:
         the decision, in the model's own names.
     """
     preset = check_preset(preset_name, mesh)
-    decision = PlacementDecision(preset_name)
+    decision = PlacementDraft(preset_name)
     walks: dict[str, Walk] = {}
     taken: frozenset = frozenset()
     if TENSOR_PARALLEL in mesh.names:
         axis = mesh.names.index(TENSOR_PARALLEL)
-        layout = {name: placements[axis] for name, placements in (parameters or {}).items()}
+        layout = {
+            label[len("Param(") : -1]: placements[axis]
+            for label, placements in (known_inputs or {}).items()
+            if label.startswith("Param(")
+        }
         ranks = mesh.sizes[axis]
         layout = find_layout(program, ranks, mesh.data_size, layout)
         sequence = None
@@ -137,7 +141,7 @@ def decide(
         size = mesh.sizes[mesh.names.index(name)]
         walks[name] = DataParallel(program, size, mesh.data_size, storage, taken).decide()
     record(program, [walks[name] for name in mesh.names], decision)
-    return decision
+    return decision.decision()
 
 
 def walk_along(
@@ -219,7 +223,7 @@ def _kept_whole(walk: TensorParallel) -> list[str]:
     return [f"tp keeps these weights, and the work on them, whole on every rank: {shown}"]
 
 
-def record(program: Program, walks: Sequence[Walk], decision: PlacementDecision) -> None:
+def record(program: Program, walks: Sequence[Walk], decision: PlacementDraft) -> None:
     """Writes what walks along all mesh dimensions, in mesh order, have placed into a decision."""
     for role in program.inputs:
         decision.inputs[roles.label(role)] = tuple(walk.inputs[role] for walk in walks)

@@ -28,8 +28,8 @@ from stepgraph.placement.solver.groups import decided_here
 from stepgraph.placement.solver.optimise import InfeasibleError, solve
 from stepgraph.placement.solver.problem import Choice, Model
 from stepgraph.placement.solver.storages import Storage
-from stepgraph.planning.decisions import PlacementDecision
-from stepgraph.planning.plan import AUTO
+from stepgraph.planning.decisions import PlacementDecision, PlacementDraft, Reason
+from stepgraph.planning.request import AUTO
 from stepgraph.program import roles
 from stepgraph.program.layout import TENSOR_PARALLEL, MeshShape, Placements, show
 from stepgraph.program.program import Program
@@ -100,7 +100,7 @@ def decide_automatically(
         )
         too_small.least = math.ceil(error.least)
         raise too_small from error
-    decision = PlacementDecision(AUTO, optimality_gap=solution.gap)
+    decision = PlacementDraft(AUTO, optimality_gap=solution.gap, views_apart=True)
     decision.held_bytes = int(model.problem.memory(solution.chosen))
     walks = [
         Chosen(program, mesh, axis, model, solution, pins).decide()
@@ -108,7 +108,7 @@ def decide_automatically(
     ]
     record(program, walks, decision)
     decision.reasons = _reasons(model, solution)
-    return decision
+    return decision.decision()
 
 
 def _is_known(known: Mapping[str, Placements], name: str, storage: Storage) -> bool:
@@ -224,9 +224,9 @@ class Chosen(DataParallel):
         return REPLICATE
 
 
-def _reasons(model: Model, solution: Solution) -> dict[str, dict[str, Any]]:
+def _reasons(model: Model, solution: Solution) -> dict[str, Reason]:
     """Per value what was chosen, the runner-up, and what each costs, in ms of one rank."""
-    reasons: dict[str, dict[str, Any]] = {}
+    reasons: dict[str, Reason] = {}
     others = runners_up(model.problem, solution.chosen)
     for choice, option, (cost, other, its_cost) in zip(
         model.choices, solution.chosen, others, strict=True
@@ -234,12 +234,12 @@ def _reasons(model: Model, solution: Solution) -> dict[str, dict[str, Any]]:
         count = max(1, len(choice.groups), len(choice.parameters))
         named = {} if other is None else _named(choice, other)
         for name, ways in _named(choice, option).items():
-            reasons[name] = {
-                "chosen": ways,
-                "cost_ms": round(cost / count * 1e3, 6),
-                "runner_up": named.get(name),
-                "runner_up_cost_ms": None if other is None else round(its_cost / count * 1e3, 6),
-            }
+            reasons[name] = Reason(
+                ways,
+                round(cost / count * 1e3, 6),
+                named.get(name),
+                None if other is None else round(its_cost / count * 1e3, 6),
+            )
     return reasons
 
 

@@ -1,43 +1,32 @@
-"""Lets collectives overlap with what follows them: each wait goes right before its first reader.
+"""Lets collectives overlap with what follows them: each wait goes to where it was decided.
 
-Where only one collective may be in flight (not ``Ranks.collectives_overlap``), each wait also stays
-before the next collective.
-
-reads: readers of waits, and of the slices behind them. writes: their order. preserves: every result,
-bitwise.
+Where only one collective may be in flight, each wait stays before the next collective whatever was decided.
 """
 
 from __future__ import annotations
 
-import torch
-
 from stepgraph import torch_internals
-from stepgraph.program.collectives import is_collective
+from stepgraph.planning.decisions import ScheduleDecision
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
-
-aten = torch.ops.aten
-
-# What a flat collective's result is cut into the members' results by.
-PARTS_OF_A_RESULT = {aten.slice.Tensor, aten.reshape.default}
+from stepgraph.program.record import program_pass
+from stepgraph.schedule.waits import is_moved, latest, move
 
 
-def delay_waits(program: Program, collectives_overlap: bool) -> Program:
-    """Puts each wait, and the slices behind it, as late as allowed; see the module docstring."""
-    moved = {torch_internals.WAIT, *PARTS_OF_A_RESULT}
-    for node in reversed(list(program.operations())):
-        chain = node.target is torch_internals.WAIT or (
-            node.target in moved and node.all_input_nodes[0].target in moved
-        )
-        if not chain:
+@program_pass(
+    reads="before which operations waits complete; readers of the slices behind them",
+    writes="their order",
+)
+def delay_waits(program: Program, decision: ScheduleDecision, overlaps: bool) -> Program:
+    """Puts each wait where it was decided, and the slices behind it before their first reader."""
+    operations = list(program.operations())
+    named = {node.meta["name"]: node for node in operations}
+    for node in reversed(operations):
+        if not decision.waits or not is_moved(node):
             continue
-        alone = node.target is torch_internals.WAIT and not collectives_overlap
-        behind = node.next
-        while behind.op == "call_function" and behind not in node.users:
-            if alone and is_collective(behind):
-                break
-            behind = behind.next
-        if behind is not node.next and behind.op == "call_function":
-            behind.prepend(node)
+        wanted = None
+        if node.target is torch_internals.WAIT:
+            wanted = named.get(decision.waits.get(node.meta["name"], ""), node.next)
+        move(node, latest(node, overlaps, wanted))
     name_operations(program.graph)
     return program.finish()

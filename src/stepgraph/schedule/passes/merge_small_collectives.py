@@ -1,125 +1,53 @@
 """Merges small collectives into flat ones: a call costs what copying megabytes costs.
 
 Which collectives there are stays the Program's business; this says how they are carried out.
-
-reads: collectives, their inputs' and readers' positions. writes: one flat collective, with ``cat``
-before and slices behind it, in place of several of the same kind, group, type and phase (and of one row
-length, where they are tables to be reduced: what computes one can write straight into the ``cat``).
-preserves: every result, bitwise (each element is reduced over the same ranks in the same order).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
 from stepgraph import torch_internals
+from stepgraph.planning.decisions import ScheduleDecision
 from stepgraph.program.build import Builder
 from stepgraph.program.collectives import contiguous
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
+from stepgraph.program.record import program_pass
+from stepgraph.schedule.buckets import can_run_first, can_run_last, positions
 
 aten = torch.ops.aten
 
-# Bytes of one flat collective's larger side. Reductions end in long-lived gradients, so a large one
-# costs no memory; gathers bring parameters early, which does.
-LARGEST: dict[Any, int] = {
-    torch_internals.ALL_REDUCE: 8 * 2**20,
-    torch_internals.REDUCE_SCATTER: 8 * 2**20,
-    torch_internals.ALL_GATHER: 4 * 2**20,
-}
-# Below this a copy costs less than one more collective.
-TABLE = 256 * 2**10
-# Above this a collective gains nothing from company, and loses a copy.
-LARGE = 4 * 2**20
 
-
-@dataclass
-class _Bucket:
-    key: tuple
-    members: list[fx.Node] = field(default_factory=list)
-    size: int = 0
-
-
-def merge_small_collectives(program: Program) -> Program:
-    """Replaces runs of small collectives by flat ones; see the module docstring."""
-    position = _positions(program)
-    open_buckets: dict[tuple, _Bucket] = {}
-    closed: list[_Bucket] = []
-    for node in list(program.operations()):
-        limit = LARGEST.get(node.target)
-        size = _bytes(node) if limit else 0
-        if not limit or size > LARGE:
-            continue
-        key = (node.target, node.args[1:], node.meta["val"].dtype, node.meta["phase"], _width(node))
-        bucket = open_buckets.get(key)
-        if bucket is None or bucket.size + size > limit or not _fits(bucket, node, position):
-            if bucket is not None:
-                closed.append(bucket)
-            bucket = open_buckets[key] = _Bucket(key)
-        bucket.members.append(node)
-        bucket.size += size
-    for bucket in [*closed, *open_buckets.values()]:
-        if len(bucket.members) > 1 and _merge(program, bucket, position):
-            position = _positions(program)
+@program_pass(
+    reads="buckets of collectives; positions of their inputs and readers",
+    writes=(
+        "one flat collective, with ``cat`` before and slices behind it, in place of several "
+        "of the same kind, group, type and phase (and of one row length, where they are "
+        "tables to be reduced: what computes one can write straight into the ``cat``)"
+    ),
+)
+def merge_small_collectives(program: Program, decision: ScheduleDecision) -> Program:
+    """Runs the collectives of each bucket as one flat collective."""
+    named = {node.meta["name"]: node for node in program.operations()}
+    position = positions(program)
+    for names in decision.buckets:
+        members = [named[name] for name in names]
+        if _merge(program, members, position):
+            position = positions(program)
     name_operations(program.graph)
     return program.finish()
 
 
-def _width(node: fx.Node) -> int:
-    """The row length of a table to be reduced, which goes below others of that length; else 0.
-
-    A matmul whose result is whole rows of a ``cat`` is computed there by inductor; flattened, it would be
-    copied.
-    """
-    value = node.meta["val"]
-    table = node.target is torch_internals.ALL_REDUCE and value.dim() > 1 and _bytes(node) >= TABLE
-    return value.shape[-1] if table else 0
-
-
-def _positions(program: Program) -> dict[fx.Node, int]:
-    return {node: i for i, node in enumerate(program.graph.nodes)}
-
-
-def _bytes(node: fx.Node) -> int:
-    """The larger side of a collective."""
-    values = [node.meta["val"], node.args[0].meta["val"]]  # type: ignore[union-attr]
-    return max(value.numel() * value.element_size() for value in values)
-
-
-def _first_reader(node: fx.Node, position: dict[fx.Node, int]) -> int:
-    """Where the result of a collective is first read, past its wait."""
-    (wait,) = node.users
-    return min((position[reader] for reader in wait.users), default=len(position))
-
-
-def _can_run_last(members: list[fx.Node], position: dict[fx.Node, int]) -> bool:
-    """Whether all can run where the last one stands: nobody reads any of them before."""
-    last = position[members[-1]]
-    return all(_first_reader(member, position) > last for member in members)
-
-
-def _can_run_first(members: list[fx.Node], position: dict[fx.Node, int]) -> bool:
-    """Whether all can run where the first one stands: their inputs are there."""
-    first = position[members[0]]
-    return all(position[member.args[0]] < first for member in members)  # type: ignore[index]
-
-
-def _fits(bucket: _Bucket, node: fx.Node, position: dict[fx.Node, int]) -> bool:
-    members = [*bucket.members, node]
-    return _can_run_last(members, position) or _can_run_first(members, position)
-
-
-def _merge(program: Program, bucket: _Bucket, position: dict[fx.Node, int]) -> bool:
+def _merge(program: Program, members: list[fx.Node], position: dict[fx.Node, int]) -> bool:
     """Whether it could: flat collectives before this one may have moved inputs back, or readers up."""
-    members = bucket.members
-    if _can_run_last(members, position):
+    if can_run_last(members, position):
         anchor = members[-1]
-    elif _can_run_first(members, position):
+    elif can_run_first(members, position):
         anchor = members[0]
     else:
         return False
@@ -140,11 +68,14 @@ def _collective(emit: Builder, members: list[fx.Node], flat: fx.Node) -> fx.Node
 
 
 def _reduce_all(emit: Builder, members: list[fx.Node]) -> list[fx.Node]:
-    width = _width(members[0])
-    shape = [-1, width] if width else [-1]
+    # Whole rows of a ``cat`` are computed there; what is flattened first is copied.
+    widths = {
+        member.meta["val"].shape[-1] if member.meta["val"].dim() > 1 else 0 for member in members
+    }
+    shape = [-1, *widths] if len(widths) == 1 and widths != {0} else [-1]
     rows = [emit(aten.reshape.default, member.args[0], shape) for member in members]
     flat = _collective(emit, members, emit(aten.cat.default, rows))
-    return _cut(emit, flat, [list(member.meta["val"].shape) for member in members], 0)
+    return _slices(emit, flat, [list(member.meta["val"].shape) for member in members], 0)
 
 
 def _scatter(emit: Builder, members: list[fx.Node]) -> list[fx.Node]:
@@ -152,7 +83,7 @@ def _scatter(emit: Builder, members: list[fx.Node]) -> list[fx.Node]:
     rows = [emit(aten.reshape.default, member.args[0], [ranks, -1]) for member in members]
     flat = _collective(emit, members, emit(aten.cat.default, rows, 1))
     line = emit(aten.reshape.default, flat, [-1])
-    return _cut(emit, line, [list(member.meta["val"].shape) for member in members], 0)
+    return _slices(emit, line, [list(member.meta["val"].shape) for member in members], 0)
 
 
 def _gather(emit: Builder, members: list[fx.Node]) -> list[fx.Node]:
@@ -160,10 +91,10 @@ def _gather(emit: Builder, members: list[fx.Node]) -> list[fx.Node]:
     rows = [emit(aten.reshape.default, member.args[0], [-1]) for member in members]
     flat = _collective(emit, members, emit(aten.cat.default, rows))
     table = emit(aten.reshape.default, flat, [ranks, -1])
-    return _cut(emit, table, [list(member.meta["val"].shape) for member in members], 1)
+    return _slices(emit, table, [list(member.meta["val"].shape) for member in members], 1)
 
 
-def _cut(emit: Builder, flat: fx.Node, shapes: list[list[int]], dim: int) -> list[fx.Node]:
+def _slices(emit: Builder, flat: fx.Node, shapes: list[list[int]], dim: int) -> list[fx.Node]:
     """Slices of a flat result along ``dim``, in the members' shapes."""
     parts, start = [], 0
     across = math.prod(size for i, size in enumerate(flat.meta["val"].shape) if i != dim)

@@ -4,34 +4,42 @@ So gradients do not pile up until the backward is done: their memory serves the 
 needs all gradients (clipping) stays behind all of them, and what updates send (ZeRO's new parameters)
 where it is: all of it at once, in few messages.
 
-An update starts behind the next collective after the one that it reads: that is on its way by then, and the
-work between has hidden the first. It also waits for the last reader of what it overwrites.
-
-reads: phases, collectives, readers of what is overwritten. writes: the order of the optimizer's operations.
-preserves: every result, bitwise.
+An update starts where it was decided for each value that it reads, and not before the last reader of what
+it overwrites.
 """
 
 from __future__ import annotations
 
-import itertools
-
 from torch import fx
 
-from stepgraph import torch_internals
 from stepgraph.cost.memory import storage_roots
+from stepgraph.planning.decisions import ScheduleDecision
 from stepgraph.program import roles
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import OPTIMIZER, Program
-from stepgraph.schedule.passes.delay_waits import PARTS_OF_A_RESULT
+from stepgraph.program.record import program_pass
 
 
-def update_early(program: Program) -> Program:
+@program_pass(
+    reads=(
+        "that is on its way by then, and the work between has hidden the first. It also "
+        "waits for the last reader of what it overwrites. reads: phases, collectives, "
+        "readers of what is overwritten"
+    ),
+    writes="the order of the optimizer's operations",
+)
+def update_early(program: Program, decision: ScheduleDecision) -> Program:
     """Moves the optimizer's operations up; see the module docstring."""
+    if decision.updates is None:
+        return program
     operations = list(program.operations())
     position = {node: i for i, node in enumerate(operations)}
+    named = {node.meta["name"]: i for node, i in position.items()}
     others = [node for node in operations if node.meta["phase"] != OPTIMIZER]
-    place = _awaited(others, position)  # inputs and constants are there before all of them
+    starts = decision.updates
+    # Inputs and constants are there before all of them.
+    place = {n: named[starts[n.meta["name"]]] for n in others if n.meta["name"] in starts}
     not_before = _last_readers(program, position)
     updates = [node for node in operations if node.meta["phase"] == OPTIMIZER]
     for node in updates:
@@ -47,22 +55,6 @@ def update_early(program: Program) -> Program:
         output.prepend(node)
     name_operations(program.graph)
     return program.finish()
-
-
-def _awaited(operations: list[fx.Node], position: dict[fx.Node, int]) -> dict[fx.Node, int]:
-    """Where each result is there without waiting: a collective's, where the next has started."""
-    collectives = [node for node in operations if is_collective(node)]
-    following = dict(itertools.pairwise(collectives))
-    place: dict[fx.Node, int] = {}
-    for node in operations:
-        source = node.all_input_nodes[0] if node.all_input_nodes else None
-        if node.target is torch_internals.WAIT:
-            place[node] = position[following.get(source, node)]  # type: ignore[arg-type]
-        elif node.target in PARTS_OF_A_RESULT and source in place:
-            place[node] = max(place[source], position[node])
-        else:
-            place[node] = position[node]
-    return place
 
 
 def _last_readers(program: Program, position: dict[fx.Node, int]) -> dict[fx.Node, int]:

@@ -1,0 +1,16 @@
+"""The named lowerings, best first: one that cannot execute a Program gives way to the next."""
+
+from __future__ import annotations
+
+from stepgraph.errors import UsageError, near_misses
+from stepgraph.lowering.eager import EAGER
+from stepgraph.lowering.inductor import INDUCTOR
+from stepgraph.lowering.record import Lowering
+
+LOWERINGS: dict[str, Lowering] = {record.name: record for record in (INDUCTOR, EAGER)}
+
+
+def check_lowering(name: str) -> None:
+    """Raises UsageError for an unknown lowering; the message lists the known ones."""
+    if name not in LOWERINGS:
+        raise UsageError(f"unknown lowering {name!r}", do=near_misses(name, LOWERINGS))

@@ -1,0 +1,94 @@
+"""The question that a plan answers, as data: nothing of it is a module or a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from stepgraph.planning.table import Table, freeze
+from stepgraph.program.layout import MeshShape
+
+AUTO = "auto"  # a policy that searches for what others name
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The types of a step.
+
+    ``compute``: what parameters and floating-point inputs are cast to; None: as they are. ``reduce``:
+    what gradients are reduced in; None: what they are computed in.
+    """
+
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+
+
+AS_IT_IS = Precision()
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What a step is, besides model, loss and batch.
+
+    Attributes:
+        optimizer: its name in lower case (``adamw``); None: gradients only.
+        micro_batches: the batch is split into so many.
+        clip: gradients are clipped by their global norm; by how much is an input.
+        precision: of the program.
+        seed: of random operations.
+    """
+
+    optimizer: str | None = None
+    micro_batches: int = 1
+    clip: bool = False
+    precision: Precision = AS_IT_IS
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of the four rooms.
+
+    Attributes:
+        placement, memory, schedule, lowering: names of policies.
+        device: whose costs count, by name; empty: costs are not asked for.
+        batch: type and global shape of each tensor leaf, by its path: ``int64[32, 8192]``.
+        memory_budget: bytes per rank over the whole step, optimizer state included; None: the device's.
+        constraints: patterns of names to placements, or a mesh dimension to a preset.
+    """
+
+    placement: str
+    mesh: MeshShape
+    memory: str = "none"
+    schedule: str = AUTO
+    lowering: str = "inductor"
+    step: StepSettings = StepSettings()
+    device: str = ""
+    batch: Mapping[str, str] = Table()
+    memory_budget: int | None = None
+    constraints: Mapping[str, str] = Table()
+
+    def __post_init__(self) -> None:
+        freeze(self)
+
+    @property
+    def searches(self) -> bool:
+        """Whether placements are searched for, and so may depend on the machine that searches."""
+        return self.placement == AUTO
+
+    def show(self) -> str:
+        """One line: device, batch, types, optimizer, and what else was asked for."""
+        step = self.step
+        compute = str(step.precision.compute or "as the parameters are").removeprefix("torch.")
+        batch = ", ".join(f"{name} {shape}" for name, shape in self.batch.items())
+        parts = [self.device, batch, f"compute {compute}", step.optimizer or "gradients only"]
+        if step.micro_batches > 1:
+            parts.append(f"{step.micro_batches} micro-batches")
+        if step.clip:
+            parts.append("gradients clipped")
+        if self.memory_budget is not None:
+            parts.append(f"budget {self.memory_budget / 2**30:.2f} GiB")
+        parts += [f"{name}: {wanted}" for name, wanted in self.constraints.items()]
+        return "; ".join(parts)

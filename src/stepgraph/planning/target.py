@@ -1,0 +1,54 @@
+"""What a Program is to run on, as far as the schedule and lowering ask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from stepgraph.cost.calibration import HOST, UNCALIBRATED
+from stepgraph.cost.devices import DEVICES, Device
+
+STREAMS = 2  # of an accelerator: compute, and communication beside it
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kind of device.
+
+    Attributes:
+        device_type: torch's name of it.
+        streams: how many queues of work run beside each other.
+        overlaps: several collectives may be in flight at once. Where they run on threads of the host,
+            several in flight corrupt the heap (torch 2.13; ``benchmarks/collectives_in_flight.py`` shows it
+            without stepgraph).
+        call_bytes: what could be copied in the time that a collective of no bytes takes.
+    """
+
+    device_type: str
+    streams: int
+    overlaps: bool
+    call_bytes: int
+
+
+def target_of(device: Device, device_type: str) -> Target:
+    """The target that a device of the cost model is.
+
+    Args:
+        device_type: torch's name of its kind.
+    """
+    streams = STREAMS if device.overlaps else 1
+    call_bytes = int(device.intra.latency * device.memory_bandwidth)
+    return Target(device_type, streams, device.overlaps, call_bytes)
+
+
+def usual_target(device_type: str) -> Target:
+    """The target of a kind of device whose costs nobody asked for.
+
+    All ranks must come to the same: what this machine was measured to be does not count.
+    """
+    row = UNCALIBRATED
+    if device_type != HOST:
+        name = torch.get_device_module(device_type).get_device_name().lower()
+        row = next((row for row in DEVICES.values() if row.name in name), DEVICES["h100"])
+    return target_of(row, device_type)

@@ -1,0 +1,104 @@
+"""Which small collectives run as one: a call costs what copying megabytes costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from stepgraph import torch_internals
+from stepgraph.cost.collectives import collective_of
+from stepgraph.program.program import Program
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of a flat collective's larger side.
+
+    Attributes:
+        large: above this a collective gains nothing from company, and loses a copy.
+        reduction, gather: of one flat collective.
+        table: below this a copy costs less than one more collective.
+    """
+
+    large: int
+    reduction: int
+    gather: int
+    table: int
+
+    def most(self, target: Any) -> int:
+        """Of one flat collective of a kind; 0: it is never merged."""
+        kinds = {
+            torch_internals.ALL_REDUCE: self.reduction,
+            torch_internals.REDUCE_SCATTER: self.reduction,
+            torch_internals.ALL_GATHER: self.gather,
+        }
+        return kinds.get(target, 0)
+
+
+@dataclass
+class _Bucket:
+    members: list[fx.Node] = field(default_factory=list)
+    size: int = 0
+
+
+def find_buckets(program: Program, sizes: Sizes) -> tuple[tuple[str, ...], ...]:
+    """Runs of small collectives that can be one, by stable name."""
+    position = positions(program)
+    open_buckets: dict[tuple, _Bucket] = {}
+    closed: list[_Bucket] = []
+    for node in program.operations():
+        most = sizes.most(node.target)
+        size = collective_of(node)[1] if most else 0
+        if not most or size > sizes.large:
+            continue
+        width = _width(node, sizes.table)
+        key = (node.target, node.args[1:], node.meta["val"].dtype, node.meta["phase"], width)
+        bucket = open_buckets.get(key)
+        if bucket is None or bucket.size + size > most or not _fits(bucket, node, position):
+            if bucket is not None:
+                closed.append(bucket)
+            bucket = open_buckets[key] = _Bucket()
+        bucket.members.append(node)
+        bucket.size += size
+    found = (bucket.members for bucket in [*closed, *open_buckets.values()])
+    return tuple(tuple(n.meta["name"] for n in members) for members in found if len(members) > 1)
+
+
+def _width(node: fx.Node, table: int) -> int:
+    """The row length of a table to be reduced, which goes below others of that length; else 0.
+
+    A matmul whose result is whole rows of a ``cat`` is computed there by inductor; flattened, it would be
+    copied.
+    """
+    is_table = node.target is torch_internals.ALL_REDUCE and node.meta["val"].dim() > 1
+    return node.meta["val"].shape[-1] if is_table and collective_of(node)[1] >= table else 0
+
+
+def positions(program: Program) -> dict[fx.Node, int]:
+    """Where each node stands."""
+    return {node: i for i, node in enumerate(program.graph.nodes)}
+
+
+def _first_reader(node: fx.Node, position: dict[fx.Node, int]) -> int:
+    """Where the result of a collective is first read, past its wait."""
+    (wait,) = node.users
+    return min((position[reader] for reader in wait.users), default=len(position))
+
+
+def can_run_last(members: list[fx.Node], position: dict[fx.Node, int]) -> bool:
+    """Whether all can run where the last one stands: nobody reads any of them before."""
+    last = position[members[-1]]
+    return all(_first_reader(member, position) > last for member in members)
+
+
+def can_run_first(members: list[fx.Node], position: dict[fx.Node, int]) -> bool:
+    """Whether all can run where the first one stands: their inputs are there."""
+    first = position[members[0]]
+    return all(position[member.args[0]] < first for member in members)  # type: ignore[index]
+
+
+def _fits(bucket: _Bucket, node: fx.Node, position: dict[fx.Node, int]) -> bool:
+    members = [*bucket.members, node]
+    return can_run_last(members, position) or can_run_first(members, position)

@@ -1,0 +1,48 @@
+"""Where the update may start with each value that it reads of the backward.
+
+Behind the next collective after the one that the value comes from: that is on its way by then, and the work
+between has hidden the first.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from torch import fx
+
+from stepgraph import torch_internals
+from stepgraph.planning.table import Table
+from stepgraph.program.collectives import is_collective
+from stepgraph.program.program import OPTIMIZER, Program
+from stepgraph.schedule.waits import PARTS_OF_A_RESULT
+
+
+def find_updates(program: Program) -> Table[str, str]:
+    """Values of a placed Program that the update reads -> the operation behind which it may start."""
+    operations = list(program.operations())
+    position = {node: i for i, node in enumerate(operations)}
+    others = [node for node in operations if node.meta["phase"] != OPTIMIZER]
+    place = _awaited(others, position)
+    return Table(
+        {
+            node.meta["name"]: operations[place[node]].meta["name"]
+            for node in others
+            if any(user.meta.get("phase") == OPTIMIZER for user in node.users)
+        }
+    )
+
+
+def _awaited(operations: list[fx.Node], position: dict[fx.Node, int]) -> dict[fx.Node, int]:
+    """Where each result is there without waiting: a collective's, where the next has started."""
+    collectives = [node for node in operations if is_collective(node)]
+    following = dict(itertools.pairwise(collectives))
+    place: dict[fx.Node, int] = {}
+    for node in operations:
+        source = node.all_input_nodes[0] if node.all_input_nodes else None
+        if node.target is torch_internals.WAIT:
+            place[node] = position[following.get(source, node)]  # type: ignore[arg-type]
+        elif node.target in PARTS_OF_A_RESULT and source in place:
+            place[node] = max(place[source], position[node])
+        else:
+            place[node] = position[node]
+    return place

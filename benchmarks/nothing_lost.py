@@ -168,7 +168,10 @@ def record_lowered(texts: list[str]) -> None:
 
     With `text_of` all that this script knows of stepgraph's inside, to be adjusted when that changes.
     """
-    from stepgraph.lowering.lower import LOWERINGS
+    try:
+        from stepgraph.lowering.presets import LOWERINGS
+    except ModuleNotFoundError:  # where they were when they were functions
+        from stepgraph.lowering.lower import LOWERINGS
 
     def recording(make: Callable) -> Callable:
         def made(program: Any, *rest: Any, **named: Any) -> Any:
@@ -279,6 +282,7 @@ def record(cases: list[Case], folder: Path, lowering: str) -> None:
     """One launch for all cases on so many ranks, and another one for what a launch leaves."""
     start = time.perf_counter()
     print(f"{len(cases)} cases of {Path(stepgraph.__file__).parent}")
+    record_lowered([])  # where that fails, no rank needs to start
     folder.mkdir(parents=True, exist_ok=True)
     files = {case: folder / f"{case.name}.json" for case in cases}
     for file in files.values():
@@ -354,8 +358,9 @@ def main() -> int:
     comparing.add_argument("after", type=Path)
     within = f"cases (a part of their names) whose losses may differ by {ROUNDING:.0e}"
     comparing.add_argument("--may-differ", action="append", default=[], metavar="NAME", help=within)
+    only = "cases (a part of their names); all by default"
     for command in (recording, comparing):
-        command.add_argument("--only", default="", metavar="NAME", help="a part of cases' names")
+        command.add_argument("--only", default="", metavar="NAME", help=only)
     given = parser.parse_args()
     cases = [case for case in CASES if given.only in case.name]
     if given.command == "compare":

@@ -66,7 +66,6 @@ from stepgraph.program.driver import PassDriver
 from stepgraph.program.program import Program
 from stepgraph.program.record import Pass
 from stepgraph.schedule import apply as schedule
-from stepgraph.schedule.decide import decide as decide_schedule
 from stepgraph.schedule.passes.delay_waits import delay_waits
 from stepgraph.schedule.passes.merge_small_collectives import merge_small_collectives
 from stepgraph.schedule.passes.update_early import update_early
@@ -190,6 +189,7 @@ def make(
     driver: PassDriver | None = None,
     limit: int | None = None,
     with_facts: bool = False,
+    keep: bool = True,
 ) -> Made:
     """Decides and applies at once, each room on what the one before has made.
 
@@ -197,11 +197,13 @@ def make(
         rank: whose programs are made; or :data:`ALL_RANKS`.
         limit: bytes that a solver may hold; by default, what the request gives it.
         with_facts: gather what a plan file tells of values.
+        keep: the programs are needed again.
     """
     made = Made(plan)
     driver = driver or PassDriver()
     for name, program in in_order(programs):
-        _through_rooms(program.copy(), name, made, target, rank, driver, limit, with_facts)
+        program = program.copy() if keep else program
+        _through_rooms(program, name, made, target, rank, driver, limit, with_facts)
     return made
 
 
@@ -226,17 +228,21 @@ def _through_rooms(
         where = _decide_placement(program, plan, limit)
         plan = plan.with_decisions(key, Decisions(where))
     decided = plan.decisions[key]
-    told = program.copy() if with_facts else None
+    formed = program
     program = placement.apply(program, decided.placement, mesh, micro_batches, PLACED, driver)
     if decided.memory is None:
         again = gathers_again(request.placement, mesh)
         decided = replace(decided, memory=decide_memory(program, request.memory, again))
     program = memory.apply(program, decided.memory, REMEMBERED, driver)
-    if told is not None:
-        made.facts[key] = gather_facts(told, program, decided.placement)
+    if with_facts:
+        made.facts[key] = gather_facts(formed, program, decided.placement)
     if decided.schedule is None:
-        decided = replace(decided, schedule=decide_schedule(program, request.schedule, target))
-    program = schedule.apply(program, decided.schedule, target, SCHEDULED, driver)
+        when, program = schedule.decide_and_apply(
+            program, request.schedule, target, SCHEDULED, driver
+        )
+        decided = replace(decided, schedule=when)
+    else:
+        program = schedule.apply(program, decided.schedule, target, SCHEDULED, driver)
     if rank != ALL_RANKS:
         program = driver.through(BOUND, program, rank=rank)
     if decided.lowering is None:
@@ -275,25 +281,33 @@ def _decide_placement(program: Program, plan: Plan, limit: int | None) -> Placem
     )
 
 
-def executed(program: Program, groups: Mapping[str, str], driver: PassDriver) -> Program:
-    """What is executed of a bound Program, which stays as it is.
+def executed(
+    program: Program, groups: Mapping[str, str], driver: PassDriver, keep: bool = True
+) -> Program:
+    """What is executed of a bound Program.
 
     Args:
+        keep: it is needed again.
         groups: names of mesh dimensions -> names of the rank's process groups; none where no ranks run.
     """
-    return lowering.apply(program.copy(), groups, LOWERED, driver)
+    return lowering.apply(program.copy() if keep else program, groups, LOWERED, driver)
 
 
 def foresee(
-    programs: Mapping[str, Program], device: Device, lowering_name: str, micro_batches: int = 1
+    programs: Mapping[str, Program],
+    device: Device,
+    lowering_name: str,
+    micro_batches: int = 1,
+    keep: bool = True,
 ) -> Prediction:
     """Predicts a step: time, memory and collectives of what is executed of bound programs.
 
     Args:
         device: what they would run on.
         lowering_name: says whether operations run one by one or fused.
+        keep: the programs are needed again.
     """
-    final = {name: executed(program, {}, PassDriver()) for name, program in programs.items()}
+    final = {name: executed(p, {}, PassDriver(), keep) for name, p in programs.items()}
     for program in final.values():
         assign_traffic(program, LOWERINGS[lowering_name].fuses)
     return predict(final, device, micro_batches)

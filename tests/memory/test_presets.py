@@ -7,7 +7,8 @@ import torch
 import torch.utils.checkpoint
 
 from stepgraph.errors import MemoryPolicyError, UsageError
-from stepgraph.memory.presets import decide, parse_policy
+from stepgraph.memory.decide import decide
+from stepgraph.memory.presets import parse_policy
 from tests.support import captured, mlp, regression_batch, tiny_llama, token_batch
 
 

@@ -2,7 +2,7 @@ import copy
 
 from stepgraph.planning.decisions import OperationPlacement
 from stepgraph.planning.placements import parse_placements
-from tests.planning.plan_support import llama_plan
+from tests.planning.plan_support import llama_plan, placed_otherwise
 
 
 def test_a_plan_does_not_differ_from_itself():
@@ -23,12 +23,11 @@ def test_what_differs_is_said_by_group():
 
 def test_one_changed_value_is_found_among_all():
     mine = llama_plan()
-    other = copy.deepcopy(mine)
     name = "model.layers.1.mlp.up_proj/mm"
-    here = other.placements["step"].operations[name]
+    operations = mine.decisions["step"].placement.operations
     replicated = parse_placements("RR")
-    there = OperationPlacement((replicated,) * len(here.inputs), (replicated,))
-    other.placements["step"].operations[name] = there
+    there = OperationPlacement((replicated,) * len(operations[name].inputs), (replicated,))
+    other = placed_otherwise(mine, operations={**operations, name: there})
     lines = mine.diff(other).splitlines()
     assert lines[0] == "step operations: 1 differ"
     assert lines[1].endswith("=> RR RR -> RR: model.layers.*.mlp.up_proj/mm [1]")

@@ -1,10 +1,11 @@
-import copy
+from dataclasses import replace
 
 import pytest
 
 from stepgraph.errors import UsageError
+from stepgraph.planning.decisions import Reason
 from stepgraph.planning.explanation import explain, overview
-from tests.planning.plan_support import llama_plan
+from tests.planning.plan_support import llama_plan, with_reason
 
 
 def test_a_parameter_is_explained_with_its_cast_and_its_gathers():
@@ -37,18 +38,12 @@ def test_memory_is_explained():
 
 
 def test_the_runner_up_of_a_solver_is_told_with_its_cost():
-    plan = copy.deepcopy(llama_plan())
-    plan.decisions["step"].placement.reasons["lm_head/mm"] = {
-        "chosen": "S(0)R",
-        "cost_ms": 0.25,
-        "runner_up": "S(0)S(1)",
-        "runner_up_cost_ms": 0.5,
-    }
-    text = explain(plan, "lm_head/mm")
+    reason = Reason("S(0)R", 0.25, "S(0)S(1)", 0.5)
+    text = explain(with_reason(llama_plan(), "lm_head/mm", reason), "lm_head/mm")
     assert "chosen   S(0)R, 0.25 ms\n" in text
     assert "instead  S(0)S(1), 0.5 ms\n" in text
-    plan.decisions["step"].placement.reasons["lm_head/mm"]["runner_up"] = None
-    assert "there was no other choice" in explain(plan, "lm_head/mm")
+    alone = with_reason(llama_plan(), "lm_head/mm", replace(reason, runner_up=None))
+    assert "there was no other choice" in explain(alone, "lm_head/mm")
 
 
 def test_a_misspelt_value_has_near_misses():
@@ -64,6 +59,5 @@ def test_an_overview_shows_how_values_are_named():
 
 
 def test_a_plan_of_an_engine_explains_what_it_knows():
-    plan = copy.deepcopy(llama_plan())
-    plan.values = {}
+    plan = replace(llama_plan(), values={})
     assert "lives    S(0)R" in explain(plan, "lm_head/mm")

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stepgraph.api.plan import Plan
 from stepgraph.errors import PlanError
 from stepgraph.planning import reading
-from stepgraph.planning.plan import Plan
-from tests.planning.plan_support import llama_plan
+from stepgraph.planning.decisions import Reason
+from tests.planning.plan_support import llama_plan, placed_otherwise, with_reason
 from tests.support import tiny_llama
 
 
@@ -21,10 +22,8 @@ def written():
 
 
 def test_a_plan_with_everything_is_read_back(tmp_path):
-    plan = copy.deepcopy(llama_plan())
-    plan.decisions["step"].placement.reasons["lm_head/mm"] = {
-        "chosen": "S(0)R", "cost_ms": 0.25, "runner_up": None, "runner_up_cost_ms": None
-    }  # fmt: skip
+    plan = with_reason(llama_plan(), "lm_head/mm", Reason("S(0)R", 0.25))
+    assert all(vars(plan.decisions["step"]).values()) and plan.values and plan.predicted
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
     assert loaded == plan
@@ -34,7 +33,7 @@ def test_a_plan_with_everything_is_read_back(tmp_path):
 def test_layers_share_entries(tmp_path):
     sizes = []
     for layers in (2, 8):
-        plan = copy.deepcopy(llama_plan())
+        plan = llama_plan()
         found = plan.decisions["step"].placement
         for kind in ("inputs", "operations", "outputs"):
             more = {
@@ -43,8 +42,9 @@ def test_layers_share_entries(tmp_path):
                 for i in range(2, layers)
                 if "layers.1." in name
             }
-            getattr(found, kind).update(more)
-        sizes.append(len(json.dumps(plan.to_json()["placements"])))
+            plan = placed_otherwise(plan, **{kind: {**getattr(found, kind), **more}})
+        written = plan.to_json()["decisions"]["step"]["placement"]
+        sizes.append(len(json.dumps(written)))
     assert sizes[1] < 1.05 * sizes[0]
 
 
@@ -61,23 +61,28 @@ def changed(data, path, value):
     return data
 
 
-STEP = ("placements", "step")
+STEP = ("decisions", "step", "placement")
+MEMORY = ("decisions", "step", "memory")
+SCHEDULE = ("decisions", "step", "schedule")
 BAD = {
-    "no mesh": (("mesh",), KeyError, "mesh"),
-    "a mesh of no dimension": (("mesh",), [], "1 to 8 dimensions"),
-    "a negative mesh size": (("mesh", 0, 1), -2, "-2 is not between"),
-    "a mesh size of zero": (("mesh", 0, 1), 0, "0 is not between"),
-    "an absurd mesh size": (("mesh", 0, 1), 10**12, "is not between"),
-    "an absurd world size": (("mesh",), [["dp", 2**15], ["tp", 2**15]], "more than"),
-    "a mesh size of 200 digits": (("mesh", 0, 1), 10**200, "more than 63 bits"),
-    "a fractional mesh size": (("mesh", 0, 1), 2.5, "a whole number"),
-    "a mesh size that is true": (("mesh", 0, 1), True, "a whole number"),
-    "a mesh dimension without a name": (("mesh", 0, 0), "", "no name"),
-    "a mesh dimension twice": (("mesh",), [["dp", 2], ["dp", 2]], "twice"),
-    "many mesh dimensions": (("mesh",), [[f"d{i}", 1] for i in range(99)], "1 to 8"),
-    "a policy of another type": (("memory",), 7, "a text"),
-    "no placements": (("placements",), KeyError, "placements"),
-    "placements as a list": (("placements",), [], "an object"),
+    "no mesh": (("request", "mesh"), KeyError, "mesh"),
+    "a mesh of no dimension": (("request", "mesh"), [], "1 to 8 dimensions"),
+    "a negative mesh size": (("request", "mesh", 0, 1), -2, "-2 is not between"),
+    "a mesh size of zero": (("request", "mesh", 0, 1), 0, "0 is not between"),
+    "an absurd mesh size": (("request", "mesh", 0, 1), 10**12, "is not between"),
+    "an absurd world size": (("request", "mesh"), [["dp", 2**15], ["tp", 2**15]], "more than"),
+    "a mesh size of 200 digits": (("request", "mesh", 0, 1), 10**200, "more than 63 bits"),
+    "a fractional mesh size": (("request", "mesh", 0, 1), 2.5, "a whole number"),
+    "a mesh size that is true": (("request", "mesh", 0, 1), True, "a whole number"),
+    "a mesh dimension without a name": (("request", "mesh", 0, 0), "", "no name"),
+    "a mesh dimension twice": (("request", "mesh"), [["dp", 2], ["dp", 2]], "twice"),
+    "many mesh dimensions": (("request", "mesh"), [[f"d{i}", 1] for i in range(99)], "1 to 8"),
+    "a policy of another type": (("request", "memory"), 7, "a text"),
+    "no request": (("request",), KeyError, "request"),
+    "no decisions": (("decisions",), KeyError, "decisions"),
+    "decisions as a list": (("decisions",), [], "an object"),
+    "no placements": (STEP, KeyError, "placement"),
+    "placements as a list": (STEP, [], "an object"),
     "an unknown placement": ((*STEP, "inputs"), {"X(0)R": {"": ["a"]}}, "unknown placement"),
     "a negative dimension": ((*STEP, "inputs"), {"S(-1)R": {"": ["a"]}}, "unknown placement"),
     "dimension 99": ((*STEP, "inputs"), {"S(99)R": {"": ["a"]}}, "no tensor has 99"),
@@ -92,12 +97,22 @@ BAD = {
     "a billion names": ((*STEP, "inputs"), {"RR": {"0-999999": ["a.*.b"] * 999}}, "names"),
     "names of another type": ((*STEP, "inputs"), {"RR": {"": [7]}}, "a text"),
     "a reason of words": ((*STEP, "reasons"), [["R", "cheap", None, None, {}]], "a number"),
-    "a negative block": (("recomputation", "step", "recompute"), {"-7": ["a"]}, "between"),
-    "a block in words": (("recomputation", "step", "recompute"), {"x": ["a"]}, "number of a"),
+    "a negative block": ((*MEMORY, "recompute"), {"-7": ["a"]}, "between"),
+    "a block in words": ((*MEMORY, "recompute"), {"x": ["a"]}, "number of a"),
+    "a bucket of words": ((*SCHEDULE, "buckets"), ["a"], "a list"),
+    "waits in a list": ((*SCHEDULE, "waits"), [], "an object"),
+    "a lowering of a number": (("decisions", "step", "lowering", "name"), 7, "a text"),
+    "no micro-batch": (("request", "step", "micro_batches"), 0, "0 is not between"),
+    "clipping in words": (("request", "step", "clip"), "yes", "true or false"),
+    "a type of integers": (
+        ("request", "step", "precision", "compute"),
+        "int8",
+        "no floating-point type",
+    ),
     "a negative shape": (("fingerprint", "parameters", "w"), "float32[-4, 2]", "no type"),
     "an absurd shape": (("fingerprint", "parameters", "w"), f"float32[{10**30}]", "no type"),
-    "a batch without shape": (("settings", "batch", "x"), "int64", "no type"),
-    "a negative budget": (("settings", "memory_budget"), -1, "between"),
+    "a batch without shape": (("request", "batch", "x"), "int64", "no type"),
+    "a negative budget": (("request", "memory_budget"), -1, "between"),
     "negative memory": (("predicted", "peak_bytes"), -1, "at least 0"),
     "memory in words": (("predicted", "peak_bytes"), "much", "whole number"),
     "no time": (("predicted", "step_ms"), None, "a number"),
@@ -145,10 +160,10 @@ def test_a_file_that_grows_while_it_is_read_is_still_bounded(tmp_path, monkeypat
         Plan.load(tmp_path / "plan.json")
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, 99])
+@pytest.mark.parametrize("version", [0, 1, 2, 99])
 def test_another_schema_version_is_said_to_be_one(written, tmp_path, version):
     (tmp_path / "plan.json").write_text(json.dumps(written | {"version": version}))
-    with pytest.raises(PlanError, match=f"plan version {version} cannot be read, only 2"):
+    with pytest.raises(PlanError, match=f"plan version {version} cannot be read, only 3"):
         Plan.load(tmp_path / "plan.json")
 
 

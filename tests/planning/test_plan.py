@@ -1,40 +1,49 @@
 """Plan: the decisions as JSON, read back as they were written, or refused."""
 
+import copy
 import json
+import pickle
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from stepgraph import pipeline
-from stepgraph.capture.module import default_loss
+from stepgraph.api.plan import Plan, public
 from stepgraph.errors import PlanError
-from stepgraph.pipeline import StepRequest, compile_step
 from stepgraph.planning import file as planning
 from stepgraph.planning.placements import parse_operation, parse_placements
-from stepgraph.planning.plan import Plan
-from stepgraph.program.driver import PassDriver
+from stepgraph.planning.plan import preset_plan
+from stepgraph.planning.request import StepSettings
 from stepgraph.program.layout import MeshShape, show
 from stepgraph.runtime.ranks import parse_mesh
-from tests.support import mlp, regression_batch, spec_of
+from tests.planning.plan_support import placed_otherwise
+from tests.support import mlp, programs_of, regression_batch
 
 
 def compile_with(plan):
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    request = StepRequest(model, default_loss, spec_of(regression_batch()), plan, optimizer)
-    return compile_step(request, PassDriver()).programs["step"]
+    return programs_of(model, regression_batch(), plan, optimizer)
+
+
+def preset():
+    step = StepSettings("sgd")
+    return preset_plan("zero3", parse_mesh("dp=2"), memory="full", lowering="eager", step=step)
+
+
+def read_back(plan):
+    return Plan.from_json(json.loads(json.dumps(plan.to_json())))
 
 
 @pytest.fixture(scope="module")
 def plan():
-    made = Plan("zero3", parse_mesh("dp=2"), memory="full", lowering="eager")
-    compile_with(made)
-    return made
+    return public(compile_with(preset()).plan)
 
 
 def test_a_plan_is_read_back_as_it_was_written(plan, tmp_path):
-    assert plan.placements and plan.recomputation
+    assert all(vars(plan.decisions["step"]).values())
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json").to_json() == plan.to_json()
 
@@ -49,19 +58,37 @@ def test_a_plan_that_is_replayed_decides_nothing_again(plan, monkeypatch):
     def refuse(*args):
         raise AssertionError("decided again")
 
-    expected = str(compile_with(Plan("zero3", parse_mesh("dp=2"), memory="full")))
-    monkeypatch.setattr(pipeline.placement_policies, "decide", refuse)
-    monkeypatch.setattr(pipeline.memory_policies, "decide", refuse)
-    replayed = Plan.from_json(json.loads(json.dumps(plan.to_json())))
-    assert str(compile_with(replayed)) == expected
+    expected = str(compile_with(preset()).programs["step"])
+    for room in ("placement", "memory", "lowering"):
+        monkeypatch.setattr(pipeline, f"decide_{room}", refuse)
+    monkeypatch.setattr(pipeline.schedule, "decide_and_apply", refuse)
+    made = compile_with(read_back(plan))
+    assert str(made.programs["step"]) == expected
+    assert made.plan.decisions == plan.decisions
+
+
+def test_a_plan_is_a_value(plan):
+    decided = plan.decisions["step"]
+    for held in (plan, plan.request, plan.request.step, *vars(decided).values()):
+        with pytest.raises(FrozenInstanceError):
+            setattr(held, next(iter(vars(held))), None)
+    for table in (plan.decisions, decided.placement.operations, decided.memory.recompute):
+        with pytest.raises(TypeError, match="a decision is a value"):
+            table["step"] = None
+    for same in (copy.copy(plan), copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
+        assert same == plan and type(same) is type(plan)
+
+
+def changed_by_hand(plan, operation, placements):
+    """A final plan that was read from a file, with other placements for one operation."""
+    operations = plan.decisions["step"].placement.operations
+    name = next(key for key in operations if key.endswith(f"/{operation}") or key == operation)
+    operations = {**operations, name: parse_operation(placements)}
+    return replace(placed_otherwise(read_back(plan), operations=operations), final=True)
 
 
 def test_placements_that_cannot_be_carried_out_are_a_plan_error(plan):
-    changed = Plan.from_json(json.loads(json.dumps(plan.to_json())))
-    changed.final = True
-    operations = changed.placements["step"].operations
-    name = next(name for name in operations if name.endswith("tanh"))
-    operations[name] = parse_operation("P(avg) -> P(avg)")
+    changed = changed_by_hand(plan, "tanh", "P(avg) -> P(avg)")
     with pytest.raises(PlanError, match="cannot be carried out"):
         compile_with(changed)
 
@@ -72,11 +99,7 @@ def test_placements_that_no_tensor_has_are_a_plan_error_that_names_the_value(pla
         ("tanh", "R R -> R", "1 tensor arguments and 1 results, the plan places 2 and 1"),
         ("tanh", "S(0/5) -> S(0)", "5 blocks do not divide"),
     ):
-        changed = Plan.from_json(json.loads(json.dumps(plan.to_json())))
-        changed.final = True
-        operations = changed.placements["step"].operations
-        name = next(key for key in operations if key.endswith(f"/{name}") or key == name)
-        operations[name] = parse_operation(placements)
+        changed = changed_by_hand(plan, name, placements)
         with pytest.raises(PlanError, match="tanh") as caught:
             compile_with(changed)
         assert message in str(caught.value)
@@ -107,8 +130,8 @@ MALFORMED = {
     "a list": "[]",
     "a number": "7",
     "no fields": "{}",
-    "a field of another type": '{"version": 2, "mesh": 3, "placement": "zero3", "memory": "none",'
-    ' "schedule": "none", "lowering": "eager", "placements": {}, "recomputation": {}}',
+    "a field of another type": '{"version": 3, "request": {"mesh": 3, "placement": "zero3",'
+    ' "memory": "none", "schedule": "none", "lowering": "eager"}, "decisions": {}}',
     "deep": "[" * 100_000,
 }
 
@@ -143,6 +166,6 @@ def test_what_is_no_file_is_named(tmp_path, name):
 
 def test_a_file_too_large_to_be_a_plan_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(planning, "LARGEST_FILE", 10)
-    (tmp_path / "plan.json").write_text(json.dumps(Plan("ddp", MeshShape((("dp", 1),))).to_json()))
+    public(preset_plan("ddp", MeshShape((("dp", 1),)))).save(tmp_path / "plan.json")
     with pytest.raises(PlanError, match="larger than"):
         Plan.load(tmp_path / "plan.json")

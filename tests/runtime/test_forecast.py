@@ -1,4 +1,4 @@
-"""forecast and LiveMemory: what is predicted of an engine's step, and what its step holds alive."""
+"""What is predicted of an engine's step, and what its step holds alive (LiveMemory)."""
 
 import pytest
 import torch
@@ -6,12 +6,21 @@ import torch
 from stepgraph import Engine
 from stepgraph.cost.calibration import UNCALIBRATED
 from stepgraph.cost.devices import find_device
-from stepgraph.lowering.final import foreseen
+from stepgraph.pipeline import executed, foresee
 from stepgraph.program.collectives import is_collective
+from stepgraph.program.driver import PassDriver
 from stepgraph.runtime.batches import flatten_batch
-from stepgraph.runtime.forecast import forecast
 from stepgraph.runtime.live_memory import LiveMemory
-from tests.support import CPU, adamw, compiled, mlp, regression_batch, tiny_llama, token_batch
+from tests.support import (
+    CPU,
+    adamw,
+    bound,
+    compiled,
+    mlp,
+    regression_batch,
+    tiny_llama,
+    token_batch,
+)
 
 
 def counted_peak(engine, batch):
@@ -32,7 +41,7 @@ def test_the_predicted_peak_is_what_a_real_step_holds(memory):
         model, optimizer=adamw(model), mesh="dp=1", plan="ddp", memory=memory, lowering="eager"
     )
     measured = counted_peak(engine, batch)
-    found = forecast(engine.programs, UNCALIBRATED, "eager")
+    found = foresee(engine.programs, UNCALIBRATED, "eager")
     assert found.peak_bytes == pytest.approx(measured, rel=0.01)
 
 
@@ -51,19 +60,30 @@ def test_live_memory_counts_storages_once_and_forgets_what_is_gone():
     assert live.peak == 8004
 
 
+def first_rank(model, batch, **options):
+    """What the first rank runs of a step."""
+    step = compiled(model, batch, adamw(model), **options).programs["step"]
+    return {"step": bound(step)[0]}
+
+
+def calls(program):
+    return sum(map(is_collective, program.operations()))
+
+
 def test_a_forecast_is_made_from_what_ranks_run():
     model, batch = tiny_llama(2), token_batch()
-    placed = compiled(model, batch, adamw(model), ranks=4).programs
-    before = str(placed["step"])
-    final = foreseen(placed["step"], collectives_overlap=False)
-    found = forecast(placed, find_device("h100"), "inductor")
-    assert str(placed["step"]) == before
-    merged, plain = (sum(map(is_collective, p.operations())) for p in (final, placed["step"]))
-    assert sum(row["count"] for row in found.collectives.values()) == merged < plain
+    plain, merged = (
+        first_rank(model, batch, ranks=4, schedule=schedule) for schedule in ("none", "auto")
+    )
+    before = str(merged["step"])
+    found = foresee(merged, find_device("h100"), "inductor")
+    assert str(merged["step"]) == before
+    run = calls(executed(merged["step"], {}, PassDriver()))
+    assert sum(row["count"] for row in found.collectives.values()) == run < calls(plain["step"])
 
 
 def test_fused_kernels_move_less_than_operations_one_by_one():
     model, batch = mlp(), regression_batch(rows=1200)
-    placed = compiled(model, batch, adamw(model)).programs
-    times = [forecast(placed, UNCALIBRATED, name).step_ms for name in ("inductor", "eager")]
+    programs = first_rank(model, batch)
+    times = [foresee(programs, UNCALIBRATED, name).step_ms for name in ("inductor", "eager")]
     assert times[0] < times[1]

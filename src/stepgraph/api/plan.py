@@ -174,7 +174,7 @@ def plan(
     precision = Precision(compute_dtype, None)
     step = StepSettings(name_of(optimizer), micro_batches, max_grad_norm is not None, precision)
     planner = Planner(made, example, loss, optimizer, table, step)
-    attempt = planner.plan(shape, placement, memory, budget, constraints, schedule)
+    attempt = planner.plan(shape, placement, memory, budget, constraints, schedule, last=True)
     if not attempt.fits and (memory == AUTO or budget is not None):
         raise attempt.error()
     return public(attempt.plan)

@@ -118,6 +118,7 @@ class Planner:
         memory_budget: int | None = None,
         constraints: Mapping[str, str] | None = None,
         schedule: str = AUTO,
+        last: bool = False,
     ) -> Attempt:
         """One plan, with its prediction.
 
@@ -127,6 +128,7 @@ class Planner:
             memory_budget: bytes per rank; None: the device's capacity.
             constraints: for ``auto``.
             schedule: ``none`` or ``auto``.
+            last: the captured step is not needed again.
         """
         check_preset(placement, mesh)
         self._check_rows(mesh)
@@ -146,7 +148,7 @@ class Planner:
             constraints=dict(constraints or {}),
         )
         with _no_collections():
-            return self._plan(Plan(request, fingerprint=self._fingerprint))
+            return self._plan(Plan(request, fingerprint=self._fingerprint), last)
 
     def programs(self, plan: Plan, rank: int = 0) -> dict[str, Program]:
         """What a rank executes under a plan: scheduled and bound."""
@@ -162,18 +164,20 @@ class Planner:
             self._captured.reduces_each = reduces
         return self._captured
 
-    def _plan(self, first: Plan) -> Attempt:
+    def _plan(self, first: Plan, last: bool) -> Attempt:
         captured = self.captured(first.placement, first.mesh)
         self.stage("enumeration")
-        best = self._fit(first, captured.programs)
+        best = self._fit(first, captured.programs, last)
         self.stage("simulation")
         plan, programs = best.plan, best.made.programs
         decisions = [decided.placement for decided in plan.decisions.values()]
         gap = max(
             (d.optimality_gap for d in decisions if d.optimality_gap is not None), default=None
         )
-        predicted = foresee(programs, self.device, plan.lowering, self.settings.micro_batches)
         notes = [*captured.notes, *plan.notes, *(n for p in programs.values() for n in p.notes)]
+        predicted = foresee(
+            programs, self.device, plan.lowering, self.settings.micro_batches, keep=False
+        )
         best.plan = replace(
             plan,
             predicted=predicted.with_gap(gap),
@@ -192,7 +196,7 @@ class Planner:
                 do="give an example of the global shape: the rows of all ranks together",
             )
 
-    def _fit(self, first: Plan, programs: Mapping[str, Program]) -> Attempt:
+    def _fit(self, first: Plan, programs: Mapping[str, Program], last: bool) -> Attempt:
         """The first memory policy whose peak fits, or the one with the smallest peak."""
         policies, asked = candidates(first.memory), first.memory
         budget = first.request.memory_budget or self.device.capacity
@@ -200,7 +204,8 @@ class Planner:
         tried: list[str] = []
         for policy in policies:
             try:
-                attempt = self._try(first.under(memory=policy), programs, budget)
+                once = last and policies == (policy,) and not first.request.memory_budget
+                attempt = self._try(first.under(memory=policy), programs, budget, once)
             except (MemoryPolicyError, BudgetError) as error:
                 if asked != AUTO or (best is None and policy == policies[-1]):
                     raise
@@ -224,7 +229,7 @@ class Planner:
         best.plan = replace(best.plan, notes=(*best.plan.notes, note) if note else best.plan.notes)
         return best
 
-    def _try(self, plan: Plan, programs: Mapping[str, Program], budget: int) -> Attempt:
+    def _try(self, plan: Plan, programs: Mapping[str, Program], budget: int, once: bool) -> Attempt:
         """One memory policy; a solver is given less room until what it does not count fits as well."""
         limits, limit = Limits(budget), None
         best: Attempt | None = None
@@ -232,7 +237,13 @@ class Planner:
             self.stage("solve")
             try:
                 made = make(
-                    programs, plan, self.target, driver=self.driver, limit=limit, with_facts=True
+                    programs,
+                    plan,
+                    self.target,
+                    driver=self.driver,
+                    limit=limit,
+                    with_facts=True,
+                    keep=not (once and not plan.request.searches),
                 )
             except BudgetError as error:
                 limit = limits.raised_to(error.least or 0)

@@ -102,5 +102,7 @@ def run_jobs(
         )
         mine = [job for job in jobs if job.mesh.data_size == size]
         for job in mine:
-            found[job] = planner.plan(job.mesh, job.placement, options.memory, budget)
+            found[job] = planner.plan(
+                job.mesh, job.placement, options.memory, budget, last=job is mine[-1]
+            )
     return [found[job] for job in jobs]

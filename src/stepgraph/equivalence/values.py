@@ -44,6 +44,8 @@ class GlobalValues:
         seed: of what is made up.
     """
 
+    torch_seed = 0  # of torch's own generator, whenever anything is executed
+
     def __init__(
         self,
         source: Source,
@@ -114,7 +116,7 @@ class GlobalValues:
         first = programs if isinstance(programs, Program) else programs[0]
         local = self._local(first, inputs or {})
         with torch.random.fork_rng(devices=[]):  # what draws from torch's generator draws alike
-            torch.manual_seed(0)
+            torch.manual_seed(self.torch_seed)
             results = run_lockstep(programs, list(zip(*local, strict=True)), observe, replaced)
         return self._whole(first, local, results, in_place)
 
@@ -237,7 +239,7 @@ class GlobalValues:
         model, batch = self._model_and_batch(leaves)
         model.zero_grad(set_to_none=True)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            torch.manual_seed(self.torch_seed)
             loss = loss_of(self.source.loss(model, batch))
         loss.backward()
         found: dict[Any, torch.Tensor] = {roles.Loss(): loss.detach()}

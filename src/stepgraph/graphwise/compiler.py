@@ -42,7 +42,6 @@ from stepgraph.program.layout import Spread
 from stepgraph.program.markers import UNSHARD
 from stepgraph.program.program import Program
 from stepgraph.schedule import apply as schedule
-from stepgraph.schedule.decide import decide as decide_schedule
 from stepgraph.torch_internals import graphs as dynamo
 
 OTHER_INPUTS = (
@@ -177,8 +176,9 @@ class GraphCompiler:
         again = gathers_again(request.placement, mesh)
         keeps = decide_for_graph(program, request.memory, again)
         program = memory.apply(program, keeps, REMEMBERED, driver)
-        runs = decide_schedule(program, request.schedule, self.target)
-        program = schedule.apply(program, runs, self.target, SCHEDULED, driver)
+        runs, program = schedule.decide_and_apply(
+            program, request.schedule, self.target, SCHEDULED, driver
+        )
         program = driver.through(BOUND, program, rank=self.rank)
         for note in program.notes:
             self.note(note)

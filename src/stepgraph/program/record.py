@@ -26,7 +26,12 @@ Results = Mapping[Any, torch.Tensor]
 
 
 class Values(Protocol):
-    """What a reference may ask for: values to run programs on, and plain PyTorch on the same ones."""
+    """What a reference may ask for: values to run programs on, and plain PyTorch on the same ones.
+
+    ``torch_seed``: of torch's own generator, whenever a program is executed.
+    """
+
+    torch_seed: int
 
     def execute(
         self,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 from stepgraph.errors import UsageError, near_misses
 from stepgraph.planning.decisions import ScheduleDecision
@@ -10,13 +13,18 @@ from stepgraph.planning.request import AUTO
 from stepgraph.planning.target import Target
 from stepgraph.program.program import Program
 from stepgraph.schedule.buckets import Sizes, find_buckets
-from stepgraph.schedule.passes.merge_small_collectives import merge_small_collectives
-from stepgraph.schedule.passes.update_early import update_early
 from stepgraph.schedule.updates import find_updates
 from stepgraph.schedule.waits import find_waits
 
 NONE = "none"
 POLICIES = (NONE, AUTO)
+
+# What ``auto`` decides for each pass of the room, on what the pass before has made of the Program.
+FINDERS: dict[str, tuple[str, Callable[[Program, Target], Any]]] = {
+    "merge_small_collectives": ("buckets", lambda p, target: find_buckets(p, sizes_for(target))),
+    "update_early": ("updates", lambda p, target: find_updates(p)),
+    "delay_waits": ("waits", lambda p, target: find_waits(p, target.overlaps)),
+}
 
 
 def check_schedule(policy: str) -> None:
@@ -25,25 +33,14 @@ def check_schedule(policy: str) -> None:
         raise UsageError(f"unknown schedule {policy!r}", do=near_misses(policy, POLICIES))
 
 
-def decide(program: Program, policy: str, target: Target) -> ScheduleDecision:
-    """When each collective of a placed Program runs; the Program stays as it is.
-
-    Args:
-        policy: ``none``: as placement left them; ``auto``.
-        target: what runs them.
-    """
-    check_schedule(policy)
-    if policy == NONE:
-        return ScheduleDecision(NONE)
-    program = program.copy()  # what comes next is decided on what the last decision makes of it
-    buckets = find_buckets(program, sizes_for(target))
-    program = merge_small_collectives(program, ScheduleDecision(policy, buckets))
-    left = {node.meta["name"] for node in program.operations()}
-    buckets = tuple(names for names in buckets if names[0] not in left)  # one may bar another
-    updates = find_updates(program)
-    program = update_early(program, ScheduleDecision(policy, updates=updates))
-    waits = find_waits(program, target.overlaps)
-    return ScheduleDecision(policy, buckets, updates, waits)
+def decide_for(
+    name: str, program: Program, decision: ScheduleDecision, target: Target
+) -> ScheduleDecision:
+    """A decision with what concerns one pass; the Program, on which it will run next, stays as it is."""
+    if decision.policy == NONE or name not in FINDERS:
+        return decision
+    part, find = FINDERS[name]
+    return replace(decision, **{part: find(program, target)})
 
 
 def sizes_for(target: Target) -> Sizes:

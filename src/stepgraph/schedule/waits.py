@@ -20,42 +20,33 @@ PARTS_OF_A_RESULT = {aten.slice.Tensor, aten.reshape.default}
 MOVED = {torch_internals.WAIT, *PARTS_OF_A_RESULT}
 
 
-def is_moved(node: fx.Node) -> bool:
-    """Whether a node is a wait, or a slice behind one."""
-    return node.target is torch_internals.WAIT or (
-        node.target in MOVED and node.all_input_nodes[0].target in MOVED
-    )
-
-
 def find_waits(program: Program, overlaps: bool) -> Table[str, str]:
-    """Waits -> the operation before which each completes; in place: slices behind waits move along."""
+    """Waits of a Program -> the operation before which each completes."""
     found: dict[str, str] = {}
-    for node in reversed(list(program.operations())):
-        if not is_moved(node):
+    point: dict[fx.Node, fx.Node] = {}  # what is moved -> what it goes right before
+    position = {node: i for i, node in enumerate(program.graph.nodes)}
+    for node, following in moved_last_first(program):
+        readers = [point.get(user, user) for user in node.users]
+        first = min(readers, key=position.__getitem__, default=None)
+        if following is not None and not overlaps and node.target is torch_internals.WAIT:
+            first = min(following, first or following, key=position.__getitem__)
+        if first is None or first.op != "call_function" or first is node.next:
             continue
-        point = latest(node, overlaps)
-        if node.target is torch_internals.WAIT and point.op == "call_function":
-            found[node.meta["name"]] = point.meta["name"]
-        move(node, point)
+        point[node] = first
+        if node.target is torch_internals.WAIT:
+            found[node.meta["name"]] = first.meta["name"]
     return Table(found)
 
 
-def latest(node: fx.Node, overlaps: bool, wanted: fx.Node | None = None) -> fx.Node:
-    """The operation before which a wait, or a slice behind one, has to stand at the latest.
-
-    Args:
-        wanted: one that it is to stand before, if that comes earlier.
-    """
-    alone = node.target is torch_internals.WAIT and not overlaps
-    behind = node.next
-    while behind.op == "call_function" and behind not in node.users and behind is not wanted:
-        if alone and is_collective(behind):
-            break
-        behind = behind.next
-    return behind
-
-
-def move(node: fx.Node, point: fx.Node) -> None:
-    """Puts a node right before another, behind which it does not stand."""
-    if point is not node.next and point.op == "call_function":
-        point.prepend(node)
+def moved_last_first(program: Program) -> list[tuple[fx.Node, fx.Node | None]]:
+    """Waits, and the slices behind them, from the last on; each with the next collective behind it."""
+    found: list[tuple[fx.Node, fx.Node | None]] = []
+    following: fx.Node | None = None
+    for node in reversed(list(program.operations())):
+        if is_collective(node):
+            following = node
+        elif node.target is torch_internals.WAIT or (
+            node.target in MOVED and node.all_input_nodes[0].target in MOVED
+        ):
+            found.append((node, following))
+    return found

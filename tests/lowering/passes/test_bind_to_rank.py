@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from stepgraph.lowering.passes.bind_to_rank import bind_to_rank
-from stepgraph.program.collectives import SHARD_OF, is_collective, mesh_dim_of
+from stepgraph.program.collectives import SHARD_OF
 from stepgraph.program.invariants import check_invariants
 from tests.support import (
     RANKS,
@@ -34,16 +34,9 @@ def test_a_cut_becomes_a_slice_at_the_ranks_position():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     program = compiled(model, torch.ones(2, 3), optimizer, ranks=2, plan="zero1").programs["step"]
     assert any(node.target is SHARD_OF for node in program.operations())
-    after = bind_to_rank(program.copy(), 1, {"dp": "dp"})
+    after = bind_to_rank(program.copy(), 1)
     assert not any(node.target is SHARD_OF for node in after.operations())
     assert_golden(__file__, "bind_to_rank", program, after)
-
-
-def test_a_mesh_dimension_becomes_the_ranks_process_group():
-    program = compiled(mlp(), regression_batch(), ranks=2).programs["step"]
-    after = bind_to_rank(program.copy(), 0, {"dp": "group 7"})
-    groups = {mesh_dim_of(node) for node in after.operations() if is_collective(node)}
-    assert groups == {"group 7"}
 
 
 @pytest.mark.parametrize("ranks", RANKS)

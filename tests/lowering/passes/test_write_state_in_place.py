@@ -12,6 +12,7 @@ from stepgraph.program.program import is_write
 from stepgraph.program.text import program_text
 from stepgraph.schedule.passes.merge_small_collectives import merge_small_collectives
 from stepgraph.schedule.passes.update_early import update_early
+from tests.schedule.rescheduled import rescheduled
 from tests.support import (
     RANKS,
     adamw,
@@ -35,7 +36,8 @@ class Scaled(nn.Module):
 
 
 def lowered(program):
-    before = [merge_small_collectives(each) for each in bound(program)]
+    """Every rank's own Program, its small collectives merged, before and after."""
+    before = bound(rescheduled(program, merge_small_collectives))
     return before, [write_state_in_place(each.copy()) for each in before]
 
 
@@ -144,8 +146,8 @@ def test_an_old_value_that_is_a_result_is_kept_from_being_overwritten(ranks, ear
     model, batch = Snapshot(), torch.randn(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     placed = compiled(model, batch, optimizer, ranks=ranks, plan="ddp").programs["step"]
-    before = [merge_small_collectives(each) for each in bound(placed)]
-    after = [update_early(each.copy()) if early else each.copy() for each in before]
+    before = rescheduled(placed, merge_small_collectives)
+    after = rescheduled(before, update_early) if early else before
     inputs = values(model, batch, optimizer)
-    written = [write_state_in_place(each) for each in after]
-    assert_bitwise(inputs.execute(before), inputs.execute(written, in_place=True))
+    written = [write_state_in_place(each) for each in bound(after)]
+    assert_bitwise(inputs.execute(bound(before)), inputs.execute(written, in_place=True))

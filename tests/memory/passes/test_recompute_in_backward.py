@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from stepgraph.memory.decide import decide
 from stepgraph.memory.passes.recompute_in_backward import recompute_in_backward
-from stepgraph.memory.presets import decide
 from stepgraph.planning.decisions import MemoryDecision
 from stepgraph.program.program import BACKWARD, FORWARD
 from tests.support import (

@@ -1,15 +1,19 @@
 """delay_waits: later waits, the same bits."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from stepgraph import torch_internals
+from stepgraph.planning.decisions import ScheduleDecision
 from stepgraph.program.collectives import is_collective
-from stepgraph.program.invariants import check_invariants
 from stepgraph.schedule.passes.delay_waits import delay_waits
 from stepgraph.schedule.passes.merge_small_collectives import merge_small_collectives
+from stepgraph.schedule.waits import find_waits
+from tests.schedule.rescheduled import rescheduled
 from tests.support import (
+    HOST,
     adamw,
     assert_bitwise,
     assert_golden,
@@ -41,35 +45,47 @@ def computes_in_flight(program):
     )
 
 
-def programs(model, batch, optimizer, **settings):
+def merged(model, batch, optimizer, **settings):
     placed = compiled(model, batch, optimizer, **settings).programs["step"]
-    return [merge_small_collectives(each) for each in bound(placed)]
+    return rescheduled(placed, merge_small_collectives)
+
+
+def delayed(program, together):
+    return rescheduled(program, delay_waits, target=replace(HOST, overlaps=together))
 
 
 def test_the_text_shows_waits_at_their_readers():
-    before = programs(mlp(), regression_batch(), adamw(mlp()), ranks=2, plan="zero3")[0]
-    assert_golden(__file__, "delay_waits", before, delay_waits(before.copy(), True))
+    before = merged(mlp(), regression_batch(), adamw(mlp()), ranks=2, plan="zero3")
+    assert_golden(__file__, "delay_waits", before, delayed(before, True))
 
 
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2", "zero3"])
 def test_collectives_overlap_and_every_result_is_the_same_bits(plan):
     model, batch = tiny_llama(), token_batch()
     optimizer = adamw(model)
-    placed = compiled(model, batch, optimizer, ranks=3, plan=plan).programs["step"]
-    before = bound(placed)
+    before = compiled(model, batch, optimizer, ranks=3, plan=plan).programs["step"]
     inputs = values(model, batch, optimizer)
-    assert most_in_flight(before[0]) == 1
+    expected = inputs.execute(bound(before))
+    assert most_in_flight(before) == 1
     for together in (True, False):
-        after = [delay_waits(program.copy(), together) for program in before]
-        for program in after:
-            check_invariants(program, "delay_waits")
-        assert (most_in_flight(after[0]) > 1) is together
-        assert computes_in_flight(after[0])
-        assert_bitwise(inputs.execute(before), inputs.execute(after))
+        after = delayed(before, together)
+        assert (most_in_flight(after) > 1) is together
+        assert computes_in_flight(after)
+        assert_bitwise(expected, inputs.execute(bound(after)))
+
+
+def test_what_was_decided_where_several_may_be_in_flight_is_held_to_one_where_they_may_not():
+    model = tiny_llama()
+    before = compiled(model, token_batch(), adamw(model), ranks=2, plan="ddp").programs["step"]
+    waits = find_waits(before, overlaps=True)
+    decision = ScheduleDecision("auto", waits=waits)
+    after = [delay_waits(before.copy(), decision, overlaps) for overlaps in (True, False)]
+    assert most_in_flight(after[0]) > 1
+    assert most_in_flight(after[1]) == 1
 
 
 @pytest.mark.parametrize("plan", ["ddp", "zero3"])
 def test_merging_leaves_one_in_flight(plan):
     model = tiny_llama()
-    before = programs(model, token_batch(), adamw(model), ranks=2, plan=plan, micro_batches=2)
-    assert most_in_flight(before[0]) == 1
+    before = merged(model, token_batch(), adamw(model), ranks=2, plan=plan, micro_batches=2)
+    assert most_in_flight(before) == 1

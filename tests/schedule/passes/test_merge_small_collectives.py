@@ -2,24 +2,28 @@
 
 import contextlib
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 import torch._inductor.config
 import torch.distributed as dist
-from stepgraph.lowering.lower import lower
 from torch import nn
 from torch._inductor.graph import GraphLowering
 
 from stepgraph import torch_internals
+from stepgraph.lowering.apply import lower
 from stepgraph.lowering.passes.bind_to_rank import bind_to_rank
+from stepgraph.lowering.passes.name_groups import name_groups
 from stepgraph.lowering.passes.write_state_in_place import write_state_in_place
+from stepgraph.planning.decisions import LoweringDecision
 from stepgraph.program.collectives import is_collective
-from stepgraph.program.invariants import check_invariants
 from stepgraph.program.program import BACKWARD
-from stepgraph.schedule.passes import merge_small_collectives as merge
+from stepgraph.schedule import decide
 from stepgraph.schedule.passes.merge_small_collectives import merge_small_collectives
+from tests.schedule.rescheduled import rescheduled
 from tests.support import (
+    HOST,
     RANKS,
     adamw,
     assert_bitwise,
@@ -48,19 +52,19 @@ def calls(program):
     return sum(is_collective(node) for node in program.operations())
 
 
-def merged(programs):
-    after = [merge_small_collectives(program.copy()) for program in programs]
-    for program in after:
-        check_invariants(program, "merge_small_collectives")
-    return after
+def merged(program):
+    return rescheduled(program, merge_small_collectives)
+
+
+def change_sizes(monkeypatch, **sizes):
+    changed = replace(decide.sizes_for(HOST), **sizes)
+    monkeypatch.setattr(decide, "sizes_for", lambda target: changed)
 
 
 @pytest.mark.parametrize("plan", ["ddp", "zero3"])
 def test_the_text_shows_one_flat_collective(plan):
-    before = bound(compiled(Two(), torch.ones(2, 5), ranks=2, plan=plan).programs["step"])[0]
-    assert_golden(
-        __file__, f"merge_small_collectives_{plan}", before, merge_small_collectives(before.copy())
-    )
+    before = compiled(Two(), torch.ones(2, 5), ranks=2, plan=plan).programs["step"]
+    assert_golden(__file__, f"merge_small_collectives_{plan}", before, merged(before))
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -68,45 +72,42 @@ def test_the_text_shows_one_flat_collective(plan):
 def test_every_result_is_the_same_bits(plan, ranks):
     model, batch = mlp(), regression_batch()
     optimizer = adamw(model)
-    before = bound(compiled(model, batch, optimizer, ranks=ranks, plan=plan).programs["step"])
+    before = compiled(model, batch, optimizer, ranks=ranks, plan=plan).programs["step"]
     after = merged(before)
     inputs = values(model, batch, optimizer)
-    assert_bitwise(inputs.execute(before), inputs.execute(after))
-    assert calls(after[0]) <= calls(before[0])
+    assert_bitwise(inputs.execute(bound(before)), inputs.execute(bound(after)))
+    assert calls(after) <= calls(before)
 
 
 @pytest.mark.parametrize("plan", ["ddp", "zero3"])
 def test_a_transformers_collectives_become_few_and_keep_every_bit(plan):
     model, batch = tiny_llama(), token_batch()
     optimizer = adamw(model)
-    placed = compiled(model, batch, optimizer, ranks=3, plan=plan, memory="full").programs["step"]
-    before = bound(placed)
+    before = compiled(model, batch, optimizer, ranks=3, plan=plan, memory="full").programs["step"]
     after = merged(before)
-    assert calls(after[0]) < calls(before[0]) / 2
+    assert calls(after) < calls(before) / 2
     inputs = values(model, batch, optimizer)
-    assert_bitwise(inputs.execute(before), inputs.execute(after))
+    assert_bitwise(inputs.execute(bound(before)), inputs.execute(bound(after)))
 
 
 def test_a_flat_collective_is_no_larger_than_its_limit(monkeypatch):
-    limits = dict.fromkeys(merge.LARGEST, 200)
-    monkeypatch.setattr(merge, "LARGEST", limits)
-    monkeypatch.setattr(merge, "LARGE", 100)
+    change_sizes(monkeypatch, large=100, reduction=200, gather=200)
     model, batch = mlp(), regression_batch()
-    before = bound(compiled(model, batch, adamw(model), ranks=2).programs["step"])
+    before = compiled(model, batch, adamw(model), ranks=2).programs["step"]
     after = merged(before)
-    for node in after[0].operations():
+    for node in after.operations():
         if is_collective(node) and node.args[0].target is torch.ops.aten.cat.default:
             sizes = [
                 v.numel() * v.element_size() for v in (node.meta["val"], node.args[0].meta["val"])
             ]
             assert max(sizes) <= 200
     inputs = values(model, batch, adamw(model))
-    assert_bitwise(inputs.execute(before), inputs.execute(after))
+    assert_bitwise(inputs.execute(bound(before)), inputs.execute(bound(after)))
 
 
 def test_a_wait_stands_right_before_the_first_reader():
     program = compiled(mlp(), regression_batch(), ranks=2).programs["step"]
-    (after, _) = merged(bound(program))
+    after = merged(program)
     nodes = list(after.graph.nodes)
     moved = {torch_internals.WAIT, torch.ops.aten.slice.Tensor, torch.ops.aten.reshape.default}
     for node in nodes:
@@ -130,11 +131,11 @@ class Viewed(nn.Module):
 def test_what_a_flat_gather_brings_lies_in_memory_as_a_gather_does():
     torch.manual_seed(0)
     model, batch = Viewed(), torch.randn(4, 3)
-    before = bound(compiled(model, batch, adamw(model), ranks=2, plan="zero3").programs["step"])
+    before = compiled(model, batch, adamw(model), ranks=2, plan="zero3").programs["step"]
     after = merged(before)
-    assert calls(after[0]) < calls(before[0])
+    assert calls(after) < calls(before)
     inputs = values(model, batch, adamw(model))
-    assert_bitwise(inputs.execute(before), inputs.execute(after))
+    assert_bitwise(inputs.execute(bound(before)), inputs.execute(bound(after)))
 
 
 class Tables(nn.Module):
@@ -149,23 +150,23 @@ class Tables(nn.Module):
 
 
 def tables(monkeypatch, plan="ddp"):
-    """(programs before, after) where every matrix is a table of its own row length."""
-    monkeypatch.setattr(merge, "TABLE", 1)
+    """(Program before, after) where every matrix is a table of its own row length."""
+    change_sizes(monkeypatch, table=1)
     torch.manual_seed(0)
     model, batch = Tables(), torch.randn(6, 6)
-    before = bound(compiled(model, batch, adamw(model), ranks=2, plan=plan).programs["step"])
+    before = compiled(model, batch, adamw(model), ranks=2, plan=plan).programs["step"]
     after = merged(before)
     inputs = values(model, batch, adamw(model))
-    assert_bitwise(inputs.execute(before), inputs.execute(after))
+    assert_bitwise(inputs.execute(bound(before)), inputs.execute(bound(after)))
     return before, after
 
 
 def test_tables_of_one_row_length_go_below_each_other(monkeypatch):
     before, after = tables(monkeypatch)
-    assert_golden(__file__, "merge_small_collectives_tables", before[0], after[0])
+    assert_golden(__file__, "merge_small_collectives_tables", before, after)
     reduced = [
         list(node.args[0].meta["val"].shape)
-        for node in after[0].operations()
+        for node in after.operations()
         if node.target is torch_internals.ALL_REDUCE and node.meta["phase"] == BACKWARD
     ]
     assert [6, 6] in reduced  # of 4 and of 2 rows
@@ -174,14 +175,15 @@ def test_tables_of_one_row_length_go_below_each_other(monkeypatch):
 
 
 def test_inductor_computes_matmuls_where_the_flat_collective_reads_them(monkeypatch):
-    monkeypatch.setattr(merge, "TABLE", 1)
+    change_sizes(monkeypatch, table=1)
     model = Tables()
     placed = compiled(model, torch.randn(6, 6), adamw(model), ranks=2, plan="ddp").programs["step"]
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
-        program = bind_to_rank(placed.copy(), 0, {"dp": dist.group.WORLD.group_name})
+        program = write_state_in_place(bind_to_rank(merged(placed), 0))
+        program = name_groups(program, {"dp": dist.group.WORLD.group_name})
         with _generated_code() as sources:
-            lower(write_state_in_place(merge_small_collectives(program)), "inductor", False)
+            lower(program, LoweringDecision("inductor"), HOST)
     finally:
         dist.destroy_process_group()
     (source,) = sources
@@ -204,9 +206,9 @@ def test_parameters_without_elements_are_merged_too(plan):
             return (x * self.c).sum() + self.a.sum() + self.b.sum()
 
     model, batch = Empty(), torch.ones(2, 3, dtype=torch.float64)
-    before = bound(compiled(model, batch, adamw(model), ranks=2, plan=plan).programs["step"])
+    before = compiled(model, batch, adamw(model), ranks=2, plan=plan).programs["step"]
     inputs = values(model, batch, adamw(model))
-    assert_bitwise(inputs.execute(before), inputs.execute(merged(before)))
+    assert_bitwise(inputs.execute(bound(before)), inputs.execute(bound(merged(before))))
 
 
 @contextlib.contextmanager

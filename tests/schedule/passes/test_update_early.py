@@ -1,5 +1,7 @@
 """update_early: the optimizer's operations move into the backward; the same bits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,13 +9,15 @@ from stepgraph import torch_internals
 from stepgraph.cost.memory import memory_timeline
 from stepgraph.lowering.passes.write_state_in_place import write_state_in_place
 from stepgraph.program.collectives import is_collective
-from stepgraph.program.invariants import check_invariants
 from stepgraph.program.program import BACKWARD, FORWARD, OPTIMIZER
-from stepgraph.schedule.passes import merge_small_collectives as merge
-from stepgraph.schedule.passes.delay_waits import PARTS_OF_A_RESULT, delay_waits
+from stepgraph.schedule import decide
+from stepgraph.schedule.passes.delay_waits import delay_waits
 from stepgraph.schedule.passes.merge_small_collectives import merge_small_collectives
 from stepgraph.schedule.passes.update_early import update_early
+from stepgraph.schedule.waits import PARTS_OF_A_RESULT
+from tests.schedule.rescheduled import rescheduled
 from tests.support import (
+    HOST,
     adamw,
     assert_bitwise,
     assert_golden,
@@ -30,13 +34,27 @@ PLANS = ["ddp", "zero1", "zero2", "zero3"]
 @pytest.fixture(autouse=True)
 def _several_buckets(monkeypatch):
     """Tiny models have several flat collectives too."""
-    monkeypatch.setattr(merge, "LARGEST", dict.fromkeys(merge.LARGEST, 4096))
+    sizes = replace(decide.sizes_for(HOST), reduction=4096, gather=4096)
+    monkeypatch.setattr(decide, "sizes_for", lambda target: sizes)
 
 
-def programs(model, batch, optimizer, **settings):
+def merged(model, batch, optimizer, **settings):
     settings = {"ranks": 2} | settings
     placed = compiled(model, batch, optimizer, **settings).programs["step"]
-    return [merge_small_collectives(each) for each in bound(placed)]
+    return rescheduled(placed, merge_small_collectives)
+
+
+def early(program):
+    return rescheduled(program, update_early)
+
+
+def delayed(program):
+    return rescheduled(program, delay_waits)
+
+
+def written(program):
+    """Every rank's own Program, with its state written in place."""
+    return [write_state_in_place(each) for each in bound(program)]
 
 
 def positions(program, choose):
@@ -60,9 +78,8 @@ def test_the_text_shows_updates_in_the_backward():
 
     loss = Loss()
     optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
-    placed = compiled(loss, torch.ones(4, 2), optimizer, ranks=2, plan="ddp").programs["step"]
-    (before, _) = bound(placed)
-    assert_golden(__file__, "update_early", before, update_early(before.copy()))
+    before = compiled(loss, torch.ones(4, 2), optimizer, ranks=2, plan="ddp").programs["step"]
+    assert_golden(__file__, "update_early", before, early(before))
 
 
 @pytest.mark.parametrize("clip", [False, True], ids=["", "clipped"])
@@ -70,32 +87,29 @@ def test_the_text_shows_updates_in_the_backward():
 def test_every_result_is_the_same_bits(plan, clip):
     model, batch = tiny_llama(), token_batch()
     optimizer = adamw(model)
-    before = programs(model, batch, optimizer, plan=plan, clip=clip)
-    after = [update_early(program.copy()) for program in before]
-    for program in after:
-        check_invariants(program, "update_early")
+    before = merged(model, batch, optimizer, plan=plan, clip=clip)
+    after = early(before)
     inputs = values(model, batch, optimizer, 0.5 if clip else None)
-    assert_bitwise(inputs.execute(before), inputs.execute(after))
-    last = [write_state_in_place(delay_waits(program.copy(), False)) for program in after]
-    assert_bitwise(inputs.execute(before), inputs.execute(last, in_place=True))
+    expected = inputs.execute(bound(before))
+    assert_bitwise(expected, inputs.execute(bound(after)))
+    assert_bitwise(expected, inputs.execute(written(delayed(after)), in_place=True))
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_most_updates_run_before_the_backward_ends(plan):
     model = tiny_llama()
-    for before in programs(model, token_batch(), adamw(model), plan=plan)[:1]:
-        after = update_early(before.copy())
-        end = positions(after, phase(BACKWARD))[-1]
-        updates = positions(after, phase(OPTIMIZER))
-        assert sum(i < end for i in updates) > len(updates) / 2
-        assert min(positions(before, phase(OPTIMIZER))) > positions(before, phase(BACKWARD))[-1]
+    before = merged(model, token_batch(), adamw(model), plan=plan)
+    after = early(before)
+    end = positions(after, phase(BACKWARD))[-1]
+    updates = positions(after, phase(OPTIMIZER))
+    assert sum(i < end for i in updates) > len(updates) / 2
+    assert min(positions(before, phase(OPTIMIZER))) > positions(before, phase(BACKWARD))[-1]
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_an_update_starts_behind_the_collective_after_its_own(plan):
     model = tiny_llama()
-    before = programs(model, token_batch(), adamw(model), plan=plan)[0]
-    after = delay_waits(update_early(before.copy()), False)
+    after = delayed(early(merged(model, token_batch(), adamw(model), plan=plan)))
     nodes = list(after.operations())
     place = {node: i for i, node in enumerate(nodes)}
     started = [n for n in nodes if is_collective(n) and n.meta["phase"] != OPTIMIZER]
@@ -113,8 +127,7 @@ def test_an_update_starts_behind_the_collective_after_its_own(plan):
 @pytest.mark.parametrize("plan", ["zero1", "zero2"])
 def test_what_updates_send_is_sent_where_it_was(plan):
     model = tiny_llama()
-    before = programs(model, token_batch(), adamw(model), plan=plan)[0]
-    after = update_early(before.copy())
+    after = early(merged(model, token_batch(), adamw(model), plan=plan))
     end = positions(after, phase(BACKWARD))[-1]
     sent = positions(after, lambda n: is_collective(n) and n.meta["phase"] == OPTIMIZER)
     assert sent
@@ -123,8 +136,7 @@ def test_what_updates_send_is_sent_where_it_was(plan):
 
 def test_clipped_updates_wait_for_every_gradient():
     model = tiny_llama()
-    before = programs(model, token_batch(), adamw(model), plan="ddp", clip=True)[0]
-    after = update_early(before.copy())
+    after = early(merged(model, token_batch(), adamw(model), plan="ddp", clip=True))
     reduced = [n.users for n in after.operations() if is_collective(n) and phase(BACKWARD)(n)]
     last = max(positions(after, lambda n: any(n in users for users in reduced)))
     writes = {
@@ -140,8 +152,8 @@ def test_nothing_is_overwritten_before_it_is_read_for_the_last_time():
     model = tiny_llama(tie_word_embeddings=True)
     batch = token_batch()
     optimizer = adamw(model)
-    before = programs(model, batch, optimizer, plan="ddp")
-    last = [write_state_in_place(update_early(program.copy())) for program in before]
+    before = merged(model, batch, optimizer, plan="ddp")
+    last = written(early(before))
     copies = torch_internals.mutable_copy
     for program in last:
         nodes = list(program.operations())
@@ -149,16 +161,13 @@ def test_nothing_is_overwritten_before_it_is_read_for_the_last_time():
             if node.target is copies:
                 assert not any(node.args[0] in later.all_input_nodes for later in nodes[i + 1 :])
     inputs = values(model, batch, optimizer)
-    assert_bitwise(inputs.execute(before), inputs.execute(last, in_place=True))
+    assert_bitwise(inputs.execute(bound(before)), inputs.execute(last, in_place=True))
 
 
 def test_gradients_no_longer_pile_up():
     model = tiny_llama()
-    before = programs(model, token_batch(2, 2), adamw(model), plan="ddp")[0]
-    peaks = [
-        memory_timeline(write_state_in_place(delay_waits(rewrite(before.copy()), False))).peak()
-        for rewrite in (lambda program: program, update_early)
-    ]
+    before = merged(model, token_batch(2, 2), adamw(model), plan="ddp")
+    peaks = [memory_timeline(written(delayed(p))[0]).peak() for p in (before, early(before))]
     gradients = sum(4 * parameter.numel() for parameter in model.parameters())
     assert peaks[1] < peaks[0] - gradients / 2
 
@@ -167,16 +176,12 @@ def test_a_collective_of_the_forward_may_stand_behind_the_optimizers():
     """Where merging has put it, whose readers are late: updates behind it hold up what sends them."""
     model, batch = tiny_llama(), token_batch()
     optimizer = adamw(model)
-    before = programs(model, batch, optimizer, plan="zero1")
-    for program in before:
-        chain = [n for n in program.operations() if is_collective(n) and phase(FORWARD)(n)][-1:]
-        for node in chain:  # grows
-            chain += [user for user in node.users if user.op == "call_function"]
-        assert len(chain) > 1 and all(map(phase(FORWARD), chain))
-        for node in dict.fromkeys(chain):
-            program.graph.output_node().prepend(node)
-    after = [update_early(program.copy()) for program in before]
-    for program in after:
-        check_invariants(program, "update_early")
+    program = merged(model, batch, optimizer, plan="zero1")
+    chain = [n for n in program.operations() if is_collective(n) and phase(FORWARD)(n)][-1:]
+    for node in chain:  # grows
+        chain += [user for user in node.users if user.op == "call_function"]
+    assert len(chain) > 1 and all(map(phase(FORWARD), chain))
+    for node in dict.fromkeys(chain):
+        program.graph.output_node().prepend(node)
     given = values(model, batch, optimizer)
-    assert_bitwise(given.execute(after), given.execute(before))
+    assert_bitwise(given.execute(bound(early(program))), given.execute(bound(program)))

@@ -8,7 +8,7 @@ from stepgraph.program import roles
 from stepgraph.program.build import Builder
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import FORWARD, Program
-from stepgraph.program.record import DISTRIBUTION, program_pass
+from stepgraph.program.record import DISTRIBUTION, Results, Values, program_pass
 
 aten = torch.ops.aten
 
@@ -16,10 +16,21 @@ aten = torch.ops.aten
 _APART = 0x9E3779B97F4A7  # ranks whose generators are alike draw words that differ
 
 
+def _expected(values: Values, before: Program, after: Program, rank: int) -> Results:
+    """The program under the words that torch's generator has next, made other words on every rank."""
+    if roles.Seed() not in before.inputs:
+        return values.execute(before)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(values.torch_seed)
+        words = torch.randint(0, 2**62, [3])
+    return values.execute(before, inputs={roles.Seed(): words + rank * _APART})
+
+
 @program_pass(
     reads="the input ``Seed``",
     writes="the operation that draws it, other words on every rank",
     preserves=DISTRIBUTION,
+    reference=_expected,
 )
 def draw_seed(program: Program, rank: int) -> Program:
     """The seed of a graph's random operations comes out of torch's generator, once a forward."""

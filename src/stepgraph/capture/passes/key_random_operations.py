@@ -15,21 +15,32 @@ from typing import Any
 import torch
 from torch import fx
 
+from stepgraph.capture.known_draws import known_draw
 from stepgraph.errors import RandomOperationError
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program, Value
 from stepgraph.program.randomness import BITS, EXPONENTIAL, NORMAL, RANDOM
-from stepgraph.program.record import DISTRIBUTION, program_pass
+from stepgraph.program.record import DISTRIBUTION, Results, Values, program_pass
 
 aten = torch.ops.aten
+
+
+def _expected(values: Values, before: Program, after: Program) -> Results:
+    """The generator's known answers, in the place of each random operation."""
+    drawn = [node for node in before.operations() if _is_random(node)]
+    if not drawn:
+        return values.execute(before)
+    draw = known_draw(values.given(after)[roles.Seed()])
+    return values.execute(before, {node.meta["name"]: draw for node in drawn})
 
 
 @program_pass(
     reads="operators tagged random",
     writes="the input ``Seed``; ``random`` and arithmetic in their place",
     preserves=DISTRIBUTION,
+    reference=_expected,
 )
 def key_random_operations(program: Program) -> Program:
     """Every random operation becomes a function of the seed, the step and its own name.
@@ -92,10 +103,10 @@ class _Draw:
         return self.cast(numbers)
 
 
-Results = fx.Node | tuple[fx.Node, ...]
+Made = fx.Node | tuple[fx.Node, ...]
 
 
-def _dropout(draw: _Draw, x: fx.Node, p: float, train: bool | None = True) -> Results:
+def _dropout(draw: _Draw, x: fx.Node, p: float, train: bool | None = True) -> Made:
     if train is False:
         ones = draw.emit(aten.ones_like.default, x, dtype=torch.bool)
         return x, ones
@@ -104,54 +115,54 @@ def _dropout(draw: _Draw, x: fx.Node, p: float, train: bool | None = True) -> Re
     return draw.emit(aten.mul.Scalar, kept, 1.0 / (1.0 - p) if p < 1.0 else 0.0), mask
 
 
-def _bernoulli_p(draw: _Draw, x: fx.Node, p: float) -> Results:
+def _bernoulli_p(draw: _Draw, x: fx.Node, p: float) -> Made:
     return draw.cast(draw.happens(p))
 
 
-def _bernoulli(draw: _Draw, probabilities: fx.Node) -> Results:
+def _bernoulli(draw: _Draw, probabilities: fx.Node) -> Made:
     return draw.cast(draw.emit(aten.lt.Tensor, draw.uniform(), probabilities))
 
 
-def _uniform(draw: _Draw, x: Any, low: float = 0.0, high: float = 1.0) -> Results:
+def _uniform(draw: _Draw, x: Any, low: float = 0.0, high: float = 1.0) -> Made:
     return draw.scaled(draw.uniform(), high - low, low)
 
 
-def _rand(draw: _Draw, *shape: Any) -> Results:
+def _rand(draw: _Draw, *shape: Any) -> Made:
     return draw.uniform()
 
 
-def _randn(draw: _Draw, *shape: Any) -> Results:
+def _randn(draw: _Draw, *shape: Any) -> Made:
     return draw.cast(draw.numbers(NORMAL))
 
 
-def _normal(draw: _Draw, mean: Any = 0.0, std: Any = 1.0) -> Results:
+def _normal(draw: _Draw, mean: Any = 0.0, std: Any = 1.0) -> Made:
     return draw.scaled(draw.numbers(NORMAL), std, mean)
 
 
-def _normal_like(draw: _Draw, x: fx.Node, mean: float = 0.0, std: float = 1.0) -> Results:
+def _normal_like(draw: _Draw, x: fx.Node, mean: float = 0.0, std: float = 1.0) -> Made:
     return _normal(draw, mean, std)
 
 
-def _log_normal(draw: _Draw, x: fx.Node, mean: float = 1.0, std: float = 2.0) -> Results:
+def _log_normal(draw: _Draw, x: fx.Node, mean: float = 1.0, std: float = 2.0) -> Made:
     return draw.emit(aten.exp.default, _normal(draw, mean, std))
 
 
-def _exponential(draw: _Draw, x: fx.Node, rate: float = 1.0) -> Results:
+def _exponential(draw: _Draw, x: fx.Node, rate: float = 1.0) -> Made:
     return draw.scaled(draw.numbers(EXPONENTIAL), 1.0 / rate, 0.0)
 
 
-def _integers(draw: _Draw, low: int, high: int) -> Results:
+def _integers(draw: _Draw, low: int, high: int) -> Made:
     within = draw.emit(aten.remainder.Scalar, draw.numbers(BITS), high - low)
     return draw.scaled(within, 1, low)
 
 
-def _permutation(draw: _Draw, size: int) -> Results:
+def _permutation(draw: _Draw, size: int) -> Made:
     return draw.cast(
         draw.emit(operator.getitem, draw.emit(aten.sort.default, draw.numbers(BITS)), 1)
     )
 
 
-def _choice(draw: _Draw, weights: fx.Node, count: int, replacement: bool = False) -> Results:
+def _choice(draw: _Draw, weights: fx.Node, count: int, replacement: bool = False) -> Made:
     """The largest of weight / exponential is a draw by weight; the next ones, without it."""
     if replacement and count > 1:
         raise _error(draw.node, "several draws with replacement have no keyed version")
@@ -169,7 +180,7 @@ def _leaky(
     low: float = 1 / 8,
     high: float = 1 / 3,
     train: bool = False,
-) -> Results:
+) -> Made:
     if not train:
         return draw.emit(aten.leaky_relu.default, x, (low + high) / 2), noise
     slope = draw.scaled(draw.uniform(), high - low, low)
@@ -178,7 +189,7 @@ def _leaky(
     return draw.emit(aten.mul.Tensor, x, slope), slope
 
 
-TABLE: dict[Any, Callable[..., Results]] = {
+TABLE: dict[Any, Callable[..., Made]] = {
     aten.native_dropout.default: _dropout,
     aten.bernoulli.p: _bernoulli_p,
     aten.bernoulli.default: _bernoulli,
@@ -259,7 +270,7 @@ def _seed_input(program: Program, node: fx.Node) -> fx.Node:
     return seed
 
 
-def _replace(node: fx.Node, results: Results) -> None:
+def _replace(node: fx.Node, results: Made) -> None:
     if isinstance(results, fx.Node):
         node.replace_all_uses_with(results)
         return

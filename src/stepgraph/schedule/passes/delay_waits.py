@@ -10,7 +10,7 @@ from stepgraph.planning.decisions import ScheduleDecision
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
 from stepgraph.program.record import program_pass
-from stepgraph.schedule.waits import is_moved, latest, move
+from stepgraph.schedule.waits import moved_last_first
 
 
 @program_pass(
@@ -19,14 +19,15 @@ from stepgraph.schedule.waits import is_moved, latest, move
 )
 def delay_waits(program: Program, decision: ScheduleDecision, overlaps: bool) -> Program:
     """Puts each wait where it was decided, and the slices behind it before their first reader."""
-    operations = list(program.operations())
-    named = {node.meta["name"]: node for node in operations}
-    for node in reversed(operations):
-        if not decision.waits or not is_moved(node):
-            continue
-        wanted = None
+    named = {node.meta["name"]: node for node in program.operations()}
+    for node, following in moved_last_first(program) if decision.waits else ():
+        points = set(node.users)
         if node.target is torch_internals.WAIT:
-            wanted = named.get(decision.waits.get(node.meta["name"], ""), node.next)
-        move(node, latest(node, overlaps, wanted))
+            points.add(named.get(decision.waits.get(node.meta["name"], ""), node.next))
+            if following is not None and not overlaps:
+                points.add(following)
+        first = min(points, default=node.next)
+        if first is not node.next and first.op == "call_function":
+            first.prepend(node)
     name_operations(program.graph)
     return program.finish()

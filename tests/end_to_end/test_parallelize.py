@@ -12,7 +12,7 @@ import stepgraph
 from stepgraph.capture.module import default_loss
 from stepgraph.cli.launcher import launch
 from stepgraph.errors import UsageError
-from stepgraph.pipeline import StepRequest, compile_gradients
+from stepgraph.pipeline import capture_of, make
 from stepgraph.placement.presets.named import for_own_update
 from stepgraph.planning.plan import Plan
 from stepgraph.program import roles
@@ -142,10 +142,11 @@ def test_the_loss_of_a_transformer_is_that_of_the_global_batch():
 def test_zero2_gathers_a_parameter_once_and_zero3_twice(plan, gathers):
     mesh = parse_mesh("dp=2")
     batch = flatten_batch(rows(0)[0], torch.device("cpu"))
-    request = StepRequest(
-        classifier(), default_loss, global_spec(batch, 1, 1), Plan(for_own_update(plan), mesh)
-    )
-    program, _, _ = compile_gradients(request, PassDriver(invariants=True), as_module=True)
+    source = Source(classifier(), default_loss, global_spec(batch, 1, 1))
+    driver = PassDriver(invariants=True)
+    gradients = capture_of(source, StepSettings(), driver).gradients(as_module=True).programs
+    own = preset_plan(for_own_update(plan), mesh, schedule="none")
+    program = make(gradients, own, HOST, driver=driver).programs["gradients"]
     weight = program.input_node(roles.Param("3.weight"))
     assert len([user for user in weight.users if is_collective(user)]) == gathers
 

@@ -44,10 +44,12 @@ def test_inner_shards_survive_text_and_copies():
 def one_move(value, have, want, mesh):
     """A placed program that changes a value's placements for one copy, and the copy's stable name."""
     program, node, _ = one_operation(torch.ops.aten.clone.default, (value,), {})
-    decision = PlacementDecision("test")
-    decision.inputs = {roles.label(program.inputs[0]): have}
-    decision.operations[node.meta["name"]] = OperationPlacement((want,), (want,))
-    decision.outputs = {roles.label(program.outputs[0]): want}
+    decision = PlacementDecision(
+        "test",
+        inputs={roles.label(program.inputs[0]): have},
+        operations={node.meta["name"]: OperationPlacement((want,), (want,))},
+        outputs={roles.label(program.outputs[0]): want},
+    )
     return place_values(program, decision, mesh), node.meta["name"]
 
 

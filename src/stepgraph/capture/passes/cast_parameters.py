@@ -12,6 +12,7 @@ from stepgraph.program import roles
 from stepgraph.program.build import Builder, ShapeRunner
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import FORWARD, Program, Value
+from stepgraph.torch_internals import operators as private
 
 aten = torch.ops.aten
 
@@ -48,7 +49,7 @@ def cast_parameters(
         readers = sorted(node.users, key=position.__getitem__)
         emit.point = readers[0] if readers else program.graph.output_node()
         emit.phase = emit.point.meta.get("phase", FORWARD)
-        cast = emit(aten._to_copy.default, node, dtype=value.dtype)
+        cast = emit(private.TO_COPY, node, dtype=value.dtype)
         cast.meta["casts_parameter"] = True
         for reader in readers:
             reader.replace_input_with(node, cast)

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from stepgraph.program.program import Program
+from stepgraph.torch_internals import operators as private
 
 aten = torch.ops.aten
 
@@ -81,10 +82,10 @@ class _Arguments:
 _ATTENTION = {
     operator: _Arguments(operator)
     for operator in (
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_efficient_attention_backward.default,
+        private.CPU_ATTENTION,
+        private.CPU_ATTENTION_BACKWARD,
+        private.EFFICIENT_ATTENTION,
+        private.EFFICIENT_ATTENTION_BACKWARD,
     )
 }
 
@@ -312,5 +313,5 @@ _RULES: dict[Any, Callable[..., torch.Tensor | Shape | None]] = {
     aten.bitwise_not.default: _not_rule, aten.logical_not.default: _not_rule,
     aten.where.self: _where_rule,
     aten.triu.default: _triangle_rule, aten.tril.default: _triangle_rule,
-    aten._to_copy.default: _cast_rule,
+    private.TO_COPY: _cast_rule,
 }  # fmt: skip

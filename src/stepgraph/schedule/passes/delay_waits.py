@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from stepgraph import torch_internals
+from stepgraph.operators.views import PARTS_OF_A_RESULT
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
@@ -19,7 +20,6 @@ from stepgraph.program.program import Program
 aten = torch.ops.aten
 
 # What a flat collective's result is cut into the members' results by.
-PARTS_OF_A_RESULT = {aten.slice.Tensor, aten.reshape.default}
 
 
 def delay_waits(program: Program, collectives_overlap: bool) -> Program:

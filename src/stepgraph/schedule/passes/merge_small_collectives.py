@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from stepgraph import torch_internals
+from stepgraph.operators.collectives import moved_bytes
 from stepgraph.program.build import Builder
 from stepgraph.program.collectives import contiguous
 from stepgraph.program.names import name_operations
@@ -52,7 +53,7 @@ def merge_small_collectives(program: Program) -> Program:
     closed: list[_Bucket] = []
     for node in list(program.operations()):
         limit = LARGEST.get(node.target)
-        size = _bytes(node) if limit else 0
+        size = moved_bytes(node) if limit else 0
         if not limit or size > LARGE:
             continue
         key = (node.target, node.args[1:], node.meta["val"].dtype, node.meta["phase"], _width(node))
@@ -77,18 +78,14 @@ def _width(node: fx.Node) -> int:
     copied.
     """
     value = node.meta["val"]
-    table = node.target is torch_internals.ALL_REDUCE and value.dim() > 1 and _bytes(node) >= TABLE
+    table = (
+        node.target is torch_internals.ALL_REDUCE and value.dim() > 1 and moved_bytes(node) >= TABLE
+    )
     return value.shape[-1] if table else 0
 
 
 def _positions(program: Program) -> dict[fx.Node, int]:
     return {node: i for i, node in enumerate(program.graph.nodes)}
-
-
-def _bytes(node: fx.Node) -> int:
-    """The larger side of a collective."""
-    values = [node.meta["val"], node.args[0].meta["val"]]  # type: ignore[union-attr]
-    return max(value.numel() * value.element_size() for value in values)
 
 
 def _first_reader(node: fx.Node, position: dict[fx.Node, int]) -> int:

@@ -18,12 +18,11 @@ import itertools
 from torch import fx
 
 from stepgraph import torch_internals
-from stepgraph.cost.memory import storage_roots
+from stepgraph.operators.views import PARTS_OF_A_RESULT, storage_roots
 from stepgraph.program import roles
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import OPTIMIZER, Program
-from stepgraph.schedule.passes.delay_waits import PARTS_OF_A_RESULT
 
 
 def update_early(program: Program) -> Program:

@@ -27,6 +27,7 @@ from stepgraph.errors import (
     UsageError,
 )
 from tests.end_to_end.training import adamw, compare, llama_batch, tiny_llama
+from tests.support import notes_of
 
 
 class Regression(nn.Module):

@@ -10,17 +10,20 @@ from torch.distributed.tensor import DTensor, Shard
 
 import stepgraph
 from stepgraph.capture.module import default_loss
+from stepgraph.capture.step import Source
 from stepgraph.cli.launcher import launch
 from stepgraph.errors import UsageError
 from stepgraph.pipeline import capture_of, make
 from stepgraph.placement.presets.named import for_own_update
-from stepgraph.planning.plan import Plan
+from stepgraph.planning.plan import preset_plan
+from stepgraph.planning.request import StepSettings
 from stepgraph.program import roles
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.driver import PassDriver
 from stepgraph.runtime.batches import flatten_batch, global_spec
 from stepgraph.runtime.ranks import parse_mesh
 from tests.end_to_end.training import adamw, llama_batch, tiny_llama
+from tests.support import HOST
 
 STEPS = 4
 TOLERANCE = 64 * torch.finfo(torch.float32).eps

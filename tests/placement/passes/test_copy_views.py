@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from stepgraph.placement.passes.copy_views import VIEWS, copy_views
+from stepgraph.operators.views import REARRANGES
+from stepgraph.placement.passes.copy_views import copy_views
 from stepgraph.program.invariants import check_invariants
 from stepgraph.program.program import OPTIMIZER
 from tests.support import (
@@ -26,7 +27,7 @@ def shared_views(program):
     return [
         node.meta["name"]
         for node in program.operations()
-        if node.target in VIEWS and len(node.users) > 1 and node not in results
+        if node.target in REARRANGES and len(node.users) > 1 and node not in results
         and node.meta["phase"] != OPTIMIZER
     ]  # fmt: skip
 
@@ -56,7 +57,7 @@ def test_copies_have_the_phase_of_their_reader_and_names_of_their_own():
     names = [node.meta["name"] for node in after.operations()]
     assert len(names) == len(set(names))
     for node in after.operations():
-        if node.target in VIEWS:
+        if node.target in REARRANGES:
             assert all(user.op == "output" or user.meta["phase"] == node.meta["phase"]
                        for user in node.users)  # fmt: skip
     assert len(names) > len(list(before.operations()))

@@ -10,6 +10,7 @@ from stepgraph.program.layout import TENSOR_PARALLEL, MeshShape
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
 from stepgraph.program.record import SUMMATION, program_pass
+from stepgraph.torch_internals import operators as private
 
 aten = torch.ops.aten
 
@@ -24,7 +25,7 @@ def spell_out_log_softmax(program: Program, mesh: MeshShape) -> Program:
     if TENSOR_PARALLEL not in mesh.names:
         return program
     for node in list(program.operations()):
-        if node.target not in (aten._log_softmax.default, aten._log_softmax_backward_data.default):
+        if node.target not in (private.LOG_SOFTMAX, private.LOG_SOFTMAX_BACKWARD):
             continue
         emit = Builder(program, node.meta["phase"], node)
         emit.module = node.meta["module"]
@@ -50,6 +51,6 @@ def _log_softmax_backward(emit: Builder, node: fx.Node) -> fx.Node:
 
 
 _SPELLED = {
-    aten._log_softmax.default: _log_softmax,
-    aten._log_softmax_backward_data.default: _log_softmax_backward,
+    private.LOG_SOFTMAX: _log_softmax,
+    private.LOG_SOFTMAX_BACKWARD: _log_softmax_backward,
 }

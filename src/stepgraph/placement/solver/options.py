@@ -11,9 +11,9 @@ from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from stepgraph.cost.memory import viewed
 from stepgraph.cost.work import looks_up, matmul_dtype, node_flops, runs_no_kernel
 from stepgraph.operators.sharding import Strategy, results_of
+from stepgraph.operators.views import viewed
 from stepgraph.placement.rules.redistribution import Coded, Cost, Moves
 from stepgraph.placement.rules.vocabulary import LOCAL_FORMS, rows_cut
 from stepgraph.placement.solver.dataflow import needed_by_backward, values_that_vary

@@ -44,7 +44,8 @@ from stepgraph.planning.decisions import Normalisation, PlacementDecision
 from stepgraph.planning.plan import AUTO, Plan
 from stepgraph.program import roles
 from stepgraph.program.driver import PassDriver
-from stepgraph.program.layout import TENSOR_PARALLEL, MeshShape
+from stepgraph.program.layout import MeshShape
+from stepgraph.program.mesh_roles import Role
 from stepgraph.program.program import Program
 
 
@@ -237,7 +238,7 @@ def apply_plan(program: Program, plan: Plan, driver: PassDriver, micro_batches: 
 
 def spell_out(program: Program, mesh: MeshShape, driver: PassDriver, placement: str) -> Program:
     """Writes operations whose rules keep them whole as such that can be cut on this mesh."""
-    if TENSOR_PARALLEL in mesh.names:
+    if Role.TENSOR in mesh.roles:
         program = driver.run(spell_out_log_softmax, program)
     if mesh.data_size > 1:
         program = driver.run(spell_out_norms, program)

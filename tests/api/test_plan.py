@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support import adamw, mlp, regression_batch, tiny_llama
 from torch import nn
 
 import stepgraph
@@ -16,6 +15,7 @@ from stepgraph.cost.predict import predict
 from stepgraph.cost.traffic import assign_traffic
 from stepgraph.errors import BatchError, BudgetError, MeshError, PlanError, UsageError
 from stepgraph.torch_internals import new_fake_mode
+from tests.support import adamw, mlp, regression_batch, tiny_llama
 
 
 def plan_mlp(**options):
@@ -165,6 +165,12 @@ def test_a_policy_that_a_model_has_no_blocks_for_is_passed_over():
 )
 def test_meshes_are_written_in_several_ways(mesh):
     assert str(mesh_shape(mesh)) == "dp=16,tp=8"
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,cp=2", (("dp", 2), ("cp", 2)), ((2, 2), ("dp", "cp"))])
+def test_a_mesh_dimension_without_a_role_is_an_error(mesh):
+    with pytest.raises(MeshError, match="role of a mesh dimension 'cp'"):
+        mesh_shape(mesh)
 
 
 @pytest.mark.parametrize("mesh", [(), 8, (16, 8), (("dp", 0),), (("dp", "x"),), "dp", None])

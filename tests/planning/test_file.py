@@ -73,6 +73,11 @@ BAD = {
     "a fractional mesh size": (("mesh", 0, 1), 2.5, "a whole number"),
     "a mesh size that is true": (("mesh", 0, 1), True, "a whole number"),
     "a mesh dimension without a name": (("mesh", 0, 0), "", "no name"),
+    "a mesh dimension without a role": (
+        ("mesh", 0, 0),
+        "cp",
+        "nobody knows the role of a mesh dimension 'cp'",
+    ),
     "a mesh dimension twice": (("mesh",), [["dp", 2], ["dp", 2]], "twice"),
     "many mesh dimensions": (("mesh",), [[f"d{i}", 1] for i in range(99)], "1 to 8"),
     "a policy of another type": (("memory",), 7, "a text"),

@@ -11,10 +11,10 @@ from stepgraph.analysis.batched import drawn_for_rows, of_one_shape
 from stepgraph.placement.presets.named import decide, ranks_that_divide
 from stepgraph.planning.decisions import PlacementDecision
 from stepgraph.program.layout import (
-    TENSOR_PARALLEL,
     MeshShape,
     Placements,
     blocks_of,
+    data_mesh,
     local_shape,
 )
 from stepgraph.program.program import FORWARD, Program, tensor_arguments
@@ -35,7 +35,7 @@ def draw_by_global_row(
         return
     ranks = mesh.data_size
     if ranks == 1:  # nobody divides the batch: ask where ranks that are not there would
-        mesh = MeshShape((("dp", ranks_that_divide(program)),))
+        mesh = data_mesh(ranks_that_divide(program))
         decision = decide(program, mesh, "ddp")
     for node in found:
         cut = _cut_of_batch(node, decision, mesh) or drawn_for_rows(program, node)
@@ -59,8 +59,8 @@ def _cut_of_batch(node: fx.Node, decision: PlacementDecision, mesh: MeshShape) -
             )
             seen += [placements for argument, placements in read if argument is value]
         for placements in seen:
-            for name, placement in zip(mesh.names, placements or (), strict=True):
-                if name != TENSOR_PARALLEL and isinstance(placement, Shard):
+            for role, placement in zip(mesh.roles, placements or (), strict=True):
+                if role.divides_batch and isinstance(placement, Shard):
                     return placement
     return None
 

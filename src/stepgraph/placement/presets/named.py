@@ -23,25 +23,26 @@ from stepgraph.placement.presets.walk import REPLICATE, Walk
 from stepgraph.planning.decisions import OperationPlacement, PlacementDecision
 from stepgraph.planning.plan import AUTO
 from stepgraph.program import roles
-from stepgraph.program.layout import TENSOR_PARALLEL, MeshShape, Placements
+from stepgraph.program.layout import MeshShape, Placements
+from stepgraph.program.mesh_roles import Role
 from stepgraph.program.program import OPTIMIZER, Program
 
 _WHOLE, _ZERO3 = Storage(False, False, False), Storage(True, True, True)
 
-SEQUENCE_PARALLEL = "sp"
+TENSOR_PARALLEL, SEQUENCE_PARALLEL = "tp", "sp"
 
-PRESETS: dict[str, dict[str, Storage]] = {
-    "ddp": {"dp": _WHOLE},
-    "zero1": {"dp": Storage(False, True, False)},
-    "zero2": {"dp": Storage(False, True, True)},
-    "zero3": {"dp": _ZERO3},
-    "zero3-keep": {"dp": Storage(True, True, True, gather_again=False)},
-    "hsdp": {"replicate": _WHOLE, "shard": _ZERO3},
+PRESETS: dict[str, dict[Role, Storage]] = {
+    "ddp": {Role.DATA: _WHOLE},
+    "zero1": {Role.DATA: Storage(False, True, False)},
+    "zero2": {Role.DATA: Storage(False, True, True)},
+    "zero3": {Role.DATA: _ZERO3},
+    "zero3-keep": {Role.DATA: Storage(True, True, True, gather_again=False)},
+    "hsdp": {Role.REPLICATE: _WHOLE, Role.SHARD: _ZERO3},
 }
 
 
 def check_preset(name: str, mesh: MeshShape) -> dict[str, Storage]:
-    """What a preset stores where, by data-parallel mesh dimension, if the mesh has what it needs.
+    """What a preset stores where, by mesh dimension that divides the batch, if the mesh has what it needs.
 
     ``tp`` is implied where the mesh has that dimension; ``"tp"`` alone is ``tp+ddp`` on a mesh with ``dp``;
     ``sp`` needs ``tp``. ``auto`` fits every mesh, and says nothing beforehand.
@@ -63,11 +64,11 @@ def check_preset(name: str, mesh: MeshShape) -> dict[str, Storage]:
             f"plan {name!r} says twice what happens on the data-parallel dimensions",
             do="name one of " + ", ".join(PRESETS) + ", and tp or tp+sp",
         )
-    preset = PRESETS[data[0]] if data else {dim: _WHOLE for dim in ("dp",) if dim in mesh.names}
+    preset = PRESETS[data[0]] if data else {r: _WHOLE for r in mesh.roles if r is Role.DATA}
     uses_tensor = TENSOR_PARALLEL in parts or SEQUENCE_PARALLEL in parts
-    wanted = [*preset, *([TENSOR_PARALLEL] if uses_tensor else [])]
+    wanted = [role.dim for role in (*preset, *([Role.TENSOR] if uses_tensor else []))]
     missing = [dim for dim in wanted if dim not in mesh.names]
-    extra = [dim for dim in mesh.names if dim not in preset and dim != TENSOR_PARALLEL]
+    extra = [role.dim for role in mesh.roles if role not in preset and role is not Role.TENSOR]
     if missing or extra:
         problem = f"lacks {', '.join(missing)}" if missing else f"has {', '.join(extra)} besides"
         raise MeshError(
@@ -75,7 +76,7 @@ def check_preset(name: str, mesh: MeshShape) -> dict[str, Storage]:
             f"{' and '.join(map(repr, wanted))}; the mesh {mesh} {problem}",
             do=f"use a mesh such as {','.join(f'{dim}=2' for dim in wanted)}",
         )
-    return preset
+    return {role.dim: storage for role, storage in preset.items()}
 
 
 def gathers_again(name: str, mesh: MeshShape) -> bool:
@@ -94,7 +95,7 @@ def stored_parameter(preset_name: str, shape: tuple[int, ...], mesh: MeshShape) 
     preset = check_preset(preset_name, mesh)
     cut = {name for name, storage in preset.items() if storage.shard_parameters}
     if preset_name == AUTO:
-        cut = set(mesh.names) - {TENSOR_PARALLEL}
+        cut = {role.dim for role in mesh.roles if role.divides_batch}
     return tuple(Shard(0) if name in cut and shape else REPLICATE for name in mesh.names)
 
 
@@ -119,8 +120,7 @@ def decide(
     decision = PlacementDecision(preset_name)
     walks: dict[str, Walk] = {}
     taken: frozenset = frozenset()
-    if TENSOR_PARALLEL in mesh.names:
-        axis = mesh.names.index(TENSOR_PARALLEL)
+    if (axis := mesh.axis_of(Role.TENSOR)) is not None:
         layout = {name: placements[axis] for name, placements in (parameters or {}).items()}
         ranks = mesh.sizes[axis]
         layout = find_layout(program, ranks, mesh.data_size, layout)
@@ -128,7 +128,7 @@ def decide(
         if SEQUENCE_PARALLEL in preset_name.split("+"):
             sequence = _sequence_dims(program)
         walk = TensorParallel(program, ranks, mesh.data_size, layout, sequence)
-        walks[TENSOR_PARALLEL] = walk.decide()
+        walks[mesh.names[axis]] = walk.decide()
         taken = _cut_by_rows(walk)
         decision.notes += _kept_whole(walk)
         if sequence is not None and not _cuts_the_sequence(walk):
@@ -150,7 +150,7 @@ def walk_along(
         tensor: the walk along the dimension of tensor parallelism, where that is a preset's too.
     """
     size = mesh.sizes[axis]
-    if mesh.names[axis] != TENSOR_PARALLEL:
+    if mesh.roles[axis] is not Role.TENSOR:
         (storage,) = PRESETS[preset_name].values()
         taken = _cut_by_rows(tensor) if isinstance(tensor, TensorParallel) else frozenset()
         return DataParallel(program, size, mesh.data_size, storage, taken).decide()

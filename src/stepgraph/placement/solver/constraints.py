@@ -19,7 +19,8 @@ from stepgraph.placement.solver.problem import Model
 from stepgraph.placement.solver.storages import Storage
 from stepgraph.planning.placements import parse_placements
 from stepgraph.program import roles
-from stepgraph.program.layout import TENSOR_PARALLEL, MeshShape, Placements, show
+from stepgraph.program.layout import MeshShape, Placements, data_mesh, show
+from stepgraph.program.mesh_roles import Role
 from stepgraph.program.program import FORWARD, Program
 
 _INPUT, _OUTPUT = "input:", "/output"
@@ -43,7 +44,7 @@ class Constraints:
         self.stored: dict[str, Placements] = {}
         self.made: dict[fx.Node, Placements] = {}
         self.walks: dict[int, Walk] = {}
-        for pattern, wanted in sorted(asked.items(), key=lambda item: item[0] != TENSOR_PARALLEL):
+        for pattern, wanted in sorted(asked.items(), key=lambda item: item[0] != Role.TENSOR.dim):
             if pattern in mesh.names:
                 self._preset(mesh.names.index(pattern), wanted)
             elif pattern.startswith(_INPUT):
@@ -53,14 +54,14 @@ class Constraints:
 
     def _preset(self, axis: int, name: str) -> None:
         dim, size = self.mesh.dims[axis]
-        tensor = dim == TENSOR_PARALLEL
+        tensor = self.mesh.roles[axis] is Role.TENSOR
         known = ["tp", "tp+sp"] if tensor else [n for n in PRESETS if len(PRESETS[n]) == 1]
         if name not in known:
             raise UsageError(
                 f"constraint {dim!r}: {name!r} is no preset for this mesh dimension",
                 do=near_misses(name, known),
             )
-        check_preset(name, MeshShape(((dim if tensor else "dp", size),)))
+        check_preset(name, MeshShape(((dim, size),)) if tensor else data_mesh(size))
         first = next(iter(self.walks.values()), None)  # tensor parallelism's, if that is asked for
         self.walks[axis] = walk_along(self.program, self.mesh, axis, name, first)
 

@@ -31,6 +31,7 @@ from stepgraph.cost.devices import find_device
 from stepgraph.errors import CaptureError, PlanError, StepgraphError
 from stepgraph.memory import presets as memory_policies
 from stepgraph.memory.passes.recompute_in_backward import recompute_in_backward
+from stepgraph.placement.decide import decide as decide_placement
 from stepgraph.placement.passes.compare_with_classes import compare_with_classes
 from stepgraph.placement.passes.copy_views import copy_views
 from stepgraph.placement.passes.draw_by_global_row import draw_by_global_row
@@ -38,7 +39,6 @@ from stepgraph.placement.passes.place_values import place_values
 from stepgraph.placement.passes.spell_out_log_softmax import spell_out_log_softmax
 from stepgraph.placement.passes.spell_out_norms import spell_out_norms
 from stepgraph.placement.presets import named as placement_policies
-from stepgraph.placement.solver.automatic import decide_automatically
 from stepgraph.placement.solver.held_bytes import first_limit
 from stepgraph.planning.decisions import Normalisation, PlacementDecision
 from stepgraph.planning.plan import AUTO, Plan
@@ -263,8 +263,8 @@ def apply_placement(
     if key is None:
         key = plan.new_key(program.name)
         plan.placements[key] = _decide_placement(program, plan, memory_limit)
-    draw_by_global_row(program, plan.placements[key], plan.mesh, micro_batches)
     try:
+        draw_by_global_row(program, plan.placements[key], plan.mesh, micro_batches)
         placed = driver.run(place_values, program, plan.placements[key], plan.mesh)
     except (NotImplementedError, RuntimeError, ValueError, IndexError, AssertionError) as error:
         if not plan.final or isinstance(error, StepgraphError):
@@ -279,15 +279,21 @@ def apply_placement(
 
 def _decide_placement(program: Program, plan: Plan, memory_limit: int | None) -> PlacementDecision:
     if plan.placement != AUTO:
-        return placement_policies.decide(program, plan.mesh, plan.placement, plan.parameters())
+        return decide_placement(program, plan.mesh, plan.placement, known_inputs=plan.inputs())
     assert plan.settings is not None, "a plan that is to be found says for which device"
     device = find_device(plan.settings.device)
     if memory_limit is None:
         memory_limit = first_limit(plan.settings.memory_budget, device.capacity)
     recomputed = memory_policies.decide(program, plan.memory).recompute
-    constraints = plan.settings.constraints
-    return decide_automatically(
-        program, plan.mesh, device, plan.inputs(), constraints, memory_limit, recomputed
+    return decide_placement(
+        program,
+        plan.mesh,
+        plan.placement,
+        known_inputs=plan.inputs(),
+        device=device,
+        constraints=plan.settings.constraints,
+        memory_limit=memory_limit,
+        recomputed=recomputed,
     )
 
 

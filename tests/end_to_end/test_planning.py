@@ -62,15 +62,15 @@ def whole_losses(compute_dtype=None):
     return [engine.step(batch(step)).item() for step in range(STEPS)]
 
 
-def refuse(*args):
+def refuse(*args, **named):
     raise AssertionError("decided again")
 
 
 def step_by_the_plan(path):
     """Engine replays the file: it decides nothing, and stores parameters where the plan says."""
-    planned, decide = stepgraph.Plan.load(path), pipeline.placement_policies.decide
+    planned, decide = stepgraph.Plan.load(path), pipeline.decide_placement
     model = Blocks()
-    pipeline.placement_policies.decide = refuse
+    pipeline.decide_placement = refuse
     try:
         engine = stepgraph.Engine(
             model,
@@ -81,7 +81,7 @@ def step_by_the_plan(path):
         )
         losses = [engine.step(part(s, planned.mesh)).item() for s in range(STEPS)]
     finally:
-        pipeline.placement_policies.decide = decide
+        pipeline.decide_placement = decide
     step = engine.programs["step"]
     stored = {
         role.name: value.placements

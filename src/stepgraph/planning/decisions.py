@@ -25,7 +25,8 @@ class PlacementDecision:
     into the report. ``reasons`` say, by the same names, why a solver chose what it chose: ``chosen`` and
     ``runner_up`` (placements as text, or None), ``cost_ms`` and ``runner_up_cost_ms``. ``optimality_gap``:
     what the solver certified, 0.0 where the decision is optimal; None for a preset. ``held_bytes``: what it
-    counted against its memory limit, for whoever sets the next one; it goes into no file.
+    counted against its memory limit, for whoever sets the next one; it goes into no file. ``batch_dims``:
+    of random operations whose numbers belong to rows, the dimension that is the batch, and its blocks.
     """
 
     preset: str
@@ -37,6 +38,7 @@ class PlacementDecision:
     reasons: dict[str, dict[str, Any]] = field(default_factory=dict)
     optimality_gap: float | None = None
     held_bytes: int = 0
+    batch_dims: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass

@@ -107,6 +107,7 @@ def _write_placement(decision: PlacementDecision) -> dict[str, Any]:
     reasons = {
         name: tuple(reason[key] for key in _REASON) for name, reason in decision.reasons.items()
     }
+    drawn = {name: f"{dim}/{blocks}" for name, (dim, blocks) in decision.batch_dims.items()}
     return {
         "preset": decision.preset,
         "inputs": fold_by(_shown(decision.inputs)),
@@ -116,6 +117,7 @@ def _write_placement(decision: PlacementDecision) -> dict[str, Any]:
         "notes": decision.notes,
         "reasons": [[*reason, names] for reason, names in fold_by(reasons).items()],
         "optimality_gap": decision.optimality_gap,
+        **({"batch_dims": fold_by(drawn)} if drawn else {}),
     }
 
 
@@ -227,7 +229,7 @@ def _read_placement(item: Item, mesh: MeshShape) -> PlacementDecision:
             "runner_up_cost_ms": _number(cells[3]),
         }
         reasons |= dict.fromkeys(names.names(), reason)
-    gap = item.optional("optimality_gap")
+    gap, drawn = item.optional("optimality_gap"), item.optional("batch_dims")
     return PlacementDecision(
         item.field("preset").text(),
         _read_groups(item.field("inputs"), placements),
@@ -237,7 +239,15 @@ def _read_placement(item: Item, mesh: MeshShape) -> PlacementDecision:
         item.field("notes").texts(),
         reasons,
         None if gap is None else gap.number(),
+        batch_dims={} if drawn is None else _read_groups(drawn, _batch_dim),
     )
+
+
+def _batch_dim(text: str) -> tuple[int, int]:
+    dim, _, blocks = text.partition("/")
+    if not all(part.isdigit() and len(part) < 8 for part in (dim, blocks)) or blocks == "0":
+        raise ValueError(f"{text[:20]!r} is not a dimension and its blocks, as in 0/1")
+    return int(dim), int(blocks)
 
 
 def _on(mesh: MeshShape, placements: Placements) -> Placements:

@@ -99,11 +99,11 @@ def stored_parameter(preset_name: str, shape: tuple[int, ...], mesh: MeshShape) 
     return tuple(Shard(0) if name in cut and shape else REPLICATE for name in mesh.names)
 
 
-def decide(
+def decide_by_preset(
     program: Program,
     mesh: MeshShape,
     preset_name: str,
-    parameters: Mapping[str, Placements] | None = None,
+    known: Mapping[str, Placements] | None = None,
 ) -> PlacementDecision:
     """Places every value of a Program by a preset.
 
@@ -111,7 +111,7 @@ def decide(
         program: with global shapes, not placed yet.
         mesh: has the dimensions that the preset names.
         preset_name: presets of :data:`PRESETS` and ``tp``, joined by ``+``.
-        parameters: where another program of the same step stores parameters already.
+        known: where another program of the same step stores inputs already, by label.
 
     Returns:
         the decision, in the model's own names.
@@ -121,7 +121,9 @@ def decide(
     walks: dict[str, Walk] = {}
     taken: frozenset = frozenset()
     if (axis := mesh.axis_of(Role.TENSOR)) is not None:
-        layout = {name: placements[axis] for name, placements in (parameters or {}).items()}
+        params = (role for role in program.inputs if isinstance(role, roles.Param))
+        stored = {role.name: (known or {}).get(roles.label(role)) for role in params}
+        layout = {name: placed[axis] for name, placed in stored.items() if placed is not None}
         ranks = mesh.sizes[axis]
         layout = find_layout(program, ranks, mesh.data_size, layout)
         sequence = None

@@ -6,7 +6,8 @@ from torch import fx
 from torch.distributed.tensor import Shard
 
 from stepgraph.analysis.batched import drawn_for_rows, of_one_shape
-from stepgraph.placement.presets.named import decide_by_preset, ranks_that_divide
+from stepgraph.placement.presets.data_parallel import ranks_that_divide
+from stepgraph.placement.presets.named import decide_by_preset
 from stepgraph.planning.decisions import PlacementDecision
 from stepgraph.program.layout import MeshShape, blocks_of, data_mesh
 from stepgraph.program.program import FORWARD, Program, tensor_arguments

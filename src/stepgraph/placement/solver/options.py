@@ -14,7 +14,8 @@ from torch.distributed.tensor.placement_types import Placement
 from stepgraph.cost.memory import viewed
 from stepgraph.cost.work import looks_up, matmul_dtype, node_flops, runs_no_kernel
 from stepgraph.operators.sharding import Strategy, results_of
-from stepgraph.placement.rules.redistribution import Coded, Cost, Moves
+from stepgraph.placement.rules.coded import Coded
+from stepgraph.placement.rules.redistribution import Cost, Moves
 from stepgraph.placement.rules.vocabulary import LOCAL_FORMS, rows_cut
 from stepgraph.placement.solver.dataflow import needed_by_backward, values_that_vary
 from stepgraph.placement.solver.groups import Group

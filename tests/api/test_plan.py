@@ -183,6 +183,12 @@ def test_meshes_are_written_in_several_ways(mesh):
     assert str(mesh_shape(mesh)) == "dp=16,tp=8"
 
 
+@pytest.mark.parametrize("mesh", ["dp=2,cp=2", (("dp", 2), ("cp", 2)), ((2, 2), ("dp", "cp"))])
+def test_a_mesh_dimension_without_a_role_is_an_error(mesh):
+    with pytest.raises(MeshError, match="role of a mesh dimension 'cp'"):
+        mesh_shape(mesh)
+
+
 @pytest.mark.parametrize("mesh", [(), 8, (16, 8), (("dp", 0),), (("dp", "x"),), "dp", None])
 def test_what_is_no_mesh(mesh):
     with pytest.raises(MeshError):

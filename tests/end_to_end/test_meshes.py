@@ -81,7 +81,7 @@ def test_the_checker_follows_every_pass(plan, mesh):
         ("hsdp", "dp=4", "lacks replicate, shard"),
         ("tp+zero3", "dp=4", "lacks tp"),
         ("zero3", "tp=4", "lacks dp"),
-        ("zero3", "dp=2,cp=2", "has cp besides"),
+        ("zero3", "dp=2,shard=2", "has shard besides"),
     ],
 )
 def test_a_preset_that_names_a_missing_dimension_is_an_error(plan, mesh, problem):

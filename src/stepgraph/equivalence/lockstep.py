@@ -15,7 +15,7 @@ from torch import fx
 
 from stepgraph import torch_internals
 from stepgraph.program.collectives import KINDS, ON_FIRST, SHARD_OF, is_collective, mesh_dim_of
-from stepgraph.program.layout import MeshShape
+from stepgraph.program.layout import MeshShape, data_mesh
 from stepgraph.program.program import Program, runnable
 from stepgraph.program.randomness import RANDOM, bound_to
 from stepgraph.program.shards import REDUCTIONS, cut
@@ -45,7 +45,7 @@ def run_lockstep(
     """
     if isinstance(programs, Program):
         programs = [programs] * len(inputs)
-    mesh = programs[0].mesh or MeshShape((("dp", 1),))
+    mesh = programs[0].mesh or data_mesh(1)
     different = {id(program): program for program in programs}
     dying = {key: _last_readers(program.graph) for key, program in different.items()}
     runs = [

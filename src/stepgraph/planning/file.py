@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from stepgraph.cost.predict import Prediction
-from stepgraph.errors import PlanError, UsageError
+from stepgraph.errors import MeshError, PlanError, UsageError
 from stepgraph.planning.decisions import (
     Decisions,
     LoweringDecision,
@@ -294,7 +294,10 @@ def _read_mesh(item: Item) -> MeshShape:
         if not name.text().isidentifier():
             raise name.refuse(f"{name.text()[:40]!r} is no name of a mesh dimension")
         dims.append((name.text(), size.integer(1, _MOST_RANKS)))
-    mesh = MeshShape(tuple(dims))
+    try:
+        mesh = MeshShape(tuple(dims))
+    except MeshError as error:
+        raise item.refuse(f"{error.what}; {error.do}") from error
     if len(set(mesh.names)) != len(dims) or mesh.world_size > _MOST_RANKS:
         raise item.refuse(f"{mesh} names a dimension twice, or more than {_MOST_RANKS} ranks")
     return mesh

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from stepgraph.equivalence.one_process import OneProcessRun
-from stepgraph.placement.presets import named as policies
+from stepgraph.placement.presets import beside_data as policies
 from stepgraph.program.collectives import KINDS, is_collective
 from tests.support import ROWS, captured, compiled, mlp, regression_batch, tiny_llama, token_batch
 

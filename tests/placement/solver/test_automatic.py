@@ -192,7 +192,7 @@ def test_a_forced_preset_is_the_preset(mesh, preset, constraints):
     model, batch = chain(8, 16, 8)
     program = global_step(model, batch, mesh, adamw(model))
     forced = place(program.copy(), mesh, TOYS["balanced"], constraints)
-    decision = policies.decide(program, parse_mesh(mesh), preset)
+    decision = policies.decide_by_preset(program, parse_mesh(mesh), preset)
     (found,) = forced.plan.placements.values()
     assert found.inputs == decision.inputs
     assert found.outputs == decision.outputs

@@ -6,7 +6,8 @@ import torch
 from torch import fx
 
 from stepgraph.program.build import Builder
-from stepgraph.program.layout import TENSOR_PARALLEL, MeshShape
+from stepgraph.program.layout import MeshShape
+from stepgraph.program.mesh_roles import Role
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
 from stepgraph.program.record import SUMMATION, program_pass
@@ -22,7 +23,7 @@ aten = torch.ops.aten
 )
 def spell_out_log_softmax(program: Program, mesh: MeshShape) -> Program:
     """Log-softmax and its backward as maxima, sums and differences, which classes that are cut allow."""
-    if TENSOR_PARALLEL not in mesh.names:
+    if Role.TENSOR not in mesh.roles:
         return program
     for node in list(program.operations()):
         if node.target not in (private.LOG_SOFTMAX, private.LOG_SOFTMAX_BACKWARD):

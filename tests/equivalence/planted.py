@@ -80,6 +80,10 @@ def weighted() -> tuple[nn.Module, Any]:
     return mlp("count"), regression_batch()
 
 
+def averaged_loss() -> tuple[nn.Module, Any]:
+    return mlp("mean"), regression_batch()
+
+
 def on(mesh: str, plan: str, **policies: Any) -> dict[str, Any]:
     return {"mesh": mesh, "plan": preset_plan(plan, parse_mesh(mesh), **policies)}
 
@@ -87,6 +91,7 @@ def on(mesh: str, plan: str, **policies: Any) -> dict[str, Any]:
 CASES: dict[str, tuple[Callable, dict[str, Any]]] = {
     "parts": (parts, on("dp=2", "zero3")),
     "parts in micro-batches": (parts, on("dp=2", "zero3") | {"micro_batches": 2}),
+    "averaged in micro-batches": (averaged_loss, on("dp=2", "zero3") | {"micro_batches": 2}),
     "counted in micro-batches": (weighted, on("dp=2", "zero1") | {"micro_batches": 2}),
     "clipped": (weighted, on("dp=2", "zero3", memory="full") | {"max_grad_norm": 0.01}),
     "in two types": (
@@ -300,21 +305,21 @@ PLANTED: dict[str, Planted] = {
         ("cast_parameters", "in two types", after(scaled(aten._to_copy.default))),
         ("accumulate_gradients", "counted in micro-batches", after(scaled(aten.add.Tensor, last=True))),
         ("start_backward_at_one", "parts", after(argument(aten.full.default, 1, lambda x: 2.0))),
-        ("finish_accumulation", "parts in micro-batches", with_other(micro_batches=lambda n: n + 1)),
+        ("finish_accumulation", "averaged in micro-batches", with_other(micro_batches=lambda n: n + 1)),
         ("reduce_gradients_in", "in two types", after(scaled(aten._to_copy.default, last=True))),
-        ("clip_gradients", "clipped", after(argument(aten.clamp.default, 2, lambda x: 0.5))),
+        ("clip_gradients", "clipped", after(scaled(aten.clamp.default))),
         ("update_parameters", "clipped", after(stale(roles.NewParam, roles.Param))),
         ("spell_out_log_softmax", "classes", after(scaled(aten.log.default))),
         ("spell_out_norms", "parts", after(scaled(aten.rsqrt.default))),
         ("copy_views", "searched", after(other_view)),
         ("draw_by_global_row", "parts in micro-batches", after(other_coordinate(5))),
         ("place_values", "clipped", after(averaged)),
-        ("compare_with_classes", "classes", after(scaled(aten.where.ScalarSelf))),
+        ("compare_with_classes", "classes", after(scaled(aten.where.self))),
         ("recompute_in_backward", "clipped", after(recomputed)),
-        ("merge_small_collectives", "clipped", after(exchange(lambda n: n.target is aten.slice.Tensor))),
+        ("merge_small_collectives", "classes", after(exchange(lambda n: n.target is aten.slice.Tensor))),
         ("update_early", "clipped", after(early)),
         ("delay_waits", "clipped", after(unawaited)),
-        ("bind_to_rank", "clipped", with_other(rank=lambda rank: 1 - rank)),
+        ("bind_to_rank", "parts", with_other(rank=lambda rank: 1 - rank)),
         ("write_state_in_place", "clipped", after(written_first)),
         ("name_groups", "two dimensions", after(other_dimension)),
     )

@@ -44,7 +44,7 @@ class GlobalValues:
         seed: of what is made up.
     """
 
-    torch_seed = 0  # of torch's own generator, whenever anything is executed
+    torch_seed, ranks = 0, 1
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ from torch.distributed.tensor import Replicate, Shard
 from stepgraph.operators.sharding import Rules
 from stepgraph.placement.passes.spell_out_log_softmax import spell_out_log_softmax
 from stepgraph.placement.rules.vocabulary import STRATEGIES
+from stepgraph.runtime.ranks import parse_mesh
 from tests.operators.test_sharding import RANKS, local_results, one_operation
 from tests.support import assert_golden, assert_summation, captured, values
 

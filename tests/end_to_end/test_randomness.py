@@ -10,7 +10,8 @@ from torch import nn
 import stepgraph
 from stepgraph.capture.step import Captured
 from stepgraph.cli.launcher import launch
-from stepgraph.equivalence.check import check_model, relative_difference, tolerance
+from stepgraph.equivalence.check import check_model
+from stepgraph.equivalence.comparing import relative_difference, tolerance
 from stepgraph.equivalence.one_process import OneProcessRun
 
 STEPS = 3

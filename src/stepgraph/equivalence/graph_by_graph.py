@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stepgraph import torch_internals
 from stepgraph.equivalence.comparing import CheckReport, compare
 from stepgraph.equivalence.lockstep import Observer, compute_collective, run_rank
 from stepgraph.equivalence.recording import GraphRecord, Recorder
@@ -24,6 +25,7 @@ from stepgraph.program.layout import MeshShape
 from stepgraph.program.program import Program
 from stepgraph.program.record import Results, Rewrite
 from stepgraph.runtime.batches import LocalBatch
+from stepgraph.torch_internals import graphs as dynamo
 
 
 class RankValues:
@@ -108,9 +110,12 @@ def check_graphs(
     report = CheckReport()
     try:
         runner.record(recorder, batch.leaves, batch.tree)
-    except InvariantError as error:  # a pass's result cannot even be run
-        name = str(error).split(":")[0].removeprefix("after ")
-        report.fail(name, "graph", str(error).splitlines()[0])
+    except (InvariantError, torch_internals.DynamoError) as error:
+        inner = dynamo.inner_error(error)
+        if not isinstance(inner, InvariantError):
+            raise
+        # A pass's result cannot even be run.
+        report.fail(inner.what.split(":")[0].removeprefix("after "), "graph", inner.what)
         return report
     for number, record in enumerate(recorder.records):
         _check(report, f"graph {number}", record, ranks.rank, ranks.groups)

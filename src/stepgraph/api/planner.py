@@ -108,7 +108,7 @@ class Planner:
         self._captured: Captured | None = None
         self._batch = host_batch(self.example, self.settings.micro_batches)
         self._fingerprint = fingerprint_of(self.model)
-        self.target = target_of(self.device, torch_internals.host_device().type)
+        self.target = target_of(self.device)
 
     def plan(
         self,

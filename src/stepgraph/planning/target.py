@@ -9,6 +9,7 @@ import torch
 from stepgraph.cost.calibration import HOST, UNCALIBRATED
 from stepgraph.cost.devices import DEVICES, Device
 
+ACCELERATOR = "accelerator"  # of the table: which torch names differently
 STREAMS = 2  # of an accelerator: compute, and communication beside it
 
 
@@ -31,24 +32,27 @@ class Target:
     call_bytes: int
 
 
-def target_of(device: Device, device_type: str) -> Target:
+def target_of(device: Device) -> Target:
     """The target that a device of the cost model is.
 
-    Args:
-        device_type: torch's name of its kind.
+    Ranks that replay a plan, or start from a preset, must all come to the same: of a device that was
+    measured, what is usual of its kind counts.
     """
-    streams = STREAMS if device.overlaps else 1
-    call_bytes = int(device.intra.latency * device.memory_bandwidth)
-    return Target(device_type, streams, device.overlaps, call_bytes)
+    if device.name not in DEVICES:
+        return usual_target(device.name)
+    return _target(device, ACCELERATOR)
 
 
 def usual_target(device_type: str) -> Target:
-    """The target of a kind of device whose costs nobody asked for.
+    """The target of a kind of device whose costs nobody asked for."""
+    if device_type == HOST:
+        return _target(UNCALIBRATED, HOST)
+    name = torch.get_device_module(device_type).get_device_name().lower()
+    row = next((row for row in DEVICES.values() if row.name in name), DEVICES["h100"])
+    return _target(row, device_type)
 
-    All ranks must come to the same: what this machine was measured to be does not count.
-    """
-    row = UNCALIBRATED
-    if device_type != HOST:
-        name = torch.get_device_module(device_type).get_device_name().lower()
-        row = next((row for row in DEVICES.values() if row.name in name), DEVICES["h100"])
-    return target_of(row, device_type)
+
+def _target(row: Device, device_type: str) -> Target:
+    streams = STREAMS if row.overlaps else 1
+    call_bytes = int(row.intra.latency * row.memory_bandwidth)
+    return Target(device_type, streams, row.overlaps, call_bytes)

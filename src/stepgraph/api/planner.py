@@ -14,7 +14,7 @@ from torch import nn
 from stepgraph import torch_internals
 from stepgraph.capture.module import BatchSpec, LossFunction
 from stepgraph.capture.step import Captured, Source
-from stepgraph.cost.devices import Device
+from stepgraph.cost.device import Device
 from stepgraph.cost.memory import CATEGORIES, memory_timeline
 from stepgraph.errors import BatchError, BudgetError, MemoryPolicyError, UsageError, near_misses
 from stepgraph.memory.decide import candidates

@@ -10,7 +10,7 @@ from typing import Any
 from stepgraph.errors import PlanError
 from stepgraph.planning.from_json import plan_of
 from stepgraph.planning.plan import Plan
-from stepgraph.planning.reading import LARGEST_FILE, MalformedError, convert, read_json
+from stepgraph.planning.reading import LARGEST_FILE, MalformedError, convert, parse_json, read_bytes
 from stepgraph.planning.schema import VERSION, PlanFile
 from stepgraph.planning.to_json import plan_to_json
 
@@ -34,7 +34,7 @@ def load_plan(path: Path) -> Plan:
             do="plans of a thousand layers are smaller",
         )
     try:
-        plan = _read_plan(read_json(path))
+        plan = _read_plan(parse_json(read_bytes(path)))
     except MalformedError as error:
         raise PlanError(
             f"{path} is not a plan file",

@@ -42,6 +42,7 @@ _WORDS = {
 }
 _KINDS = re.compile(rf"`((?:{'|'.join(_WORDS)})(?: \| (?:{'|'.join(_WORDS)}))*)`")
 _PLACE = re.compile(r" - at (`key` in )?`\$(.*)`\Z", re.DOTALL)
+_BYTE = re.compile(r"\(byte (\d+)\)")
 _STEP = re.compile(r"\.(\w+)|\[(\d+|\.\.\.)\]")
 
 
@@ -66,23 +67,39 @@ def at(*steps: str) -> Iterator[None]:
         raise MalformedError(".".join(steps), str(error)) from error
 
 
-def read_json(path: Path, largest: int = LARGEST_FILE) -> Any:
-    """The JSON of a file that is no larger than ``largest`` bytes, as plain data.
+def read_bytes(path: Path, largest: int | None = None) -> bytes:
+    """The content of a file that is no larger than so many bytes; :data:`LARGEST_FILE`, if not said.
 
     Raises:
-        MalformedError: too large, not UTF-8, not JSON, nested too deeply, NaN or infinite numbers.
+        MalformedError: it is larger.
     """
+    largest = LARGEST_FILE if largest is None else largest
     with path.open("rb") as stream:
         content = stream.read(largest + 1)  # whatever the file's size was said to be
     if len(content) > largest:
         shown = f"{largest // 2**20} MiB" if largest >= 2**20 else f"{largest} bytes"
         raise MalformedError("", f"it is larger than {shown}")
+    return content
+
+
+def parse_json(content: bytes) -> Any:
+    """JSON as plain data.
+
+    Raises:
+        MalformedError: not UTF-8, not JSON, nested too deeply, NaN or infinite numbers.
+    """
     try:
         return msgspec.json.decode(content)
     except RecursionError as error:
         raise MalformedError("", "it is nested too deeply") from error
     except (msgspec.DecodeError, ValueError) as error:
-        raise MalformedError("", f"it is not JSON: {error}") from error
+        place = _BYTE.search(str(error))
+        near = "" if place is None else f", at {_around(content, int(place[1]))!r}"
+        raise MalformedError("", f"it is not JSON: {error}{near}") from error
+
+
+def _around(content: bytes, place: int) -> str:
+    return content[max(0, place - 40) : place + 20].decode(errors="replace")
 
 
 def convert(data: Any, kind: type[Kind]) -> Kind:

@@ -5,7 +5,7 @@
 Two ranks run functional collectives of mixed sizes and wait for them in another order, at most so many
 in flight. On torch 2.13 one in flight is well; eight all-gathers corrupt the heap of a rank, which dies
 within half a minute, while 32 reductions and one all-gather among them are well for as long.
-`Ranks.collectives_overlap` is why: on the host stepgraph awaits each collective before it starts the next.
+`Target.overlaps` is why: on the host stepgraph awaits each collective before it starts the next.
 """
 
 import argparse

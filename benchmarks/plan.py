@@ -64,6 +64,7 @@ def plain(model: str, layers: int, mesh: str) -> dict[str, Any]:
 def planned(model: str, layers: int, mesh: str) -> dict[str, Any]:
     """The same, to a saved plan."""
     from stepgraph.placement.solver import automatic as solver
+    from stepgraph.planning.file import save_plan
     from stepgraph.runtime.ranks import parse_mesh
 
     marks: list[tuple[str, float]] = []
@@ -83,7 +84,7 @@ def planned(model: str, layers: int, mesh: str) -> dict[str, Any]:
     solver.solve = counted
     attempt = planner.plan(parse_mesh(mesh), "auto", "full")
     with tempfile.TemporaryDirectory() as folder:
-        attempt.plan.save(Path(folder) / "plan.json")
+        save_plan(attempt.plan, Path(folder) / "plan.json")
         size = (Path(folder) / "plan.json").stat().st_size
     total = cpu_seconds()
     ends = [when for _, when in marks[1:]] + [total]
@@ -110,8 +111,8 @@ def planner_of(model: str, layers: int, mesh: str, stage: Any = lambda name: Non
 
     from stepgraph.api.models import language_model_loss
     from stepgraph.api.planner import Planner, make_optimizer
-    from stepgraph.planning.request import Precision
     from stepgraph.cost.devices import find_device
+    from stepgraph.planning.request import Precision, StepSettings
 
     module, rows = build(model, layers), rows_of(mesh)
     ids = torch.empty(rows, LONGEST.get(model, SEQUENCE), dtype=torch.long, device="meta")
@@ -121,7 +122,7 @@ def planner_of(model: str, layers: int, mesh: str, stage: Any = lambda name: Non
         language_model_loss,
         make_optimizer("adamw", module),
         find_device("h100"),
-        Precision(torch.bfloat16, None),
+        StepSettings("adamw", precision=Precision(torch.bfloat16)),
         stage=stage,
     )
 

@@ -19,9 +19,9 @@ import torch
 
 from stepgraph.api.models import BUILT_IN, build_model, language_model_loss
 from stepgraph.api.planner import Planner, make_optimizer
-from stepgraph.planning.request import Precision
 from stepgraph.cost.devices import find_device
 from stepgraph.errors import StepgraphError
+from stepgraph.planning.request import Precision, StepSettings
 from stepgraph.runtime.ranks import parse_mesh
 
 LAYERS = 4
@@ -82,13 +82,13 @@ def compare(model: str, mesh: str, memory: str) -> dict[str, Any]:
         language_model_loss,
         make_optimizer("adamw", module),
         device,
-        Precision(torch.bfloat16, None),
+        StepSettings("adamw", precision=Precision(torch.bfloat16)),
     )
     row: dict[str, Any] = {"model": model, "mesh": mesh, "memory": memory, "plans": {}}
     for name in (*PRESETS, "auto"):
         started = time.process_time()
         try:
-            attempt = planner.plan(shape, name, memory, last=False)
+            attempt = planner.plan(shape, name, memory)
         except StepgraphError:
             continue  # the mesh lacks a dimension of this preset
         predicted = attempt.plan.predicted

@@ -40,8 +40,8 @@ from stepgraph.api import models
 from stepgraph.cli import launcher
 from stepgraph.cli.calibrate import calibrate
 from stepgraph.cost.calibration import HOST, calibration_file, machine, to_json
+from stepgraph.pipeline import foresee
 from stepgraph.runtime.batches import flatten_batch
-from stepgraph.runtime.forecast import forecast
 from stepgraph.runtime.live_memory import LiveMemory
 
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**34), "MALLOC_MMAP_THRESHOLD_": str(2**34)}
@@ -212,7 +212,7 @@ def run_rank(names, plans, lowering, rounds):
             cell.turn(quiet)
     rows = []
     for cell in cells:
-        found = forecast(cell.engine.programs, machine(HOST), lowering)
+        found = foresee(cell.engine.programs, machine(HOST), lowering)
         held = everyone(cell.live_bytes() if lowering == "eager" else 0)
         seconds, others = cell.quietest()
         row = dict(zip(("model", "plan"), cell.name, strict=True))

@@ -93,8 +93,11 @@ def whole_road(layers: int) -> dict[str, Any]:
     import torch
 
     from stepgraph.capture.module import default_loss
-    from stepgraph.pipeline import StepRequest, compile_step
-    from stepgraph.planning.plan import Plan
+    from stepgraph.capture.step import Source
+    from stepgraph.pipeline import capture_of, make
+    from stepgraph.planning.plan import preset_plan
+    from stepgraph.planning.request import StepSettings
+    from stepgraph.planning.target import usual_target
     from stepgraph.program.driver import PassDriver
     from stepgraph.program.layout import MeshShape
     from stepgraph.runtime.batches import flatten_batch, global_spec
@@ -106,21 +109,24 @@ def whole_road(layers: int) -> dict[str, Any]:
         for name in ("input_ids", "labels")
     }
     batch = global_spec(flatten_batch(rows, torch.device("cpu")), 1, RANKS)
-    plan = Plan("zero3", MeshShape((("dp", RANKS),)), memory="full")
+    step = StepSettings("adamw")
+    plan = preset_plan("zero3", MeshShape((("dp", RANKS),)), memory="full", step=step)
     driver = PassDriver(invariants=True)
     before = cpu_seconds()
     started = time.perf_counter()
-    compiled = compile_step(StepRequest(model, default_loss, batch, plan, optimizer), driver)
+    source = Source(model, default_loss, batch, optimizer)
+    captured = capture_of(source, step, driver).step(reduces_each=True)
+    program = make(captured.programs, plan, usual_target("cpu"), driver=driver).programs["step"]
     after = cpu_seconds()
     return {
         "imports_and_model_s": before,
         "compile_s": after - before,
         "wall_s": time.perf_counter() - started,
         "total_s": after,
-        "nodes": len(compiled.programs["step"].graph.nodes),
-        "passes_s": {f"{r.program}:{r.name}": round(r.seconds, 4) for r in driver.records},
+        "nodes": len(program.graph.nodes),
+        "passes_s": {f"{r.program}:{r.name}": round(r.seconds, 4) for r in driver.runs},
         "resident_gib": resident_gib(),
-        "notes": compiled.notes,
+        "notes": [*captured.notes, *program.notes],
     }
 
 

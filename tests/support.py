@@ -13,7 +13,8 @@ from torch import nn
 from stepgraph.capture.module import capture, default_loss
 from stepgraph.capture.step import Source
 from stepgraph.equivalence.check import relative_difference, tolerance
-from stepgraph.equivalence.values import GlobalValues
+from stepgraph.equivalence.one_process import OneProcessRun
+from stepgraph.equivalence.values import AS_USUAL, GlobalValues
 from stepgraph.lowering.passes.bind_to_rank import bind_to_rank
 from stepgraph.pipeline import ALL_RANKS, Made, capture_of, make
 from stepgraph.placement.decide import reduces_each_micro_batch
@@ -22,6 +23,7 @@ from stepgraph.planning.request import StepSettings
 from stepgraph.planning.target import usual_target
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.invariants import check_invariants
+from stepgraph.program.layout import Placements
 from stepgraph.program.program import Program
 from stepgraph.program.record import Pass
 from stepgraph.program.text import program_text
@@ -162,6 +164,19 @@ def bound(program: Program) -> list[Program]:
     return [bind_to_rank(program.copy(), rank) for rank in range(program.mesh.world_size)]
 
 
+def stored_parameters(plan: Plan) -> dict[str, Placements]:
+    """Where a plan stores each parameter."""
+    stored = {label: p for label, p in plan.inputs().items() if label.startswith("Param(")}
+    return {label[len("Param(") : -1]: placements for label, placements in stored.items()}
+
+
+def notes_of(run: OneProcessRun) -> list[str]:
+    """What a run has to tell, as an Engine reports it."""
+    assert run.captured is not None
+    told = [note for program in run.programs.values() for note in program.notes]
+    return [*run.captured.notes, *dict.fromkeys(told)]
+
+
 def observed_pass(
     name: str, program: str = "step", **options: Any
 ) -> tuple[Program, Program, dict[str, Any]]:
@@ -184,10 +199,11 @@ def values(
     batch: Any,
     optimizer: torch.optim.Optimizer | None = None,
     max_grad_norm: float | None = None,
+    settings: StepSettings = AS_USUAL,
 ) -> GlobalValues:
     """Inputs for any Program of this step: the model's own values, made-up optimizer states."""
     source = Source(model, default_loss, spec_of(batch), optimizer)
-    return GlobalValues(source, flatten_batch(batch, CPU), StepSettings(), max_grad_norm)
+    return GlobalValues(source, flatten_batch(batch, CPU), settings, max_grad_norm)
 
 
 def eager(model: nn.Module, batch: Any, loss: Callable = default_loss) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ from stepgraph.api.engine import Engine
 from stepgraph.api.padding import PaddedBatches, pad_batches
 from stepgraph.api.parallelize import parallelize
 from stepgraph.api.plan import Plan, plan
-from stepgraph.equivalence.check import CheckReport
+from stepgraph.equivalence.comparing import CheckReport
 from stepgraph.errors import StepgraphError
 from stepgraph.runtime.recompiles import no_recompiles
 

@@ -119,7 +119,7 @@ def test_the_working_directory_is_searched_for_factories(tmp_path, monkeypatch):
         ("nowhere/config.json", "there is no model config"),
         ("no_such_package:make", "cannot import 'no_such_package'"),
         (":make", "does not name a module"),
-        ("test_models:make_linea", "did you mean 'make_linear'"),
+        (f"{__name__}:make_linea", "did you mean 'make_linear'"),
     ],
 )
 def test_an_unknown_model_is_bad_usage_before_anything_is_built(name, message):

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 import stepgraph
+from stepgraph import pipeline
 from stepgraph.api import planner
 from stepgraph.api.plan import mesh_shape, parse_size
 from stepgraph.capture.module import default_loss
@@ -13,7 +14,9 @@ from stepgraph.cost.devices import find_device
 from stepgraph.cost.predict import predict
 from stepgraph.cost.traffic import assign_traffic
 from stepgraph.errors import BatchError, BudgetError, MeshError, PlanError, UsageError
-from stepgraph.planning.request import Precision
+from stepgraph.pipeline import executed, foresee
+from stepgraph.planning.request import Precision, StepSettings
+from stepgraph.program.driver import PassDriver
 from stepgraph.torch_internals import new_fake_mode
 from tests.support import adamw, mlp, regression_batch, tiny_llama
 
@@ -55,10 +58,10 @@ def stack():
         default_loss,
         adamw(model),
         find_device("h100"),
-        Precision(torch.bfloat16),
+        StepSettings("adamw", precision=Precision(torch.bfloat16)),
     )
     mesh = mesh_shape("dp=2")
-    return lambda memory, budget=None: made.plan(mesh, "zero3", memory, budget, last=False)
+    return lambda memory, budget=None: made.plan(mesh, "zero3", memory, budget)
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +77,11 @@ def test_nothing_is_needed_and_nothing_is_left_behind():
         example = {n: torch.empty(12, 8, dtype=torch.int64) for n in ("input_ids", "labels")}
     kinds = {name: type(parameter) for name, parameter in model.named_parameters()}
     plan = stepgraph.plan(model, example=example, mesh="dp=4", placement="zero3")
-    assert plan.predicted.step_ms > 0 and plan.settings.device == "h100"
+    assert plan.predicted.step_ms > 0 and plan.request.device == "h100"
     assert not dist.is_initialized() and not torch.cuda.is_initialized()
     assert {name: type(parameter) for name, parameter in model.named_parameters()} == kinds
     assert all(parameter.is_meta for parameter in model.parameters())
-    assert plan.settings.batch == {"input_ids": "int64[12, 8]", "labels": "int64[12, 8]"}
+    assert plan.request.batch == {"input_ids": "int64[12, 8]", "labels": "int64[12, 8]"}
 
 
 def test_a_model_may_be_a_name():
@@ -86,34 +89,47 @@ def test_a_model_may_be_a_name():
     plan = stepgraph.plan(
         "llama-tiny", example={"input_ids": ids, "labels": ids}, mesh="dp=2", placement="zero3"
     )
-    assert "model.layers.3.mlp.up_proj.weight" in plan.parameters()
+    assert "model.layers.3.mlp.up_proj.weight" in plan.fingerprint.parameters
 
 
 def test_a_prediction_is_that_of_the_programs_that_run(monkeypatch):
     seen = []
-    monkeypatch.setattr(planner, "predict", lambda *given: (seen.append(given), predict(*given))[1])
+    monkeypatch.setattr(
+        pipeline, "predict", lambda *given: (seen.append(given), predict(*given))[1]
+    )
     plan = plan_mlp(memory="none", device="a100", micro_batches=2, max_grad_norm=1.0)
     programs, device, micro_batches = seen[0]
-    assert set(programs) == {"accumulate", "step"} == set(plan.placements)
+    assert set(programs) == {"accumulate", "step"} == set(plan.decisions)
     assert (device, micro_batches) == (find_device("a100"), 2)
     assert plan.predicted == predict(programs, device, 2)
-    assert (plan.settings.micro_batches, plan.settings.clip) == (2, True)
+    assert (plan.request.step.micro_batches, plan.request.step.clip) == (2, True)
+    model = mlp()
+    run = plan.programs(model, example=regression_batch(), optimizer=adamw(model))
+    assert {n: str(executed(p, {}, PassDriver())) for n, p in run.items()} == {
+        name: str(program) for name, program in programs.items()
+    }
+    with pytest.raises(PlanError, match="another model"):
+        plan.programs(mlp(scaled=False), example=regression_batch())
 
 
-def test_traffic_is_known_where_costs_are(monkeypatch):
-    order = []
-    real = planner.apply_placement
+@pytest.mark.parametrize("lowering", ["inductor", "eager"])
+def test_traffic_is_that_of_what_is_executed(monkeypatch, lowering):
+    model, seen = mlp(), []
+    run = plan_mlp().programs(model, example=regression_batch(), optimizer=adamw(model))
     monkeypatch.setattr(
-        planner, "assign_traffic", lambda p, fused: (order.append(fused), assign_traffic(p, fused))
+        pipeline,
+        "assign_traffic",
+        lambda p, fused: (seen.append((p, fused)), assign_traffic(p, fused)),
     )
-    monkeypatch.setattr(planner, "apply_placement", lambda *a: (order.append("place"), real(*a))[1])
-    plan_mlp()
-    assert order == [True, "place"]
+    foresee(run, find_device("h100"), lowering)
+    ((program, fused),) = seen
+    assert fused is (lowering == "inductor")
+    assert str(program) == str(executed(run["step"], {}, PassDriver()))
 
 
 def test_a_step_is_captured_once_however_many_plans_are_made(stack, monkeypatch):
     stack("full")
-    monkeypatch.setattr(planner, "capture_step", None)
+    monkeypatch.setattr(planner, "capture_of", None)
     assert stack("full").plan == stack("full").plan
 
 
@@ -165,6 +181,12 @@ def test_a_policy_that_a_model_has_no_blocks_for_is_passed_over():
 )
 def test_meshes_are_written_in_several_ways(mesh):
     assert str(mesh_shape(mesh)) == "dp=16,tp=8"
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,cp=2", (("dp", 2), ("cp", 2)), ((2, 2), ("dp", "cp"))])
+def test_a_mesh_dimension_without_a_role_is_an_error(mesh):
+    with pytest.raises(MeshError, match="role of a mesh dimension 'cp'"):
+        mesh_shape(mesh)
 
 
 @pytest.mark.parametrize("mesh", [(), 8, (16, 8), (("dp", 0),), (("dp", "x"),), "dp", None])
@@ -222,7 +244,7 @@ def test_gradients_alone_and_ones_own_optimizer():
     own = stepgraph.plan(
         model, example=regression_batch(), mesh="dp=2", placement="zero3", optimizer=adamw(model)
     )
-    assert own.settings == plan_mlp().settings
+    assert own.request == plan_mlp().request
     assert own.diff(plan_mlp()) == ""
     assert not own.diff(plan_mlp(optimizer="sgd")).startswith("mesh")
 

@@ -77,7 +77,7 @@ def plain_step(model):
 
 
 def test_what_a_custom_backward_computes_is_backward():
-    engine, _ = engine_and_model()
+    engine, _ = engine_and_model(schedule="none")  # which would let updates begin in the backward
     engine.step(batch())
     step = engine.programs["step"]
     phases = {node.target: node.meta["phase"] for node in step.operations()}

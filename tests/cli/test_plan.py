@@ -3,14 +3,17 @@
 import json
 
 import pytest
+import torch
 from click.testing import CliRunner
 
+from stepgraph.api.plan import Plan
 from stepgraph.api.planner import Attempt
 from stepgraph.cli import comparing
 from stepgraph.cli import main as cli
 from stepgraph.cli import plan as plan_commands
 from stepgraph.errors import BudgetError
-from stepgraph.planning.plan import Plan
+from stepgraph.pipeline import Made
+from stepgraph.planning.request import Precision
 from tests.planning.plan_support import llama_plan
 
 
@@ -19,7 +22,8 @@ def run(*args):
 
 
 def attempt(plan, fits=True):
-    return Attempt(plan, plan.predicted.peak_bytes, 80 * 2**30 if fits else 1, ("activations", 5))
+    budget = 80 * 2**30 if fits else 1
+    return Attempt(plan, Made(plan), plan.predicted.peak_bytes, budget, ("activations", 5))
 
 
 @pytest.fixture
@@ -46,8 +50,9 @@ def test_a_plan_from_a_model_name_to_a_file_and_its_explanation(tmp_path):
     assert result.stdout.startswith("llama-tiny on dp=2,tp=2 (4 ranks): tp+zero3, memory full\n")
     assert result.stderr.splitlines() == ["capture", "enumeration", "solve", "simulation"]
     plan = Plan.load(path)
-    assert plan.settings.batch == {"input_ids": "int64[2, 32]", "labels": "int64[2, 32]"}
-    assert (plan.settings.compute_dtype, plan.settings.optimizer) == ("bfloat16", "adamw")
+    assert plan.request.batch == {"input_ids": "int64[2, 32]", "labels": "int64[2, 32]"}
+    step = plan.request.step
+    assert (step.precision, step.optimizer) == (Precision(torch.bfloat16), "adamw")
     explained = run("explain", path, "model.layers.2.mlp.up_proj.weight")
     assert explained.exit_code == 0 and "all_gather over dp" in explained.stdout
     overview = run("explain", path)

@@ -98,7 +98,7 @@ def test_one_rank_communicates_nothing(kind):
 
 
 def test_crossing_nodes_costs_more():
-    inside, across = (wired(mesh, DEVICES["h100"])["x"] for mesh in ("x=8", "x=8,tp=8"))
+    inside, across = (wired(mesh, DEVICES["h100"])["dp"] for mesh in ("dp=8", "dp=8,tp=8"))
     for kind in KINDS:
         slow, fast = (collective_seconds(kind, 64 * MIB, group) for group in (across, inside))
         assert slow > 3 * fast

@@ -3,7 +3,8 @@
 import torch
 
 from stepgraph import torch_internals
-from stepgraph.cost.traffic import assign_traffic, is_view
+from stepgraph.cost.traffic import assign_traffic
+from stepgraph.operators.views import is_view
 from stepgraph.program.program import BACKWARD, tensor_arguments
 from tests.cost.hand_made import Written
 from tests.support import compiled, tiny_llama, token_batch

@@ -36,7 +36,7 @@ def trained(mesh: str) -> dict[str, tuple]:
         part = pytree.tree_map(lambda t, row=row: t.chunk(shape.data_size)[row], batch)
         losses = [engine.step(part).item() for _ in range(STEPS)]
         parameters = {n: p.detach().full_tensor() for n, p in engine.model.named_parameters()}
-        gaps = [decision.optimality_gap for decision in engine.plan.placements.values()]
+        gaps = [made.placement.optimality_gap for made in engine.plan.decisions.values()]
         found[name] = losses, parameters, gaps
     return found
 

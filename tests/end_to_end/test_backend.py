@@ -20,7 +20,6 @@ from stepgraph.cli.launcher import launch
 from stepgraph.errors import UsageError
 from stepgraph.program.collectives import KINDS, is_collective
 from stepgraph.program.program import BACKWARD
-from stepgraph.schedule.passes import merge_small_collectives as merge
 from tests.end_to_end.graph_by_graph import Broken, Cell, batch_of, loss_of, make_model
 from tests.end_to_end.test_balance import Model, learn, run
 
@@ -132,12 +131,17 @@ def test_a_module_knows_its_parameters_by_their_own_names():
 
 def count_collectives():
     """One rank: how often each kind is in the backward, per graph and in the whole one."""
-    merge.LARGEST.clear()  # one by one, as in the Programs
     found = {}
     for whole in (False, True):
         cell = Cell("zero3", compiled_autograd=whole)
         model = make_model(cell)
-        engine = stepgraph.Engine(model, loss=loss_of(cell), plan="zero3", lowering="eager")
+        engine = stepgraph.Engine(
+            model,
+            loss=loss_of(cell),
+            plan="zero3",
+            lowering="eager",
+            schedule="none",  # one by one, as they were placed
+        )
         engine.compile("eager", compiled_autograd=whole)
         rank = int(os.environ["RANK"])
         engine(batch_of(0, rank, 2)).backward()

@@ -1,4 +1,4 @@
-"""Collectives, bytes and FLOPs of a step are what theory says, counted on the programs."""
+"""Collectives, bytes and FLOPs of a step are what theory says, counted on the placed programs."""
 
 import functools
 
@@ -8,10 +8,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stepgraph.capture.step import Captured
 from stepgraph.equivalence.one_process import OneProcessRun
+from stepgraph.planning.plan import preset_plan
 from stepgraph.program import roles
 from stepgraph.program.collectives import KINDS, is_collective
 from stepgraph.program.layout import chunk_size
 from stepgraph.report.text import collective_counts
+from stepgraph.runtime.ranks import parse_mesh
 from tests.end_to_end.training import CLIP, TOKENS, adamw, llama_batch, tiny_llama
 
 RANKS = 4
@@ -29,7 +31,7 @@ def run_once(preset, *, memory=None, micro_batches=1, ranks=RANKS):
         model,
         optimizer=adamw(model.parameters()),
         mesh=f"dp={ranks}",
-        plan=preset,
+        plan=preset_plan(preset, parse_mesh(f"dp={ranks}"), schedule="none"),
         memory=memory,
         micro_batches=micro_batches,
         max_grad_norm=CLIP,

@@ -27,6 +27,7 @@ from stepgraph.errors import (
     UsageError,
 )
 from tests.end_to_end.training import adamw, compare, llama_batch, tiny_llama
+from tests.support import notes_of
 
 
 class Regression(nn.Module):
@@ -534,7 +535,7 @@ def test_batch_norm_accumulates_over_micro_batches(plan):
         micro_batches=3,
     )
     run.step(pairs(12)[0])
-    assert "mean over micro-batches" in run.compiled.notes[0]
+    assert "mean over micro-batches" in notes_of(run)[0]
 
 
 @pytest.mark.parametrize("plan", ["ddp", "zero3"])

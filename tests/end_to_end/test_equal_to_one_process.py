@@ -5,6 +5,7 @@ import pytest
 from stepgraph.capture.step import Captured
 from stepgraph.equivalence.one_process import OneProcessRun
 from tests.end_to_end.training import CLIP, STEPS, adamw, compare, llama_batch, tiny_llama
+from tests.support import notes_of
 
 PRESETS, RANKS = ("ddp", "zero1", "zero2", "zero3"), (1, 2, 4)
 MEMORY, MICRO_BATCHES = ("none", "full", "checkpoint"), (1, 4)
@@ -41,6 +42,6 @@ def test_ten_steps_equal_plain_pytorch(preset, ranks, memory, micro_batches):
     losses = [run.step(llama_batch(step)).item() for step in range(STEPS)]
     captured[key] = run.captured
     compare(losses, run.parameters())
-    assert run.compiled.notes == []
+    assert notes_of(run) == []
     if memory != "none":
         assert any("recomputed_from" in n.meta for n in run.programs["step"].operations())

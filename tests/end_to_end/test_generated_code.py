@@ -3,6 +3,7 @@
 import os
 import re
 import unittest.mock
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from torch._inductor.utils import run_and_get_code
 
 import stepgraph
 from stepgraph.cli.launcher import launch
-from stepgraph.schedule.passes import merge_small_collectives as merge
+from stepgraph.schedule import decide
 from tests.end_to_end.test_engine import Regression, pairs
-from tests.support import tiny_llama, token_batch
+from tests.support import HOST, tiny_llama, token_batch
 
 WIDTH = 640  # first.weight: 2560 elements, second.weight: 1280, first.bias: 640
 # On one worker: what takes time is made once.
@@ -39,7 +40,9 @@ def generated_code(preset: str, apart: bool, llama: bool = False) -> str:
         lowering="inductor",
     )
     # Every collective alone, as if each were large.
-    large = unittest.mock.patch.object(merge, "LARGE", 0 if apart else merge.LARGE)
+    sizes = decide.sizes_for(HOST)
+    sizes = replace(sizes, large=0) if apart else sizes
+    large = unittest.mock.patch.object(decide, "sizes_for", lambda target: sizes)
     with large, torch._inductor.config.patch(fx_graph_cache=False):  # a hit generates nothing
         _, (code,) = run_and_get_code(engine.step, batch)
     return code

@@ -9,7 +9,9 @@ import torch
 from stepgraph.capture.step import Captured
 from stepgraph.cost.memory import memory_timeline
 from stepgraph.equivalence.one_process import OneProcessRun
+from stepgraph.planning.plan import preset_plan
 from stepgraph.program import roles
+from stepgraph.runtime.ranks import parse_mesh
 from tests.end_to_end.training import CLIP, adamw, llama_batch, tiny_llama
 
 captured: dict[int, Captured] = {}
@@ -21,7 +23,7 @@ def run_once(preset, ranks=4, memory=None, layers=2):
         model,
         optimizer=adamw(model.parameters()),
         mesh=f"dp={ranks}",
-        plan=preset,
+        plan=preset_plan(preset, parse_mesh(f"dp={ranks}"), schedule="none"),
         memory=memory,
         max_grad_norm=CLIP,
         captured=captured.get(layers),

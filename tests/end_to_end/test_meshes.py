@@ -13,6 +13,7 @@ from stepgraph.program import roles
 from stepgraph.runtime.ranks import parse_mesh
 from tests.end_to_end.mesh_cells import ALL, PAIRS, VOCABULARY, Cell, run_in_one_process
 from tests.end_to_end.training import CLIP, STEPS, adamw, compare, llama_batch, tiny_llama
+from tests.support import notes_of
 
 # The dimensions of a mesh may come in any order.
 TURNED = [
@@ -32,13 +33,13 @@ IN_CI = [
 
 @pytest.mark.parametrize("cell", IN_CI + TURNED, ids=str)
 def test_ten_steps_equal_plain_pytorch(cell):
-    assert run_in_one_process(cell).compiled.notes == []
+    assert notes_of(run_in_one_process(cell)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", [cell for cell in ALL if cell not in IN_CI], ids=str)
 def test_every_setting_with_every_other(cell):
-    assert run_in_one_process(cell).compiled.notes == []
+    assert notes_of(run_in_one_process(cell)) == []
 
 
 @pytest.mark.parametrize(("plan", "mesh"), [("tp+zero3", "dp=2,tp=4"), ("tp", "tp=2")])
@@ -50,7 +51,7 @@ def test_heads_and_a_vocabulary_that_do_not_divide_stay_whole_and_are_reported(p
     )
     losses = [run.step(llama_batch(step)).item() for step in range(STEPS)]
     compare(losses, run.parameters())
-    (note,) = [note for note in run.compiled.notes if note.startswith("tp keeps")]
+    (note,) = [note for note in notes_of(run) if note.startswith("tp keeps")]
     assert "model.embed_tokens.weight" in note
     assert ("k_proj" in note) == ("tp=4" in mesh)
     assert "q_proj" not in note
@@ -80,7 +81,7 @@ def test_the_checker_follows_every_pass(plan, mesh):
         ("hsdp", "dp=4", "lacks replicate, shard"),
         ("tp+zero3", "dp=4", "lacks tp"),
         ("zero3", "tp=4", "lacks dp"),
-        ("zero3", "dp=2,cp=2", "has cp besides"),
+        ("zero3", "dp=2,shard=2", "has shard besides"),
     ],
 )
 def test_a_preset_that_names_a_missing_dimension_is_an_error(plan, mesh, problem):

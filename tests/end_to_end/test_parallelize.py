@@ -10,17 +10,20 @@ from torch.distributed.tensor import DTensor, Shard
 
 import stepgraph
 from stepgraph.capture.module import default_loss
+from stepgraph.capture.step import Source
 from stepgraph.cli.launcher import launch
 from stepgraph.errors import UsageError
-from stepgraph.pipeline import StepRequest, compile_gradients
+from stepgraph.pipeline import capture_of, make
 from stepgraph.placement.presets.named import for_own_update
-from stepgraph.planning.plan import Plan
+from stepgraph.planning.plan import preset_plan
+from stepgraph.planning.request import StepSettings
 from stepgraph.program import roles
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.driver import PassDriver
 from stepgraph.runtime.batches import flatten_batch, global_spec
 from stepgraph.runtime.ranks import parse_mesh
 from tests.end_to_end.training import adamw, llama_batch, tiny_llama
+from tests.support import HOST
 
 STEPS = 4
 TOLERANCE = 64 * torch.finfo(torch.float32).eps
@@ -142,10 +145,11 @@ def test_the_loss_of_a_transformer_is_that_of_the_global_batch():
 def test_zero2_gathers_a_parameter_once_and_zero3_twice(plan, gathers):
     mesh = parse_mesh("dp=2")
     batch = flatten_batch(rows(0)[0], torch.device("cpu"))
-    request = StepRequest(
-        classifier(), default_loss, global_spec(batch, 1, 1), Plan(for_own_update(plan), mesh)
-    )
-    program, _, _ = compile_gradients(request, PassDriver(invariants=True), as_module=True)
+    source = Source(classifier(), default_loss, global_spec(batch, 1, 1))
+    driver = PassDriver(invariants=True)
+    gradients = capture_of(source, StepSettings(), driver).gradients(as_module=True).programs
+    own = preset_plan(for_own_update(plan), mesh, schedule="none")
+    program = make(gradients, own, HOST, driver=driver).programs["gradients"]
     weight = program.input_node(roles.Param("3.weight"))
     assert len([user for user in weight.users if is_collective(user)]) == gathers
 

@@ -14,7 +14,7 @@ from stepgraph.cli.launcher import launch
 from stepgraph.errors import GraphBreakError, PlanError
 from stepgraph.program import roles
 from stepgraph.program.collectives import KINDS, is_collective
-from tests.support import adamw
+from tests.support import adamw, stored_parameters
 
 ROWS, STEPS = 8, 3
 TOLERANCE = 1e-5
@@ -62,16 +62,17 @@ def whole_losses(compute_dtype=None):
     return [engine.step(batch(step)).item() for step in range(STEPS)]
 
 
-def refuse(*args):
+def refuse(*args, **kwargs):
     raise AssertionError("decided again")
 
 
 def step_by_the_plan(path):
     """Engine replays the file: it decides nothing, and stores parameters where the plan says."""
-    planned, decide = stepgraph.Plan.load(path), pipeline.placement_policies.decide
-    model = Blocks()
-    pipeline.placement_policies.decide = refuse
-    try:
+    planned, model = stepgraph.Plan.load(path), Blocks()
+    with pytest.MonkeyPatch.context() as patch:
+        for room in ("placement", "memory"):
+            patch.setattr(pipeline, f"decide_{room}", refuse)
+        patch.setattr(pipeline.schedule, "decide_and_apply", refuse)
         engine = stepgraph.Engine(
             model,
             optimizer=adamw(model),
@@ -80,15 +81,13 @@ def step_by_the_plan(path):
             lowering="eager",
         )
         losses = [engine.step(part(s, planned.mesh)).item() for s in range(STEPS)]
-    finally:
-        pipeline.placement_policies.decide = decide
     step = engine.programs["step"]
     stored = {
         role.name: value.placements
         for role, value in zip(step.inputs, step.input_values, strict=True)
         if isinstance(role, roles.Param)
     }
-    assert stored == planned.parameters()
+    assert stored == stored_parameters(planned)
     assert engine.plan.memory == "full"
     return losses
 
@@ -113,7 +112,7 @@ def loop_by_the_plan(path, compiled):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    where = planned.parameters()
+    where = stored_parameters(planned)
     assert all(tuple(p.placements) == where[name] for name, p in model.named_parameters())
     return losses
 
@@ -156,7 +155,7 @@ def test_auto_is_what_real_ranks_run(tmp_path):
         make_plan(tmp_path / f"{i}.json", mesh, "auto", constraints=constraints)
         for i, (mesh, constraints) in enumerate(asked)
     ]
-    forced = stepgraph.Plan.load(paths[0]).parameters()["ups.0.weight"]
+    forced = stored_parameters(stepgraph.Plan.load(paths[0]))["ups.0.weight"]
     assert forced == (Shard(0),)
     expected = whole_losses()
     for results in launch(found_by_the_solver, paths, ranks=2):

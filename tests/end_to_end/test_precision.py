@@ -14,8 +14,10 @@ from stepgraph.cli.launcher import launch
 from stepgraph.equivalence.check import check_model
 from stepgraph.equivalence.one_process import OneProcessRun
 from stepgraph.errors import UsageError
+from stepgraph.planning.plan import preset_plan
 from stepgraph.planning.request import Precision
 from stepgraph.program.collectives import KINDS, is_collective
+from stepgraph.runtime.ranks import parse_mesh
 from tests.end_to_end.mesh_cells import BF16_RATE, compare_in_bf16
 from tests.end_to_end.training import adamw, llama_batch, tiny_llama
 
@@ -38,7 +40,7 @@ def traffic(preset, precision, mesh="dp=2", micro_batches=1):
         model,
         optimizer=adamw(model.parameters()),
         mesh=mesh,
-        plan=preset,
+        plan=preset_plan(preset, parse_mesh(mesh), schedule="none"),
         precision=precision,
         micro_batches=micro_batches,
         captured=captured.get((precision, micro_batches)),

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from stepgraph.equivalence.one_process import OneProcessRun
 from stepgraph.runtime.ranks import parse_mesh
 from tests.equivalence.random_layers import DRAWS, LAYERS, Residual
+from tests.support import notes_of
 
 RATE, STEPS, CLASSES, IGNORED, DIVERGED = 0.05, 2, 5, -100, 1e4
 # 256 eps for sums (see equivalence.check.tolerance); what a step is off by, the layers behind it and
@@ -209,7 +210,7 @@ def product_flops(run: OneProcessRun) -> int:
     """FLOPs of one rank's matrix products and convolutions in one step."""
     total = 0
     for name, program in run.programs.items():
-        times = run.micro_batches - 1 if name == "accumulate" else 1
+        times = run.plan.request.step.micro_batches - 1 if name == "accumulate" else 1
         for node in program.operations():
             count = flop_registry.get(getattr(node.target, "overloadpacket", None))
             if count is None:
@@ -222,8 +223,8 @@ def product_flops(run: OneProcessRun) -> int:
 def check_case(case: Case) -> None:
     """Asserts that a run gives what one process gives, and divides the products."""
     run, losses = run_case(case)
-    assert run.compiled is not None
-    normalisation = run.compiled.normalisation
+    assert run.captured is not None
+    normalisation = run.captured.normalisation
     whole = normalisation is None or normalisation.exact
     if not case.draws:
         expected_losses, expected = run_plainly(case, whole)
@@ -254,9 +255,8 @@ def check_case(case: Case) -> None:
 
 def check_products_are_divided(case: Case, run: OneProcessRun) -> None:
     """Under data parallelism alone, unless a note says that an operation is replicated."""
-    assert run.compiled is not None
     mesh = parse_mesh(case.mesh)
-    if "tp" in mesh.names or any("is replicated" in note for note in run.compiled.notes):
+    if "tp" in mesh.names or any("is replicated" in note for note in notes_of(run)):
         return
     with FlopCounterMode(display=False) as counter:
         make_model(case)(*make_batch(case, 0)).backward()

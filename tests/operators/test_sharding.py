@@ -16,7 +16,7 @@ from stepgraph import torch_internals
 from stepgraph.equivalence.lockstep import run_lockstep
 from stepgraph.operators.sharding import FOLLOWERS, TABLE, Rules, Strategy
 from stepgraph.placement.passes.place_values import place_values
-from stepgraph.planning.decisions import OperationPlacement, PlacementDecision
+from stepgraph.planning.decisions import OperationPlacement, PlacementDraft
 from stepgraph.program import randomness, roles
 from stepgraph.program.layout import InnerShard
 from stepgraph.program.names import name_operations
@@ -230,24 +230,24 @@ def joined(values, placement):
 
 def local_results(program, node, strategy, given):
     mesh = parse_mesh(f"dp={RANKS}")
-    decision = PlacementDecision("test")
+    draft = PlacementDraft("test")
     placed = dict.fromkeys(range(len(given)), Replicate())
     for argument, placement in zip(tensor_arguments(node), strategy.inputs, strict=True):
         placed[program.placeholders.index(argument)] = placement
-    decision.inputs = {roles.label(program.inputs[i]): (p,) for i, p in placed.items()}
+    draft.inputs = {roles.label(program.inputs[i]): (p,) for i, p in placed.items()}
     outputs = [p or Replicate() for p in strategy.outputs]
-    decision.operations[node.meta["name"]] = OperationPlacement(
+    draft.operations[node.meta["name"]] = OperationPlacement(
         tuple((p,) for p in strategy.inputs), tuple((p,) for p in outputs)
     )
     for result, placement in zip(program.results, outputs, strict=True):
         if result is not node:
-            decision.operations[result.meta["name"]] = OperationPlacement(
+            draft.operations[result.meta["name"]] = OperationPlacement(
                 ((placement,),), ((placement,),)
             )
-    decision.outputs = {
+    draft.outputs = {
         roles.label(role): (p,) for role, p in zip(program.outputs, outputs, strict=True)
     }
-    after = place_values(program.copy(), decision, mesh)
+    after = place_values(program.copy(), draft.decision(), mesh)
     columns = [parts(value, placed[i]) for i, value in enumerate(given)]
     rows = run_lockstep(after, list(zip(*columns, strict=True)))
     return [joined([row[i] for row in rows], p) for i, p in enumerate(outputs)]

@@ -12,20 +12,21 @@ import torch
 from torch import nn
 
 from stepgraph.capture.module import default_loss
+from stepgraph.capture.step import Source
 from stepgraph.cost.collectives import collective_of, collective_seconds, links
 from stepgraph.cost.devices import DEVICES, Device, Link
 from stepgraph.cost.work import operation_seconds
-from stepgraph.pipeline import StepRequest, apply_memory, apply_placement, capture_step, spell_out
+from stepgraph.pipeline import ALL_RANKS, capture_of, form, make
 from stepgraph.placement.solver import automatic as solver
 from stepgraph.placement.solver.choices import Solution
 from stepgraph.placement.solver.problem import Model
-from stepgraph.planning.plan import Plan
-from stepgraph.planning.settings import Settings
+from stepgraph.planning.plan import Plan, preset_plan
+from stepgraph.planning.request import AUTO, StepSettings
 from stepgraph.program.collectives import ON_FIRST, is_collective
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.program import OPTIMIZER, Program
 from stepgraph.runtime.ranks import parse_mesh
-from tests.support import spec_of
+from tests.support import HOST, spec_of
 
 
 def toy(name: str, flops: float, memory: float, link: float, **other: Any) -> Device:
@@ -87,10 +88,9 @@ def global_step(
     model: nn.Module, batch: Any, mesh: str, optimizer: torch.optim.Optimizer | None = None
 ) -> Program:
     """The step before it is placed."""
-    plan = Plan("auto", parse_mesh(mesh))
-    request = StepRequest(model, default_loss, spec_of(batch), plan, optimizer)
-    program = capture_step(request, PassDriver()).programs["step"]
-    return spell_out(program, plan.mesh, PassDriver(), "auto")
+    source, driver = Source(model, default_loss, spec_of(batch), optimizer), PassDriver()
+    program = capture_of(source, StepSettings(), driver).step(reduces_each=False).programs["step"]
+    return form(program, preset_plan(AUTO, parse_mesh(mesh)), driver)
 
 
 def place(
@@ -103,8 +103,14 @@ def place(
     memory: str = "none",
 ) -> Planned:
     """Places a global step; ``chosen``: so, and not as the solver would have it."""
-    settings = Settings(device.name, constraints=constraints or {})
-    plan = Plan("auto", parse_mesh(mesh), memory, settings=settings)
+    plan = preset_plan(
+        AUTO,
+        parse_mesh(mesh),
+        memory=memory,
+        schedule="none",
+        device=device.name,
+        constraints=constraints or {},
+    )
     seen: list[Any] = []
 
     def model_of(*args: Any) -> Model:
@@ -123,9 +129,8 @@ def place(
         patch.setitem(DEVICES, device.name, device)
         patch.setattr(solver, "Model", model_of)
         patch.setattr(solver, "solve", solve)
-        placed, key = apply_placement(program, plan, PassDriver(), 1, memory_limit)
-        placed = apply_memory(placed, plan, key, PassDriver())
-    return Planned(seen[0], seen[1], placed, plan, device)
+        made = make({"step": program}, plan, HOST, ALL_RANKS, limit=memory_limit)
+    return Planned(seen[0], seen[1], made.programs["step"], made.plan, device)
 
 
 SOLVE = solver.solve

@@ -75,6 +75,11 @@ BAD = {
     "a fractional mesh size": (("request", "mesh", 0, 1), 2.5, "a whole number"),
     "a mesh size that is true": (("request", "mesh", 0, 1), True, "a whole number"),
     "a mesh dimension without a name": (("request", "mesh", 0, 0), "", "no name"),
+    "a mesh dimension without a role": (
+        ("request", "mesh", 0, 0),
+        "cp",
+        "nobody knows the role of a mesh dimension 'cp'",
+    ),
     "a mesh dimension twice": (("request", "mesh"), [["dp", 2], ["dp", 2]], "twice"),
     "many mesh dimensions": (("request", "mesh"), [[f"d{i}", 1] for i in range(99)], "length <= 8"),
     "a policy of another type": (("request", "memory"), 7, "a text"),

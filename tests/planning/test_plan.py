@@ -55,7 +55,7 @@ def test_the_same_plan_is_the_same_text(plan, tmp_path):
 
 
 def test_a_plan_that_is_replayed_decides_nothing_again(plan, monkeypatch):
-    def refuse(*args):
+    def refuse(*args, **kwargs):
         raise AssertionError("decided again")
 
     expected = str(compile_with(preset()).programs["step"])

@@ -1,4 +1,4 @@
-import copy
+from dataclasses import replace
 
 from stepgraph.report.plan_text import (
     comparison,
@@ -7,7 +7,7 @@ from stepgraph.report.plan_text import (
     ranked,
     tokens_per_second,
 )
-from tests.planning.plan_support import llama_plan
+from tests.planning.plan_support import llama_plan, placed_otherwise
 
 
 def test_a_summary_fits_a_screen():
@@ -21,26 +21,22 @@ def test_a_summary_fits_a_screen():
 
 
 def test_a_summary_of_many_groups_is_cut():
-    plan = copy.deepcopy(llama_plan())
-    plan.fingerprint = None
-    inputs = plan.decisions["step"].placement.inputs
-    inputs |= {
-        f"Param(part{chr(97 + i)}.weight)": inputs["Param(lm_head.weight)"] for i in range(20)
-    }
+    inputs = llama_plan().decisions["step"].placement.inputs
+    more = {f"Param(part{chr(97 + i)}.weight)": inputs["Param(lm_head.weight)"] for i in range(20)}
+    plan = placed_otherwise(replace(llama_plan(), fingerprint=None), inputs={**inputs, **more})
     lines = plan_summary(plan).splitlines()
     assert "  and 20 more groups of parameters" in lines and len(lines) <= 40
 
 
 def test_the_gap_is_told_where_there_is_one():
-    plan = copy.deepcopy(llama_plan())
-    plan.predicted = plan.predicted.with_gap(0.0042)
+    plan = replace(llama_plan(), predicted=llama_plan().predicted.with_gap(0.0042))
     assert "gap 0.42% (certified)" in plan_summary(plan)
     assert "certified" not in plan_summary(llama_plan())
 
 
 def test_a_plan_without_prediction_has_a_summary():
-    plan = copy.deepcopy(llama_plan())
-    plan.predicted = plan.settings = None
+    plan = llama_plan()
+    plan = replace(plan, predicted=None, request=replace(plan.request, device=""))
     assert plan_summary(plan).splitlines()[1] == "parameters on (dp, tp)"
 
 

@@ -3,6 +3,7 @@
 import logging
 import os
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,6 +35,22 @@ def test_a_mesh_that_is_not_understood_says_where(text):
 def test_a_dimension_named_twice_is_an_error():
     with pytest.raises(MeshError, match="twice"):
         parse_mesh("dp=2,dp=2")
+
+
+def test_a_dimension_without_a_role_is_an_error():
+    with pytest.raises(MeshError, match=r"(?s)role of a mesh dimension 'cp'.*known: dp, replicate"):
+        parse_mesh("dp=2,cp=2")
+    named = torch_internals.one_process_mesh("cpu", (("cp", 1),))
+    with pytest.raises(MeshError, match="role of a mesh dimension 'cp'"):
+        join_ranks(named, torch.device("cpu"))
+
+
+def test_a_device_mesh_without_names_is_for_data_if_it_has_one_dimension():
+    one = SimpleNamespace(mesh_dim_names=None, shape=(4,), ndim=1, size=lambda: 4)
+    assert str(ranks_module._shape_of(one)) == "dp=4"
+    two = SimpleNamespace(mesh_dim_names=None, shape=(2, 2), ndim=2)
+    with pytest.raises(MeshError, match="does not name its dimensions"):
+        ranks_module._shape_of(two)
 
 
 def test_one_process_is_one_rank():

@@ -14,7 +14,7 @@ from stepgraph.lowering.presets import check_lowering
 from stepgraph.memory.decide import check_memory
 from stepgraph.planning.request import Request
 from stepgraph.planning.target import usual_target
-from stepgraph.program.layout import MeshShape
+from stepgraph.program.layout import data_mesh
 from stepgraph.torch_internals import host_device
 
 OPTIONS = ("memory", "lowering")
@@ -41,7 +41,7 @@ def stepgraph_backend(
     for name in options:
         if name not in OPTIONS:
             raise UsageError(f"unknown option {name!r}", do=near_misses(name, OPTIONS))
-    request = Request("ddp", MeshShape((("dp", 1),)), **options)
+    request = Request("ddp", data_mesh(1), **options)
     check_memory(request.memory)
     check_lowering(request.lowering)
     tensors = [x for x in examples if isinstance(x, torch.Tensor)]

@@ -10,11 +10,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from stepgraph.api.arguments import device_of
 from stepgraph.api.engine import Engine
 from stepgraph.api.plan import Plan
-from stepgraph.equivalence.check import CheckReport, check_model
-from stepgraph.errors import UsageError
+from stepgraph.equivalence.check import check_model
+from stepgraph.equivalence.comparing import CheckReport
+from stepgraph.equivalence.graph_by_graph import check_graphs
+from stepgraph.errors import GraphBreakError, UsageError
 from stepgraph.program.layout import MeshShape
+from stepgraph.runtime.batches import flatten_batch
 from stepgraph.torch_internals import pytree
 
 
@@ -40,6 +44,17 @@ def check(engine_or_plan: Engine | Plan, batch: Any) -> CheckReport:
             do="build an Engine with it: stepgraph.check(stepgraph.Engine(model, plan=plan), batch)",
         )
     engine = engine_or_plan
+    runner = engine.graph_by_graph()
+    if runner is None:
+        try:
+            return _check_whole(engine, batch)
+        except GraphBreakError:
+            runner = engine.graph_by_graph(batch)
+    assert runner is not None
+    return check_graphs(runner, flatten_batch(batch, device_of(engine.model)))
+
+
+def _check_whole(engine: Engine, batch: Any) -> CheckReport:
     settings, step = engine.settings(), engine.plan.request.step
     model, replaced = _plain_copy(engine.model)
     optimizer = settings.pop("optimizer")

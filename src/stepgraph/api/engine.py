@@ -222,6 +222,16 @@ class Engine(SavesAndLoads):
         self._graphs.agree(entry, batch)
         return None
 
+    def graph_by_graph(self, batch: Any = None) -> GraphRunner | None:
+        """What runs a model that cannot be captured whole; None where it is, or has not been tried.
+
+        Args:
+            batch: this rank's part of one, to try it with.
+        """
+        if self._graphs is None and batch is not None:
+            self._programs_of("step", flatten_batch(batch, self._device))
+        return self._graphs
+
     def _step_in_graphs(
         self, pieces: Sequence[Sequence[Any]], tree: pytree.TreeSpec
     ) -> torch.Tensor:

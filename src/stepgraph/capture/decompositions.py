@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from stepgraph import torch_internals
+from stepgraph.torch_internals import operators as private
 
 aten = torch.ops.aten
 
@@ -38,7 +39,7 @@ KEPT_WHOLE = {
     aten.arange.default,
     aten.arange.start_step,
     aten.full.default,
-    aten._to_copy.default,
+    private.TO_COPY,
     aten.embedding_dense_backward.default,
     aten.native_group_norm_backward.default,
 }

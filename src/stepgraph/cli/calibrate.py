@@ -28,6 +28,7 @@ from stepgraph.cost.devices import DEVICES
 from stepgraph.pipeline import foresee
 from stepgraph.program.randomness import BITS, RANDOM, seed_words
 from stepgraph.runtime.files import whole_file
+from stepgraph.torch_internals import operators as private
 
 aten = torch.ops.aten
 
@@ -230,7 +231,7 @@ def _elements(timer: Timer, call: float) -> dict[str, float]:
         "power": (lambda x: x**3, wide),
         "root": (torch.sqrt, wide),
         "softmax": (lambda x: torch.softmax(x, -1), wide),
-        "safe_softmax": (lambda x: aten._safe_softmax(x, -1), wide),
+        "safe_softmax": (lambda x: private.safe_softmax(x, -1), wide),
         "transposition": (lambda x: x.t().contiguous(), wide),
         "log_softmax": (lambda x: torch.log_softmax(x, -1), wide),
         "reduction": (lambda x: (x.sum(0), x.mean(-1)), wide),

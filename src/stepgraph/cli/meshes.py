@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stepgraph.cost.device import Device
-from stepgraph.errors import MeshError, UsageError, near_misses
+from stepgraph.errors import MeshError, UsageError
 from stepgraph.placement.presets.named import check_preset
 from stepgraph.planning.request import AUTO
-from stepgraph.program.layout import TENSOR_PARALLEL, MeshShape
+from stepgraph.program.layout import MeshShape
+from stepgraph.program.mesh_roles import Role
 from stepgraph.runtime.ranks import parse_mesh
-
-KNOWN_DIMS = ("dp", "replicate", "shard", TENSOR_PARALLEL, "cp", "ep")
 
 
 def meshes_to_try(
@@ -24,7 +23,7 @@ def meshes_to_try(
         ranks: of ``auto``; otherwise None, or what the meshes hold.
 
     Raises:
-        UsageError, MeshError: contradictions, names that nobody places values on.
+        UsageError, MeshError: contradictions, names without a role.
     """
     if AUTO in asked:
         if len(asked) > 1:
@@ -33,13 +32,6 @@ def meshes_to_try(
             raise UsageError("--mesh auto needs to know how many ranks", do="add --ranks 128")
         return sensible_meshes(ranks, device.ranks_per_node), True
     meshes = [parse_mesh(text) for text in asked]
-    for mesh in meshes:
-        for name in mesh.names:
-            if name not in KNOWN_DIMS:
-                raise MeshError(
-                    f"mesh {mesh} has a dimension {name!r} that nothing is placed on",
-                    do=near_misses(name, KNOWN_DIMS),
-                )
     sizes = {mesh.world_size for mesh in meshes} | ({ranks} if ranks is not None else set())
     if len(sizes) > 1:
         shown = ", ".join(f"{mesh} has {mesh.world_size}" for mesh in meshes)
@@ -59,18 +51,19 @@ def sensible_meshes(ranks: int, ranks_per_node: int) -> list[MeshShape]:
     """
     tensor = [tp for tp in range(1, min(ranks, ranks_per_node) + 1) if ranks % tp == 0]
     tensor = [tp for tp in tensor if ranks_per_node % tp == 0]
-    found = [_mesh(("dp", ranks // tp), (TENSOR_PARALLEL, tp)) for tp in tensor]
+    found = [_mesh((Role.DATA, ranks // tp), (Role.TENSOR, tp)) for tp in tensor]
     for tp in tensor:
         shard = ranks_per_node // tp
         if shard > 1 and ranks % ranks_per_node == 0 and ranks > ranks_per_node:
-            parts = ("replicate", ranks // ranks_per_node), ("shard", shard)
-            found.append(_mesh(*parts, (TENSOR_PARALLEL, tp)))
+            parts = (Role.REPLICATE, ranks // ranks_per_node), (Role.SHARD, shard)
+            found.append(_mesh(*parts, (Role.TENSOR, tp)))
     return list(dict.fromkeys(found))
 
 
-def _mesh(*dims: tuple[str, int]) -> MeshShape:
+def _mesh(*dims: tuple[Role, int]) -> MeshShape:
     """Without a dimension of one rank, but for the first."""
-    return MeshShape(tuple(dim for i, dim in enumerate(dims) if i == 0 or dim[1] > 1))
+    kept = (dim for i, dim in enumerate(dims) if i == 0 or dim[1] > 1)
+    return MeshShape(tuple((role.dim, size) for role, size in kept))
 
 
 def placement_on(mesh: MeshShape, placement: str) -> str | None:

@@ -29,7 +29,7 @@ from stepgraph.errors import BatchError, MeshError, UsageError
 from stepgraph.lowering.lower import check_lowering
 from stepgraph.memory.presets import parse_policy
 from stepgraph.placement.presets.named import check_preset
-from stepgraph.program.layout import MeshShape
+from stepgraph.program.layout import MeshShape, data_mesh
 from stepgraph.runtime.ranks import parse_mesh
 
 PROMPT_BYTES = 48
@@ -160,7 +160,7 @@ def _mesh_of(options: TrainOptions, plan: Plan | None) -> MeshShape:
         ranks = launched
     mesh = parse_mesh(options.mesh) if options.mesh is not None else None
     if mesh is None:
-        mesh = plan.mesh if plan is not None else MeshShape((("dp", ranks or 1),))
+        mesh = plan.mesh if plan is not None else data_mesh(ranks or 1)
     if ranks not in (None, mesh.world_size):
         raise MeshError(
             f"mesh {mesh} has {mesh.world_size} ranks, but --ranks is {ranks}",

@@ -15,9 +15,9 @@ import numpy as np
 from torch import fx
 
 from stepgraph.cost.device import Device, Link
+from stepgraph.operators.collectives import moved_bytes
 from stepgraph.program.collectives import KINDS, is_collective, mesh_dim_of
 from stepgraph.program.layout import MeshShape
-from stepgraph.program.program import tensors_of
 
 # Of a ring's bandwidth; what tuning tables of NCCL give its tree.
 TREE_EFFICIENCY = 0.85
@@ -152,6 +152,4 @@ def collective_of(node: fx.Node) -> tuple[str, int, str]:
     """
     if not is_collective(node):
         raise ValueError(f"{node} is no collective")
-    values = [node.meta["val"], node.args[0].meta["val"]]  # type: ignore[union-attr]
-    sizes = [sum(t.numel() * t.element_size() for t in tensors_of(value)) for value in values]
-    return KINDS[node.target], max(sizes), mesh_dim_of(node)
+    return KINDS[node.target], moved_bytes(node), mesh_dim_of(node)

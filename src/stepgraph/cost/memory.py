@@ -7,18 +7,15 @@ throughout; a ``New*`` result written over an input costs nothing beyond it. Byt
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import fx
 
-from stepgraph import torch_internals
+from stepgraph.operators.views import viewed
 from stepgraph.program import roles
-from stepgraph.program.collectives import SHARD_OF, is_collective
+from stepgraph.program.collectives import is_collective
 from stepgraph.program.program import BACKWARD, FORWARD, OPTIMIZER, Program, is_write, tensors_of
 
 CATEGORIES = (
@@ -160,65 +157,6 @@ class _Lives:
             if any(u.op == "call_function" and u.meta["phase"] == OPTIMIZER for u in node.users):
                 found.update(self.storages[node])
         return found
-
-
-def storage_roots(program: Program) -> dict[fx.Node, fx.Node]:
-    """For every node the node that allocated its storage (itself, unless it is a view)."""
-    root: dict[fx.Node, fx.Node] = {}
-    for node in program.graph.nodes:
-        source = viewed(node)
-        root[node] = root[source] if source is not None else node
-    return root
-
-
-def viewed(node: fx.Node) -> fx.Node | None:
-    """The argument that a node's result shares storage with, if any."""
-    if node.op != "call_function":
-        return None
-    if node.target is torch_internals.WAIT or node.target is torch_internals.UNSAFE_VIEW:
-        return node.args[0]  # type: ignore[return-value]
-    if node.target is SHARD_OF:  # a slice, once it is bound to a rank, if nothing has to be padded
-        source, dim, ranks = node.args[:3]
-        return source if source.meta["val"].shape[dim] % ranks == 0 else None  # type: ignore
-    aliased = _aliased_arguments(node.target)
-    if aliased is None:
-        return node.args[0]  # type: ignore[return-value]  # getitem
-    for position in aliased:
-        value = node.args[position] if position < len(node.args) else None
-        if isinstance(value, fx.Node):
-            return value if _is_view_in_fact(node, value) else None
-    out = node.kwargs.get("out")
-    return out if isinstance(out, fx.Node) else None
-
-
-@functools.cache
-def _aliased_arguments(target: Any) -> tuple[int, ...] | None:
-    """Positions of the arguments that an operator's results may share storage with (slow to ask)."""
-    schema = getattr(target, "_schema", None)
-    if schema is None:
-        return None
-    return tuple(i for i, a in enumerate(schema.arguments) if a.alias_info is not None)
-
-
-def _is_view_in_fact(node: fx.Node, source: fx.Node) -> bool:
-    """Whether a reshape, which copies where the layout demands it, does not."""
-    if node.target is not torch.ops.aten.reshape.default:
-        return True
-    value = source.meta["val"]
-    if value.is_contiguous():
-        return True
-    return _can_be_viewed(tuple(value.shape), value.stride(), tuple(node.meta["val"].shape))
-
-
-@functools.lru_cache(maxsize=4096)
-def _can_be_viewed(
-    shape: tuple[int, ...], strides: tuple[int, ...], wanted: tuple[int, ...]
-) -> bool:
-    try:
-        torch.empty_strided(shape, strides, device="meta").view(wanted)
-    except (RuntimeError, ValueError):  # the second from fake tensors
-        return False
-    return True
 
 
 def _input_category(role: roles.Input) -> str:

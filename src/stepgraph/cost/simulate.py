@@ -14,9 +14,9 @@ from torch import fx
 from stepgraph import torch_internals
 from stepgraph.cost.collectives import collective_of, collective_seconds, links
 from stepgraph.cost.device import Device
-from stepgraph.cost.traffic import is_view
 from stepgraph.cost.wires import Flight, Wires
 from stepgraph.cost.work import node_flops, operation_seconds, runs_no_kernel
+from stepgraph.operators.views import is_view
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.program import PHASES, Program
 

@@ -10,46 +10,14 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import torch
 from torch import fx
 
 from stepgraph import torch_internals
-from stepgraph.cost.memory import viewed
-from stepgraph.program.collectives import ON_FIRST, SHARD_OF, is_collective
+from stepgraph.operators import table as operators
+from stepgraph.operators.record import CONSTANT
+from stepgraph.operators.views import is_view, viewed
+from stepgraph.program.collectives import is_collective
 from stepgraph.program.program import Program, is_write, tensor_arguments, tensors_of
-from stepgraph.program.randomness import RANDOM
-
-aten = torch.ops.aten
-
-# Neither reads nor writes where it is fused: a constant is part of the loop that reads it.
-_CONSTANTS = {
-    aten.full.default, aten.full_like.default, aten.zeros.default, aten.ones.default,
-    aten.zeros_like.default, aten.ones_like.default, aten.new_zeros.default, aten.new_full.default,
-    aten.scalar_tensor.default, aten.new_ones.default, aten.arange.start_step,
-    aten.arange.default, aten.arange.start, aten.empty.memory_format, aten.lift_fresh_copy.default,
-}  # fmt: skip
-
-# Loops over elements that torch does not tag as pointwise, and compositions of them.
-_LOOPS = {
-    aten._to_copy.default, aten.native_dropout.default, aten.native_dropout_backward.default,
-    aten.embedding.default, aten.gather.default, aten.index_select.default, aten.index.Tensor,
-    aten.cat.default, aten.stack.default, aten.constant_pad_nd.default, aten.slice_backward.default,
-    aten.select_backward.default, aten.slice_scatter.default, aten.select_scatter.default, RANDOM,
-    SHARD_OF, ON_FIRST, torch_internals.mutable_copy,
-    aten.scatter.value,  # one number a row is a comparison, once it is placed
-}  # fmt: skip
-
-# Reductions over the innermost dimension and what follows them over the same rows: one kernel.
-_ROWS = {
-    aten.native_layer_norm.default, aten._softmax.default, aten._log_softmax.default,
-    aten._softmax_backward_data.default, aten._log_softmax_backward_data.default,
-    aten._fused_rms_norm.default,
-}  # fmt: skip
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether a node only renames memory: a view, one of several results, a wait."""
-    return viewed(node) is not None and not is_write(node)
 
 
 def assign_traffic(program: Program, fused: bool) -> None:
@@ -221,20 +189,18 @@ def _numel(node: fx.Node) -> int:
 
 
 def _is_constant(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target in _CONSTANTS
+    return node.op == "call_function" and operators.of(node.target).fusing == CONSTANT
 
 
 def _fuses(node: fx.Node) -> bool:
     if is_collective(node) or node.target is torch_internals.WAIT:
         return False
-    if node.target in _LOOPS or node.target in _ROWS:
-        return True
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.pointwise in tags or _is_reduction(node)
+    known = operators.of(node.target)
+    return known.fusing is not None or known.reduces
 
 
 def _is_reduction(node: fx.Node) -> bool:
-    return torch.Tag.reduction in getattr(node.target, "tags", ())
+    return operators.of(node.target).reduces
 
 
 def _over_rows(node: fx.Node) -> bool:

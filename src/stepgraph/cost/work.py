@@ -11,64 +11,13 @@ from torch.utils.flop_counter import flop_registry
 
 from stepgraph import torch_internals
 from stepgraph.cost.device import Device
-from stepgraph.cost.traffic import is_view
+from stepgraph.operators import table as operators
+from stepgraph.operators.views import is_view
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.names import operation_name
 from stepgraph.program.program import tensor_arguments, tensors_of
-from stepgraph.program.randomness import RANDOM
 
 aten = torch.ops.aten
-
-# Operators that read as much of their first argument, a table, as they return.
-_LOOKUPS = {
-    aten.embedding.default,
-    aten.index.Tensor,
-    aten.gather.default,
-    aten.index_select.default,
-}
-
-
-# Operators whose arithmetic may take longer than their bytes, by what they mostly compute.
-_ELEMENT_CLASSES: dict[Any, str] = {
-    operator: name
-    for name, operators in {
-        "exp": (
-            aten.exp, aten.log, aten.sigmoid, aten.silu, aten.softplus, aten.log1p, aten.expm1,
-            aten.silu_backward,
-        ),
-        "tanh": (aten.tanh, aten.erf),
-        "gelu": (aten.gelu,),
-        "gelu_backward": (aten.gelu_backward,),
-        "trigonometric": (aten.sin, aten.cos),
-        "root": (aten.sqrt, aten.rsqrt),
-        "softmax": (aten._softmax,),
-        "safe_softmax": (aten._safe_softmax,),
-        "log_softmax": (aten._log_softmax,),
-        "softmax_backward": (
-            aten._softmax_backward_data, aten._log_softmax_backward_data,
-        ),
-        "reduction": (aten.sum, aten.mean, aten.amax, aten.var_mean, aten.linalg_vector_norm),
-        "layer_norm": (
-            aten.native_layer_norm, aten.native_layer_norm_backward, aten.native_group_norm,
-            aten.native_group_norm_backward, aten._fused_rms_norm,
-        ),
-        "batch_norm": (
-            aten.native_batch_norm, aten._native_batch_norm_legit,
-            aten._native_batch_norm_legit_functional,
-        ),
-        "batch_norm_backward": (aten.native_batch_norm_backward,),
-        "conversion": (aten._to_copy, aten.where, aten.lt),
-        "masking": (aten.native_dropout_backward,),
-        "concatenation": (aten.cat, aten.constant_pad_nd),
-        "pooling": (
-            aten.max_pool2d_with_indices, aten.max_pool2d_with_indices_backward, aten._adaptive_avg_pool2d,
-        ),
-    }.items()
-    for packet in operators
-    for operator in (getattr(packet, overload) for overload in packet.overloads())
-}  # fmt: skip
-_ELEMENT_CLASSES[RANDOM] = "random"
-_POWERS = {aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor, aten.pow.Scalar}
 
 
 def flops_of(target: Any, arguments: Sequence[Any], result: Any) -> float:
@@ -159,7 +108,7 @@ def stored_bytes(value: object) -> int:
 
 def looks_up(node: fx.Node) -> bool:
     """Whether an operation reads no more of its first argument, a table, than it returns."""
-    return node.target in _LOOKUPS
+    return operators.of(node.target).looks_up
 
 
 def bytes_moved(node: fx.Node) -> int:
@@ -218,16 +167,20 @@ def family_of(target: Any, arguments: Sequence[Any] = ()) -> str:
 
 def vector_seconds(node: fx.Node, device: Device) -> float:
     """Time of an operation's arithmetic, where the device has a figure for its class."""
-    name = _ELEMENT_CLASSES.get(node.target, "")
+    name = operators.of(node.target).cost
     if node.target is aten.clone.default and _turns(node):
         name = "transposition"
-    if node.target in _POWERS and node.args[1] not in (0.5, 1, 2):  # those are products and roots
+    if operators.of(node.target).power and node.args[1] not in (
+        0.5,
+        1,
+        2,
+    ):  # those are products and roots
         name = "power"
     each = device.elements.get(name, 0.0)
     if not each:
         return 0.0
     values = [node.meta.get("val"), *(a.meta.get("val") for a in tensor_arguments(node))]
-    table = values[1] if node.target in _LOOKUPS else None
+    table = values[1] if operators.of(node.target).looks_up else None
     sizes = [t.numel() for v in values if v is not table for t in tensors_of(v)]
     return each * max(sizes, default=0)
 

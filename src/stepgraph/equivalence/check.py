@@ -7,8 +7,8 @@ tensor. So a wrong result is found at the pass that made it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 
 from stepgraph.capture.module import LossFunction, default_loss
 from stepgraph.capture.step import Captured, Source
+from stepgraph.equivalence.comparing import CheckReport, compare
 from stepgraph.equivalence.lowered import run_lowered
 from stepgraph.equivalence.values import GlobalValues
 from stepgraph.errors import InvariantError
@@ -24,60 +25,15 @@ from stepgraph.placement.decide import reduces_each_micro_batch
 from stepgraph.planning.plan import Plan, preset_plan
 from stepgraph.planning.request import AS_IT_IS, Precision, StepSettings
 from stepgraph.planning.target import usual_target
-from stepgraph.program import roles
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.program import Program
-from stepgraph.program.record import BITWISE, SUMMATION, Pass, Results, Rewrite
+from stepgraph.program.record import SUMMATION, Pass, Results, Rewrite
 from stepgraph.runtime.batches import LocalBatch, flatten_batch, global_spec
 from stepgraph.runtime.entries import evaluation_mode
 from stepgraph.runtime.ranks import parse_mesh
 
 ENTRIES = ("step", "evaluate", "gradients", "update")
-NOT_COMPARED = "(not compared)"
-
-
-@dataclass
-class PassCheck:
-    """One pass on one program: the largest difference of any result, relative to its size."""
-
-    program: str
-    name: str
-    preserves: str
-    difference: float
-    worst: str
-    ok: bool
-    problem: str = ""
-
-
-@dataclass
-class CheckReport:
-    """Every pass of a step, checked. ``first_difference`` is the pass that changed a result first."""
-
-    passes: list[PassCheck] = field(default_factory=list)
-
-    @property
-    def ok(self) -> bool:
-        """Whether no pass changed a result by more than it may."""
-        return all(check.ok for check in self.passes)
-
-    @property
-    def first_difference(self) -> str | None:
-        """Name of the first pass that changed a result, or None."""
-        return next((check.name for check in self.passes if not check.ok), None)
-
-    def __str__(self) -> str:
-        lines = []
-        for check in self.passes:
-            mark = "ok  " if check.ok else "FAIL"
-            detail = check.problem or (
-                f"{check.difference:.1e} at {check.worst}" if check.worst else ""
-            )
-            lines.append(
-                f"{mark} {check.program:<10} {check.name:<24} preserves {check.preserves:<27} {detail}"
-            )
-        end = "all passes agree" if self.ok else f"first difference: {self.first_difference}"
-        return "\n".join([*lines, end])
 
 
 def check_model(
@@ -175,7 +131,7 @@ class _Checker:
             except InvariantError as error:
                 # Its result cannot even be run.
                 name = str(error).split(":")[0].removeprefix("after ")
-                self._fail(name, "", str(error).splitlines()[0])
+                self.report.fail(name, "", str(error).splitlines()[0])
             if not self.report.ok:
                 break
         return self.report
@@ -202,7 +158,7 @@ class _Checker:
         if not self.captured and after.name != "update":
             values = self.values
             plain = values.evaluated() if after.name == "evaluate" else values.eager()
-            self._record("capture", SUMMATION, before, plain, values.execute(before))
+            self._compare("capture", SUMMATION, before, plain, values.execute(before))
         self.captured = True
         try:
             old: Results | None = None
@@ -216,14 +172,11 @@ class _Checker:
             else:
                 new = self.values.execute(after)
         except AssertionError as error:
-            self._fail(step.name, after.name, str(error))
+            self.report.fail(step.name, after.name, str(error))
             return
         if after.name == "accumulate" and after.mesh is None:
             self.values.accumulating = after
-        if old is None:
-            self.report.passes.append(PassCheck(after.name, step.name, NOT_COMPARED, 0.0, "", True))
-            return
-        self._record(step.name, step.preserves, after, old, new)
+        self._compare(step.name, step.preserves, after, old, new)
 
     def _for_all_ranks(self, step: Pass, before: Program, first: Program) -> list[Program]:
         rewrite = self.driver.replaced.get(step.name, step.rewrite)
@@ -242,63 +195,15 @@ class _Checker:
                 name = step.name
                 ranks = [driver.through((step,), each, groups={}) for each in ranks]
                 after = self.values.execute(ranks, in_place=True)
-                self._record(name, step.preserves, program, before, after)
+                self._compare(name, step.preserves, program, before, after)
             for name in lowerings:
                 if self.report.ok:
                     after = run_lowered(self.values, bound, name, self.target)
-                    self._record(f"lowered by {name}", SUMMATION, program, before, after)
+                    self._compare(f"lowered by {name}", SUMMATION, program, before, after)
         except AssertionError as error:
-            self._fail(name, program.name, str(error))
+            self.report.fail(name, program.name, str(error))
 
-    # -- records
-
-    def _record(
-        self, name: str, preserves: str, program: Program, old: Results, new: Results
-    ) -> None:
-        worst, difference = "", 0.0
-        for role in old.keys() & new.keys():
-            size = relative_difference(old[role], new[role])
-            if size > difference:
-                worst, difference = roles.label(role), size
-        allowed = 0.0 if preserves == BITWISE else tolerance(old.values(), self._types())
-        self.report.passes.append(
-            PassCheck(program.name, name, preserves, difference, worst, difference <= allowed)
-        )
-
-    def _types(self) -> set[torch.dtype]:
+    def _compare(self, name: str, preserves: str, program: Program, old, new: Results) -> None:
         precision = self.settings.precision
-        return {dtype for dtype in (precision.compute, precision.reduce) if dtype is not None}
-
-    def _fail(self, name: str, program: str, problem: str) -> None:
-        self.report.passes.append(PassCheck(program, name, "", float("inf"), "", False, problem))
-
-
-def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Largest difference over the largest magnitude; NaN where both are counts as equal."""
-    if a.shape != b.shape:
-        return float("inf")
-    if not a.is_floating_point():
-        return 0.0 if torch.equal(a, b) else float("inf")
-    if torch.equal(a, b) or not a.numel():
-        return 0.0
-    x, y = a.double(), b.double()
-    same_nan = x.isnan() == y.isnan()
-    if not bool(same_nan.all()):
-        return float("inf")
-    difference = (x - y).nan_to_num().abs().max().item()
-    scale = x.nan_to_num().abs().max().item()
-    return difference / scale if scale else float("inf") if difference else 0.0
-
-
-def tolerance(values: Any, inside: Iterable[torch.dtype] = ()) -> float:
-    """What another order of summation may change, relative to the largest entry of a result.
-
-    A sum of n terms in precision eps is off by about sqrt(n) eps of its magnitude (Higham, Accuracy and
-    Stability of Numerical Algorithms, 4.2). The sums here have up to 2^12 terms (tokens times width of
-    the models that are checked), and a result passes through a few of them: 4 * 64 eps, which is 3e-5
-    in fp32. Two-byte types add up in fp32 and round once per operation: 8 eps. ``inside``: types that
-    results passed through.
-    """
-    dtypes = {value.dtype for value in values if value.is_floating_point()} | set(inside)
-    allowed = [torch.finfo(d).eps * (256 if d.itemsize > 2 else 8) for d in dtypes]
-    return max(allowed, default=0.0)
+        types = {dtype for dtype in (precision.compute, precision.reduce) if dtype is not None}
+        compare(self.report, program.name, name, preserves, old, new, types)

@@ -15,10 +15,13 @@ from torch import fx
 
 from stepgraph import torch_internals
 from stepgraph.program.collectives import KINDS, ON_FIRST, SHARD_OF, is_collective, mesh_dim_of
-from stepgraph.program.layout import MeshShape
+from stepgraph.program.layout import MeshShape, chunk_size, data_mesh
+from stepgraph.program.markers import REDUCE_GRAD, UNSHARD
 from stepgraph.program.program import Program, runnable
 from stepgraph.program.randomness import RANDOM, bound_to
 from stepgraph.program.shards import REDUCTIONS, cut
+
+EXCHANGE = "exchange"  # what markers do: each rank gets what all bring
 
 Observer = Callable[[int, fx.Node, Any], None]
 
@@ -45,7 +48,7 @@ def run_lockstep(
     """
     if isinstance(programs, Program):
         programs = [programs] * len(inputs)
-    mesh = programs[0].mesh or MeshShape((("dp", 1),))
+    mesh = programs[0].mesh or data_mesh(1)
     different = {id(program): program for program in programs}
     dying = {key: _last_readers(program.graph) for key, program in different.items()}
     runs = [
@@ -97,6 +100,10 @@ def _interpret(
             if "out" in node.kwargs:
                 result = values[node.kwargs["out"]].copy_(result)
             values[node] = result
+        elif node.target in (UNSHARD, REDUCE_GRAD):
+            args, _ = fx.node.map_arg((node.args, {}), values.__getitem__)
+            index = mesh.position(rank)[mesh_dim_of(node)] if mesh.world_size > 1 else 0
+            values[node] = yield from _marked(node, args, index)
         elif node.target is torch_internals.WAIT:
             values[node] = values[node.args[0]]
         elif node.target is SHARD_OF:
@@ -117,6 +124,22 @@ def _interpret(
         for dead in dying.get(node, ()):
             del values[dead]
     raise AssertionError("a graph without an output")
+
+
+def _marked(
+    node: fx.Node, args: tuple, index: int
+) -> Generator[tuple[fx.Node, torch.Tensor], Any, Any]:
+    """What a marker computes on a rank: of what all ranks bring, where each has its own."""
+    value, shape, dtype, reduce_dtype, in_parts, ranks, *_ = args
+    if ranks == 1 or (node.target is UNSHARD and not in_parts):
+        return node.target(value, shape, dtype, reduce_dtype, in_parts, 1, *args[6:])  # type: ignore
+    if node.target is UNSHARD:
+        parts = yield node, value.to(dtype)
+        return torch.cat(parts)[: shape[0]]
+    parts = yield node, value.to(reduce_dtype)
+    mean = (torch.stack(parts).sum(0) / ranks).to(dtype)
+    start = index * chunk_size(value.shape[0], ranks) if in_parts else 0
+    return mean[start : start + shape[0]] if in_parts else mean
 
 
 def _last_readers(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -142,13 +165,17 @@ def compute_collective(
     Raises:
         AssertionError: they are different collectives.
     """
-    kinds = {(KINDS[node.target], mesh_dim_of(node)) for node in nodes}
+    kinds = {(KINDS.get(node.target, EXCHANGE), mesh_dim_of(node)) for node in nodes}
     assert len(kinds) == 1, f"ranks stand at different collectives: {kinds}"
     ((kind, mesh_dim),) = kinds
     node = nodes[0]
     results: list[Any] = [None] * len(values)
     for group in mesh.groups(mesh_dim):
         members = [values[rank] for rank in group]
+        if kind == EXCHANGE:
+            for rank in group:
+                results[rank] = [member.clone() for member in members]
+            continue
         assert len({member.shape for member in members}) == 1, "ranks bring different shapes"
         if kind == "all_gather":
             answers = [torch.cat(members, 0)] * len(group)

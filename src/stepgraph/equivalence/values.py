@@ -18,7 +18,7 @@ from stepgraph.capture.update import MAX_GRAD_NORM
 from stepgraph.equivalence.lockstep import Observer, run_lockstep
 from stepgraph.planning.request import StepSettings
 from stepgraph.program import roles
-from stepgraph.program.layout import MeshShape
+from stepgraph.program.layout import MeshShape, data_mesh
 from stepgraph.program.program import Program, Value
 from stepgraph.program.randomness import seed_words
 from stepgraph.program.record import Results, without_buffers
@@ -44,7 +44,7 @@ class GlobalValues:
         seed: of what is made up.
     """
 
-    torch_seed = 0  # of torch's own generator, whenever anything is executed
+    torch_seed, ranks = 0, 1
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class GlobalValues:
 
     def _local(self, program: Program, given: Results) -> list[list[torch.Tensor]]:
         """Every rank's part of every input."""
-        mesh = program.mesh or MeshShape((("dp", 1),))
+        mesh = program.mesh or data_mesh(1)
         rows = zip(program.inputs, program.input_values, strict=True)
         return [self._cut(given.get(r, self.of(r, value)), value, mesh) for r, value in rows]
 
@@ -152,7 +152,7 @@ class GlobalValues:
         in_place: bool,
         outputs: Sequence[int] | None = None,
     ) -> dict[Any, torch.Tensor]:
-        mesh = program.mesh or MeshShape((("dp", 1),))
+        mesh = program.mesh or data_mesh(1)
         found: dict[Any, torch.Tensor] = {}
         for place, index in enumerate(range(len(program.outputs)) if outputs is None else outputs):
             parts = [result[place] for result in results]

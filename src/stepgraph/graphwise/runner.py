@@ -214,6 +214,31 @@ class GraphRunner:
         finally:
             self._gathering.active = before
 
+    def record(self, backend: Callable, leaves: Sequence[Any], tree: pytree.TreeSpec) -> None:
+        """One forward and backward whose graphs another backend runs; nothing that it changes stays.
+
+        Args:
+            backend: what dynamo hands graphs to; its ``graphs`` follow how ranks have values.
+        """
+        model, tensors = self.compiler.model, [x for x in leaves if isinstance(x, torch.Tensor)]
+        follower = backend.graphs  # type: ignore[attr-defined]
+        follower.rows = next((x.shape[0] for x in tensors if x.dim()), 0)
+        follower.known.update((x, Shard(0) if x.dim() else Replicate()) for x in tensors)
+        gradients = [(p, p.grad) for p in model.parameters()]
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        run = dynamo.compile_apart(self._function, backend, self.compiler.max_shapes, False)
+        before, self._gathering.active = self._gathering.active, True
+        try:
+            with torch.random.fork_rng(devices=[]):
+                loss_of(run(model, pytree.tree_unflatten(list(leaves), tree))).backward()
+        finally:
+            self._gathering.active = before
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+
     def loss(self, entry: str, leaves: Sequence[Any], tree: pytree.TreeSpec) -> torch.Tensor:
         """The loss, carrying a graph: the mean over data-parallel ranks."""
         loss = loss_of(self.run(entry, leaves, tree))

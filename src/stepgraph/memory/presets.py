@@ -12,19 +12,17 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 
-import torch
 from torch import fx
 
 from stepgraph import torch_internals
 from stepgraph.analysis.blocks import Block, find_blocks
-from stepgraph.cost.traffic import is_view
 from stepgraph.errors import MemoryPolicyError, UsageError, near_misses
+from stepgraph.operators import table as operators
+from stepgraph.operators.views import is_view
 from stepgraph.planning.decisions import MemoryDecision
 from stepgraph.program import roles
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.program import FORWARD, Program
-
-aten = torch.ops.aten
 
 NONE = "none"
 POLICIES = (NONE, "full", "layers:N")
@@ -118,7 +116,7 @@ def _not_crossing(region: list[fx.Node], program: Program) -> list[fx.Node]:
 
 def _draws(node: fx.Node) -> bool:
     """Whether a generator decides the result; attention has the tag for a dropout that is not asked for."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+    if not operators.of(node.target).draws:
         return False
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     asked = dict(zip(names, node.args, strict=False)) | node.kwargs
@@ -142,10 +140,7 @@ def _gathered(program: Program, parameters_too: bool) -> list[str]:
 
 
 def _renames(node: fx.Node) -> bool:
-    return len(node.all_input_nodes) == 1 and (is_view(node) or node.target in _COPIES)
-
-
-_COPIES = {aten.clone.default, aten._to_copy.default}
+    return len(node.all_input_nodes) == 1 and (is_view(node) or operators.of(node.target).copies)
 
 
 def _comes_from(node: object, parameters: set[fx.Node]) -> bool:

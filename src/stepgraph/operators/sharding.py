@@ -17,10 +17,12 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph import torch_internals
+from stepgraph.operators import table as operators
 from stepgraph.program.build import freeze
 from stepgraph.program.layout import InnerShard, blocks_of, from_torch, to_torch
 from stepgraph.program.program import tensor_arguments
 from stepgraph.program.randomness import RANDOM
+from stepgraph.torch_internals import operators as private
 
 aten = torch.ops.aten
 
@@ -96,7 +98,7 @@ class Rules:
             cuts = [dim for dim in dims if dim < arguments[0].dim()]
             return [Strategy((Shard(dim),), (Partial("sum"),)) for dim in cuts]
         if (
-            not _is_elementwise(node.target)
+            not operators.of(node.target).elementwise
             or not isinstance(value, torch.Tensor)
             or not value.dim()
         ):
@@ -187,13 +189,6 @@ class Rules:
         return isinstance(placement, Replicate)
 
 
-_ELEMENTWISE = {aten.clone.default, aten._to_copy.default, aten.zeros_like.default}
-
-
-def _is_elementwise(op: Any) -> bool:
-    return torch.Tag.pointwise in getattr(op, "tags", ()) or op in _ELEMENTWISE
-
-
 # ------------------------------------------------------------------------------------------ table
 #
 # One entry an operator: what DTensor has no rule for, or answers in a way that a plain local program
@@ -254,7 +249,7 @@ def _is_mask(node: fx.Node, argument: fx.Node) -> bool:
 
 
 _ATTENTION_QUERY: dict[Any, int] = {
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 1,
+    private.CPU_ATTENTION_BACKWARD: 1,
 }
 
 
@@ -321,10 +316,8 @@ TABLE: dict[Any, Entry] = {
     RANDOM: _drawn,
     aten.embedding.default: _looked_up,
     aten.embedding_dense_backward.default: _sorted_into_rows,
-    aten._scaled_dot_product_flash_attention_for_cpu.default: _batch_and_heads(((0, 1), (0, 1))),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _batch_and_heads(
-        ((0, 1), (0, 1), (0, 1))
-    ),
+    private.CPU_ATTENTION: _batch_and_heads(((0, 1), (0, 1))),
+    private.CPU_ATTENTION_BACKWARD: _batch_and_heads(((0, 1), (0, 1), (0, 1))),
 }
 
 # Entries that answer only for the placements in question.

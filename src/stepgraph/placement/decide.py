@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from stepgraph.cost.devices import Device
+from stepgraph.placement.batch_dims import find_batch_dims
 from stepgraph.placement.presets.named import check_preset, decide_by_preset
 from stepgraph.placement.solver.automatic import decide_automatically
 from stepgraph.planning.decisions import PlacementDecision
@@ -34,11 +36,13 @@ def decide(
         constraints, memory_limit, recomputed: of :func:`decide_automatically`.
     """
     if policy != AUTO:
-        return decide_by_preset(program, mesh, policy, known_inputs)
-    assert device is not None, "a plan that is to be found says for which device"
-    return decide_automatically(
-        program, mesh, device, known_inputs, constraints, memory_limit, recomputed
-    )
+        decision = decide_by_preset(program, mesh, policy, known_inputs)
+    else:
+        assert device is not None, "a plan that is to be found says for which device"
+        decision = decide_automatically(
+            program, mesh, device, known_inputs, constraints, memory_limit, recomputed
+        )
+    return replace(decision, batch_dims=find_batch_dims(program, decision, mesh))
 
 
 def wants_views_apart(policy: str) -> bool:

@@ -12,6 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from stepgraph.cost.predict import Prediction
+from stepgraph.errors import MeshError
 from stepgraph.planning import schema
 from stepgraph.planning.decisions import (
     Decisions,
@@ -91,7 +92,10 @@ def _mesh(dims: list[tuple[str, int]]) -> MeshShape:
             raise MalformedError(
                 f"request.mesh.{i}.0", f"{name[:40]!r} is no name of a mesh dimension"
             )
-    mesh = MeshShape(tuple(dims))
+    try:
+        mesh = MeshShape(tuple(dims))
+    except MeshError as error:
+        raise MalformedError("request.mesh", f"{error.what}; {error.do}") from error
     if len(set(mesh.names)) != len(dims) or mesh.world_size > schema.MOST_RANKS:
         problem = f"{mesh} names a dimension twice, or more than {schema.MOST_RANKS} ranks"
         raise MalformedError("request.mesh", problem)

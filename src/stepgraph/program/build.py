@@ -9,6 +9,7 @@ from torch import fx
 
 from stepgraph import torch_internals
 from stepgraph.program.program import Program, tensors_of
+from stepgraph.torch_internals import operators as private
 
 aten = torch.ops.aten
 
@@ -61,7 +62,7 @@ class Builder:
         """The node in another type; itself where it has that type."""
         if node.meta["val"].dtype == dtype:
             return node
-        return self(aten._to_copy.default, node, dtype=dtype)
+        return self(private.TO_COPY, node, dtype=dtype)
 
     def input(self, label: str, like: Any) -> fx.Node:
         """Adds a placeholder behind the last one; ``like`` gives shape, dtype and device."""

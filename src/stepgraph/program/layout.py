@@ -14,6 +14,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph import torch_internals
+from stepgraph.program.mesh_roles import Role, role_of
 
 Placements = tuple[Placement, ...]
 
@@ -87,19 +88,32 @@ def blocks_held(placement: Placement, others: Sequence[tuple[Placement, int]]) -
     return blocks
 
 
-TENSOR_PARALLEL = "tp"
-
-
 @dataclass(frozen=True)
 class MeshShape:
-    """Names and sizes of the mesh dimensions, outermost first: ``dp=4,tp=2``. No processes."""
+    """Names and sizes of the mesh dimensions, outermost first: ``dp=4,tp=2``. No processes.
+
+    Each has a role (:class:`stepgraph.program.mesh_roles.Role`); a name without one is a MeshError.
+    """
 
     dims: tuple[tuple[str, int], ...]
+
+    def __post_init__(self) -> None:
+        for name in self.names:
+            role_of(name)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the dimensions."""
         return tuple(name for name, _ in self.dims)
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Roles of the dimensions."""
+        return tuple(role_of(name) for name in self.names)
+
+    def axis_of(self, role: Role) -> int | None:
+        """Which dimension has a role, if one has."""
+        return self.roles.index(role) if role in self.roles else None
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -113,8 +127,9 @@ class MeshShape:
 
     @property
     def data_size(self) -> int:
-        """Number of ranks that hold different rows of the batch: all but those along ``tp``."""
-        return math.prod(size for name, size in self.dims if name != TENSOR_PARALLEL)
+        """Number of ranks that hold different rows of the batch."""
+        pairs = zip(self.roles, self.sizes, strict=True)
+        return math.prod(size for role, size in pairs if role.divides_batch)
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
         """Position of a rank, row-major (the last dimension varies fastest)."""
@@ -131,8 +146,8 @@ class MeshShape:
     def data_rank(self, rank: int) -> int:
         """Which part of the batch a rank holds, among ``data_size``."""
         index = 0
-        for (name, size), position in zip(self.dims, self.coordinate(rank), strict=True):
-            if name != TENSOR_PARALLEL:
+        for role, size, position in zip(self.roles, self.sizes, self.coordinate(rank), strict=True):
+            if role.divides_batch:
                 index = index * size + position
         return index
 
@@ -147,6 +162,11 @@ class MeshShape:
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.dims)
+
+
+def data_mesh(ranks: int) -> MeshShape:
+    """The mesh of ranks that hold different rows, and nothing else."""
+    return MeshShape(((Role.DATA.dim, ranks),))
 
 
 def chunk_size(size: int, ranks: int) -> int:

@@ -28,10 +28,12 @@ Results = Mapping[Any, torch.Tensor]
 class Values(Protocol):
     """What a reference may ask for: values to run programs on, and plain PyTorch on the same ones.
 
-    ``torch_seed``: of torch's own generator, whenever a program is executed.
+    ``torch_seed``: of torch's own generator, whenever a program is executed; on ``ranks`` ranks, one behind
+    the other.
     """
 
     torch_seed: int
+    ranks: int
 
     def execute(
         self,

@@ -64,7 +64,7 @@ class Manifest(Strict):
     optimizer: str | None
     extra: dict[str, dict[str, Any]] = field(default_factory=dict)
     files: dict[str, FileRecord] = field(default_factory=dict)
-    torch: str = torch.__version__
+    torch: str = str(torch.__version__)
     format: int = FORMAT
 
     def to_text(self) -> str:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from stepgraph import torch_internals
 from stepgraph.errors import BatchError, MeshError
 from stepgraph.planning.target import Target, usual_target
-from stepgraph.program.layout import MeshShape
+from stepgraph.program.layout import MeshShape, data_mesh
 from stepgraph.runtime.scheduling import communication_first
 
 log = logging.getLogger("stepgraph")
@@ -29,7 +29,7 @@ def parse_mesh(text: str) -> MeshShape:
     """``"dp=4,tp=2"`` as a MeshShape.
 
     Raises:
-        MeshError: not of that form, a size below one, or a name that occurs twice.
+        MeshError: not of that form, a size below one, a name that occurs twice or has no role.
     """
     dims: list[tuple[str, int]] = []
     for part in text.split(","):
@@ -95,10 +95,9 @@ def _ranks_of(mesh: str | DeviceMesh | None, device: torch.device, owns_group: b
     world_size = dist.get_world_size() if launched else 1
     rank = dist.get_rank() if launched else 0
     if isinstance(mesh, DeviceMesh):
-        names = mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(mesh.ndim))
-        shape = MeshShape(tuple(zip(names, mesh.shape, strict=True)))
+        shape = _shape_of(mesh)
     else:
-        shape = parse_mesh(mesh) if mesh is not None else MeshShape((("dp", world_size),))
+        shape = parse_mesh(mesh) if mesh is not None else data_mesh(world_size)
     if shape.world_size != world_size:
         raise MeshError(
             f"mesh {shape} has {shape.world_size} ranks, but {world_size} "
@@ -114,6 +113,19 @@ def _ranks_of(mesh: str | DeviceMesh | None, device: torch.device, owns_group: b
             mesh = init_device_mesh(device.type, shape.sizes, mesh_dim_names=shape.names)
     groups = {name: mesh.get_group(i).group_name for i, name in enumerate(shape.names)}
     return Ranks(shape, mesh, rank, groups, owns_group)
+
+
+def _shape_of(mesh: DeviceMesh) -> MeshShape:
+    """Names and sizes of a DeviceMesh; one dimension without a name is for data."""
+    if mesh.mesh_dim_names:
+        return MeshShape(tuple(zip(mesh.mesh_dim_names, mesh.shape, strict=True)))
+    if mesh.ndim > 1:
+        raise MeshError(
+            f"the DeviceMesh of shape {tuple(mesh.shape)} does not name its dimensions",
+            why="what is done along a dimension follows from its name",
+            do="init_device_mesh(..., mesh_dim_names=('dp', 'tp'))",
+        )
+    return data_mesh(mesh.size())
 
 
 def agree_on_shapes(key: Any, shown: str, ranks: Ranks) -> None:

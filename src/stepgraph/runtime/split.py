@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 
 from stepgraph import torch_internals
 from stepgraph.program import roles
-from stepgraph.program.layout import TENSOR_PARALLEL
+from stepgraph.program.mesh_roles import role_of
 from stepgraph.runtime.executor import LoweredProgram
 from stepgraph.runtime.state import State
 
@@ -75,7 +75,7 @@ class SplitProgram:
         # A result that every rank has may be used in losses that differ from rank to rank.
         total = tangent.contiguous()
         for name, group in ranks.groups.items():
-            if name != TENSOR_PARALLEL:
+            if role_of(name).divides_batch:
                 total = torch_internals.sum_over_group(total, group)
         return total / ranks.shape.data_size
 

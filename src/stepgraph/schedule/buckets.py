@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from stepgraph import torch_internals
-from stepgraph.cost.collectives import collective_of
+from stepgraph.operators.collectives import moved_bytes
 from stepgraph.program.program import Program
 
 
@@ -50,7 +50,7 @@ def find_buckets(program: Program, sizes: Sizes) -> tuple[tuple[str, ...], ...]:
     closed: list[_Bucket] = []
     for node in program.operations():
         most = sizes.most(node.target)
-        size = collective_of(node)[1] if most else 0
+        size = moved_bytes(node) if most else 0
         if not most or size > sizes.large:
             continue
         width = _width(node, sizes.table)
@@ -73,7 +73,7 @@ def _width(node: fx.Node, table: int) -> int:
     copied.
     """
     is_table = node.target is torch_internals.ALL_REDUCE and node.meta["val"].dim() > 1
-    return node.meta["val"].shape[-1] if is_table and collective_of(node)[1] >= table else 0
+    return node.meta["val"].shape[-1] if is_table and moved_bytes(node) >= table else 0
 
 
 def positions(program: Program) -> dict[fx.Node, int]:

@@ -11,10 +11,10 @@ import itertools
 from torch import fx
 
 from stepgraph import torch_internals
+from stepgraph.operators.views import PARTS_OF_A_RESULT
 from stepgraph.planning.table import Table
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.program import OPTIMIZER, Program
-from stepgraph.schedule.waits import PARTS_OF_A_RESULT
 
 
 def find_updates(program: Program) -> Table[str, str]:

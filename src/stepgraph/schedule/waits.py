@@ -5,18 +5,14 @@ Where only one collective may be in flight, it also completes before the next on
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from stepgraph import torch_internals
+from stepgraph.operators.views import PARTS_OF_A_RESULT
 from stepgraph.planning.table import Table
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.program import Program
 
-aten = torch.ops.aten
-
-# What a flat collective's result is made the members' results by.
-PARTS_OF_A_RESULT = {aten.slice.Tensor, aten.reshape.default}
 MOVED = {torch_internals.WAIT, *PARTS_OF_A_RESULT}
 
 

@@ -7,9 +7,11 @@ from torch import nn
 from stepgraph.analysis.normalisation import find_normalisation
 from stepgraph.capture.passes.accumulate_gradients import accumulate_gradients
 from stepgraph.capture.passes.finish_accumulation import finish_accumulation
+from stepgraph.planning.request import StepSettings
 from stepgraph.program import roles
 from tests.support import (
     assert_golden,
+    assert_summation,
     captured,
     eager,
     mlp,
@@ -43,15 +45,10 @@ def run(model, whole, count):
     """Loss and gradients of ``whole``, in ``count`` micro-batches."""
     pieces = list(zip(*(leaf.chunk(count) for leaf in whole), strict=True))
     _, accumulate, step = rewritten(model, pieces[0], count)
-    inputs = values(model, pieces[0])
+    inputs = values(model, whole, settings=StepSettings(micro_batches=count))
     inputs.execute(accumulate)  # makes the accumulators
-    inputs.clear_accumulators()
-    for piece in pieces[:-1]:
-        inputs.leaves = list(piece)
-        for role, value in inputs.execute(accumulate).items():
-            if isinstance(role, roles.NewAccumulator):
-                inputs.tensors[roles.Accumulator(role.name)] = value
-    inputs.leaves = list(pieces[-1])
+    inputs.accumulating = accumulate
+    inputs.accumulate()
     return inputs.execute(step)
 
 
@@ -74,6 +71,23 @@ def test_micro_batches_give_the_loss_and_gradients_of_the_whole_batch(reduction,
     torch.testing.assert_close(found[roles.Loss()], expected["loss"])
     for name, _ in model.named_parameters():
         torch.testing.assert_close(found[roles.Grad(name)], expected[name])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "count"])
+def test_a_micro_batch_is_added_to_what_is_there(reduction):
+    model, batch = mlp(reduction), regression_batch()
+    joint, accumulate, _ = rewritten(model, batch)
+    inputs = values(model, batch)
+    expected = accumulate_gradients.reference(inputs, joint, accumulate, find_normalisation(joint))
+    found = inputs.execute(accumulate)
+    assert any(role.name.startswith("grad:") for role in expected)
+    assert expected.keys() <= found.keys()
+    assert_summation(expected, found)
+
+
+def test_one_batch_is_nothing_to_finish():
+    joint = captured(mlp(), regression_batch())
+    assert str(finish_accumulation(joint.copy(), None, 1)) == str(joint)
 
 
 def test_a_micro_batch_of_weight_zero_does_no_harm():

@@ -50,7 +50,7 @@ def updated(program, model, optimizer):
 
 def test_clipping_is_one_norm_over_all_gradients():
     before = joint(Pair(), torch.ones(2, 3))
-    assert_golden(__file__, "clip_gradients", before, clip_gradients(before.copy()))
+    assert_golden(__file__, "clip_gradients", before, clip_gradients(before.copy(), True))
 
 
 @pytest.mark.parametrize("limit", [1e-3, 0.1, 1e6])
@@ -58,7 +58,7 @@ def test_gradients_are_clipped_as_torch_clips_them(limit):
     model, batch = mlp(scaled=False), regression_batch()
     before = joint(model, batch)
     inputs = values(model, batch, max_grad_norm=limit)
-    gradients, found = inputs.execute(before), inputs.execute(clip_gradients(before.copy()))
+    gradients, found = inputs.execute(before), inputs.execute(clip_gradients(before.copy(), True))
     for name, parameter in model.named_parameters():
         parameter.grad = gradients[roles.Grad(name)].clone()
     torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
@@ -69,7 +69,9 @@ def test_gradients_are_clipped_as_torch_clips_them(limit):
 
 def test_a_gradient_of_no_dimension_keeps_its_dtype():
     model, batch = mlp(), regression_batch()
-    results = values(model, batch, max_grad_norm=0.1).execute(clip_gradients(joint(model, batch)))
+    results = values(model, batch, max_grad_norm=0.1).execute(
+        clip_gradients(joint(model, batch), True)
+    )
     assert results[roles.Grad("scale")].dtype == torch.float32
 
 
@@ -83,13 +85,25 @@ def test_the_norm_of_two_byte_gradients_is_summed_in_four():
             return (x * self.weight).sum()
 
     batch = torch.ones(1, 512, dtype=torch.bfloat16)
-    found = values(Wide(), batch, max_grad_norm=1.0).execute(clip_gradients(joint(Wide(), batch)))
+    found = values(Wide(), batch, max_grad_norm=1.0).execute(
+        clip_gradients(joint(Wide(), batch), True)
+    )
     assert found[roles.Grad("weight")].dtype == torch.bfloat16
     norm = found[roles.Grad("weight")].float().norm()
     assert abs(norm.item() - 1) < 2e-2
 
 
+def test_a_step_that_does_not_clip_stays_as_it_is():
+    before = joint(Pair(), torch.ones(2, 3))
+    assert str(clip_gradients(before.copy(), False)) == str(before)
+
+
 # ------------------------------------------------------------------------------ update_parameters
+
+
+def test_without_an_optimizer_gradients_are_results():
+    before = joint(Pair(), torch.ones(2, 3))
+    assert str(update_parameters(before.copy(), None, SharedCounters())) == str(before)
 
 
 def test_the_update_replaces_each_gradient_by_a_new_parameter():
@@ -106,7 +120,7 @@ def test_new_parameters_and_states_are_those_of_torch():
     after = updated(before.copy(), model, optimizer)
     inputs = values(model, batch, optimizer)
     found = inputs.execute(after)
-    expected = inputs.step_optimizer(inputs.execute(before), after)
+    expected = inputs.stepped(inputs.execute(before), after)
     assert {type(role).__name__ for role in expected} == {"NewParam", "NewOptimizerState"}
     assert_summation(expected, found)
 

@@ -1,16 +1,27 @@
 """name_groups: collectives run over this rank's process groups."""
 
 import pytest
+import torch
+from torch import nn
 
 from stepgraph.lowering.passes.name_groups import name_groups
 from stepgraph.program.collectives import is_collective, mesh_dim_of
 from stepgraph.program.text import program_text
-from tests.support import assert_golden_text, bound, compiled, mlp, regression_batch
+from tests.support import assert_golden_text, bound, compiled
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return (x * self.weight).sum()
 
 
 @pytest.fixture
 def program():
-    return bound(compiled(mlp(), regression_batch(), ranks=2).programs["step"])[0]
+    return bound(compiled(Scaled(), torch.ones(2, 3), ranks=2).programs["step"])[0]
 
 
 def groups(program):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from stepgraph.placement.passes.place_values import place_values
-from stepgraph.placement.presets.named import PRESETS, decide
+from stepgraph.placement.presets.named import PRESETS, decide_by_preset
 from stepgraph.program import roles
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.invariants import check_invariants
@@ -46,7 +46,7 @@ def transformer():
 def placed(program, preset, ranks):
     hybrid = f"replicate={min(ranks, 2)},shard={ranks}"
     mesh = parse_mesh(hybrid if preset == "hsdp" else f"dp={ranks}")
-    after = place_values(program.copy(), decide(program, mesh, preset), mesh)
+    after = place_values(program.copy(), decide_by_preset(program, mesh, preset), mesh)
     check_invariants(after, "place_values")
     return after
 

@@ -8,6 +8,7 @@ from torch.distributed.tensor import Replicate, Shard
 from stepgraph.operators.sharding import Rules
 from stepgraph.placement.passes.spell_out_log_softmax import spell_out_log_softmax
 from stepgraph.placement.rules.vocabulary import STRATEGIES
+from stepgraph.runtime.ranks import parse_mesh
 from tests.operators.test_sharding import RANKS, local_results, one_operation
 from tests.support import assert_golden, assert_summation, captured, values
 
@@ -26,9 +27,14 @@ class Classifier(nn.Module):
 
 def test_the_text_shows_maxima_and_sums():
     program = captured(Classifier(), torch.ones(2, 4))
-    after = spell_out_log_softmax(program.copy())
+    after = spell_out_log_softmax(program.copy(), parse_mesh("tp=2"))
     assert not any(node.target in SPELLED for node in after.operations())
     assert_golden(__file__, "spell_out_log_softmax", program, after)
+
+
+def test_where_no_classes_are_sharded_it_stays():
+    program = captured(Classifier(), torch.ones(2, 4))
+    assert str(spell_out_log_softmax(program.copy(), parse_mesh("dp=2"))) == str(program)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -38,7 +44,7 @@ def test_results_are_the_same_up_to_summation(dtype, scale):
     program = captured(model, x)
     inputs = values(model, x)
     old = inputs.execute(program)
-    assert_summation(old, inputs.execute(spell_out_log_softmax(program.copy())))
+    assert_summation(old, inputs.execute(spell_out_log_softmax(program.copy(), parse_mesh("tp=2"))))
 
 
 def ints(high, *shape):

@@ -6,8 +6,10 @@ from torch import nn
 
 from stepgraph.equivalence.one_process import OneProcessRun
 from stepgraph.placement.passes.spell_out_norms import spell_out_norms
+from stepgraph.planning.plan import preset_plan
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.invariants import check_invariants
+from stepgraph.runtime.ranks import parse_mesh
 from tests.support import assert_golden, assert_summation, captured, values
 
 aten = torch.ops.aten
@@ -53,7 +55,7 @@ def example(name, rows=4):
 def test_the_text_shows_sums():
     torch.manual_seed(0)
     program = captured(Normed(nn.BatchNorm1d(4)), example("batch"))
-    after = spell_out_norms(program.copy())
+    after = spell_out_norms(program.copy(), parse_mesh("dp=2"))
     check_invariants(after)
     assert_golden(__file__, "spell_out_norms", program, after)
 
@@ -64,11 +66,17 @@ def test_results_are_the_same_up_to_summation(name, dtype):
     torch.manual_seed(0)
     model, x = Normed(NORMS[name]()).to(dtype), example(name).to(dtype)
     program = captured(model, x)
-    after = spell_out_norms(program.copy())
+    after = spell_out_norms(program.copy(), parse_mesh("dp=2"))
     check_invariants(after)
     assert not any(node.target in FUSED for node in after.operations())
     inputs = values(model, x)
     assert_summation(inputs.execute(program), inputs.execute(after))
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "tp=2"])
+def test_where_no_ranks_share_a_batch_they_stay(mesh):
+    program = captured(Normed(nn.BatchNorm1d(4)), example("batch"))
+    assert str(spell_out_norms(program.copy(), parse_mesh(mesh))) == str(program)
 
 
 @pytest.mark.parametrize("plan", ["ddp", "zero3"])
@@ -80,8 +88,9 @@ def test_two_ranks_have_the_statistics_of_the_whole_batch(name, plan):
         torch.manual_seed(0)
         model = Normed(NORMS[name]())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        alone = preset_plan(plan, parse_mesh(mesh), schedule="none")  # no two collectives are one
         run = OneProcessRun(
-            model, loss=lambda m, b: m(b), optimizer=optimizer, mesh=mesh, plan=plan
+            model, loss=lambda m, b: m(b), optimizer=optimizer, mesh=mesh, plan=alone
         )
         losses = [run.step(example(name)).item() for _ in range(3)]
         state = {role: parts[0] for role, parts in run._state.items() if "Buffer" in str(role)}

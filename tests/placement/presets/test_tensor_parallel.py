@@ -8,9 +8,19 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from stepgraph.equivalence.one_process import OneProcessRun
-from stepgraph.placement.presets import named as policies
+from stepgraph.placement.presets import beside_data as policies
+from stepgraph.planning.plan import preset_plan
 from stepgraph.program.collectives import KINDS, is_collective
-from tests.support import ROWS, captured, compiled, mlp, regression_batch, tiny_llama, token_batch
+from stepgraph.runtime.ranks import parse_mesh
+from tests.support import (
+    ROWS,
+    captured,
+    mlp,
+    notes_of,
+    regression_batch,
+    tiny_llama,
+    token_batch,
+)
 
 aten = torch.ops.aten
 LAYERS = 2
@@ -27,7 +37,8 @@ def parameters_of(program):
 
 
 def step_of(model, batch, mesh, plan):
-    run = OneProcessRun(model, mesh=mesh, plan=plan)
+    made = preset_plan(plan, parse_mesh(mesh), schedule="none")
+    run = OneProcessRun(model, mesh=mesh, plan=made)
     run.step(batch)
     return run.programs["step"], run
 
@@ -53,7 +64,7 @@ def test_columns_rows_and_vocabulary_are_cut():
             room = "self_attn" if name[0] in "qkvo" else "mlp"
             expected[f"model.layers.{number}.{room}.{name}.weight"] = placement
     assert cut == expected
-    assert run.compiled.notes == []
+    assert notes_of(run) == []
 
 
 def test_names_are_not_looked_at():
@@ -152,14 +163,14 @@ def test_a_cut_that_would_be_gathered_on_its_way_is_given_up():
     program, run = step_of(Softmaxed(), (torch.randn(4, 8),), "tp=2", "tp")
     assert parameters_of(program)["first.weight"] == parameters_of(program)["first.bias"]
     assert not isinstance(parameters_of(program)["first.weight"][0], Shard)
-    assert any("first.weight" in note for note in run.compiled.notes)
+    assert any("first.weight" in note for note in notes_of(run))
 
 
 def test_sizes_that_divide_over_no_ranks_stay_whole():
     """Widths of 5, 7 and 3."""
-    made = compiled(mlp(), regression_batch(), ranks=1)  # the reference form
+    _, alone = step_of(mlp(), regression_batch(), "dp=1", "ddp")
     _, run = step_of(mlp(), regression_batch(), "tp=2", "tp")
-    assert made.notes == [] and len(run.compiled.notes) == 1
+    assert notes_of(alone) == [] and len(notes_of(run)) == 1
 
 
 def test_what_another_program_has_cut_stays_cut_so():

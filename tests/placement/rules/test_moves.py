@@ -20,14 +20,14 @@ PAIRS = list(itertools.product(FROM, INTO))[::23]
 @pytest.mark.parametrize("have", sorted({p for p, _ in PAIRS}, key=show), ids=show)
 def test_seconds_are_those_of_the_emitted_operations(have):
     for want in (want for made, want in PAIRS if made == have):
-        check("a=2,b=2", torch.randn(16, 16), have, want)
+        check("dp=2,tp=2", torch.randn(16, 16), have, want)
 
 
 @pytest.mark.parametrize("shape", [(4, 4), (4, 8, 4), (8, 4, 4), (4, 4, 4)])
 def test_dimensions_as_long_as_there_are_ranks(shape):
     """Parts of one row: what is exchanged is viewed with a dimension of size 1."""
     for source, target in itertools.permutations(range(len(shape)), 2):
-        check("a=4", torch.randn(shape), (Shard(source),), (Shard(target),))
+        check("dp=4", torch.randn(shape), (Shard(source),), (Shard(target),))
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)

@@ -25,7 +25,7 @@ INTO = list(itertools.product(KEPT, repeat=2))
 
 
 def test_an_inner_shard_is_a_slice_of_every_block():
-    mesh = parse_mesh("a=2")
+    mesh = parse_mesh("dp=2")
     value = torch.arange(12)
     parts = split(value, (InnerShard(0, 3),), mesh)
     assert [part.tolist() for part in parts] == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]
@@ -44,16 +44,18 @@ def test_inner_shards_survive_text_and_copies():
 def one_move(value, have, want, mesh):
     """A placed program that changes a value's placements for one copy, and the copy's stable name."""
     program, node, _ = one_operation(torch.ops.aten.clone.default, (value,), {})
-    decision = PlacementDecision("test")
-    decision.inputs = {roles.label(program.inputs[0]): have}
-    decision.operations[node.meta["name"]] = OperationPlacement((want,), (want,))
-    decision.outputs = {roles.label(program.outputs[0]): want}
+    decision = PlacementDecision(
+        "test",
+        inputs={roles.label(program.inputs[0]): have},
+        operations={node.meta["name"]: OperationPlacement((want,), (want,))},
+        outputs={roles.label(program.outputs[0]): want},
+    )
     return place_values(program, decision, mesh), node.meta["name"]
 
 
 @pytest.mark.parametrize("have", FROM, ids=show)
 def test_every_redistribution_keeps_the_value(have):
-    mesh = parse_mesh("a=2,b=2")
+    mesh = parse_mesh("dp=2,tp=2")
     value = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
     for want in INTO:
         placed, _ = one_move(value, have, want, mesh)

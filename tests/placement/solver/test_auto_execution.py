@@ -8,11 +8,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from stepgraph.planning.settings import Settings
 from torch import nn
 
 from stepgraph.equivalence.check import check_model
-from stepgraph.planning.plan import Plan
+from stepgraph.planning.plan import Plan, preset_plan
 from stepgraph.runtime.ranks import parse_mesh
 from tests.equivalence.random_programs import Case, cases, check_case
 from tests.equivalence.random_programs import run_case as run_plan
@@ -26,7 +25,7 @@ PROFILE = {} if os.environ.get("STEPGRAPH_HYPOTHESIS") else {
 
 
 def auto(mesh: str, device: str) -> Plan:
-    return Plan("auto", parse_mesh(mesh), settings=Settings(device))
+    return preset_plan("auto", parse_mesh(mesh), device=device)
 
 
 def bert():

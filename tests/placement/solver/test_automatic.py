@@ -192,8 +192,8 @@ def test_a_forced_preset_is_the_preset(mesh, preset, constraints):
     model, batch = chain(8, 16, 8)
     program = global_step(model, batch, mesh, adamw(model))
     forced = place(program.copy(), mesh, TOYS["balanced"], constraints)
-    decision = policies.decide(program, parse_mesh(mesh), preset)
-    (found,) = forced.plan.placements.values()
+    decision = policies.decide_by_preset(program, parse_mesh(mesh), preset)
+    found = forced.plan.decisions["step"].placement
     assert found.inputs == decision.inputs
     assert found.outputs == decision.outputs
     assert found.operations == decision.operations
@@ -203,7 +203,7 @@ def test_what_a_group_adds_up_is_added_up_for_all_who_read_it():
     """A residual stream under ``tp``: the sum is taken before it is added up, and two groups read it."""
     program = global_step(*llama(2), "tp=2")
     forced = place(program, "tp=2", TOYS["slow memory"], {"tp": "tp"}, memory="full")
-    (decision,) = forced.plan.placements.values()
+    decision = forced.plan.decisions["step"].placement
     for name in ("model.layers.0/add", "model.layers.1/add"):
         assert decision.operations[name].outputs == ((Partial("sum"),),)
     reductions = [n for n in forced.placed.operations() if KINDS.get(n.target) == "all_reduce"]
@@ -246,7 +246,7 @@ def test_weights_far_smaller_than_activations_leave_activations_where_they_are()
     weights = sum(p.numel() * 4 for p in model.parameters())
     moved = [collective_of(n)[1] for n in planned.placed.operations() if is_collective(n)]
     assert sum(moved) <= 4 * weights  # gradients and weights, and no activation
-    (decision,) = planned.plan.placements.values()
+    decision = planned.plan.decisions["step"].placement
     made = [choice.outputs[0] for choice in decision.operations.values()]
     assert (Shard(0),) in made
 

@@ -35,7 +35,7 @@ def test_parameters_inputs_and_results_are_placed_as_asked(program):
     asked = {"*.weight": "RS(1)", "input:0": "RR", "one/output": "S(0)S(1)"}
     found = planned(program, asked)
     assert set(found.stored.values()) == {(Replicate(), Shard(1))}
-    (decision,) = found.plan.placements.values()
+    decision = found.plan.decisions["step"].placement
     batch = [p for label, p in decision.inputs.items() if label.startswith("UserInput")]
     assert batch[0] == (Replicate(), Replicate())
     assert (Shard(0), Shard(1)) in decision.operations["one/mm"].outputs
@@ -45,7 +45,7 @@ def test_parameters_inputs_and_results_are_placed_as_asked(program):
 
 def test_an_input_may_come_as_a_sum_over_ranks(program):
     found = planned(program, {"input:0": "P(sum)R"})
-    (decision,) = found.plan.placements.values()
+    decision = found.plan.decisions["step"].placement
     batch = [p for label, p in decision.inputs.items() if label.startswith("UserInput")]
     assert batch[0] == (Partial("sum"), Replicate())
 

@@ -8,13 +8,13 @@ import torch
 from stepgraph import torch_internals
 from stepgraph.cost.memory import memory_timeline
 from stepgraph.lowering.passes.write_state_in_place import write_state_in_place
+from stepgraph.operators.views import PARTS_OF_A_RESULT
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.program import BACKWARD, FORWARD, OPTIMIZER
 from stepgraph.schedule import decide
 from stepgraph.schedule.passes.delay_waits import delay_waits
 from stepgraph.schedule.passes.merge_small_collectives import merge_small_collectives
 from stepgraph.schedule.passes.update_early import update_early
-from stepgraph.schedule.waits import PARTS_OF_A_RESULT
 from tests.schedule.rescheduled import rescheduled
 from tests.support import (
     HOST,

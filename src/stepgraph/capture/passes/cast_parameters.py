@@ -14,6 +14,7 @@ from stepgraph.program.build import Builder, ShapeRunner
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import FORWARD, Program, Value
 from stepgraph.program.record import program_pass
+from stepgraph.torch_internals import operators as private
 
 aten = torch.ops.aten
 
@@ -56,7 +57,7 @@ def cast_parameters(
         readers = sorted(node.users, key=position.__getitem__)
         emit.point = readers[0] if readers else program.graph.output_node()
         emit.phase = emit.point.meta.get("phase", FORWARD)
-        cast = emit(aten._to_copy.default, node, dtype=value.dtype)
+        cast = emit(private.TO_COPY, node, dtype=value.dtype)
         cast.meta["casts_parameter"] = True
         for reader in readers:
             reader.replace_input_with(node, cast)

@@ -11,6 +11,7 @@ from stepgraph.program.build import Builder
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import OPTIMIZER, Program, Value
 from stepgraph.program.record import SUMMATION, Results, Values, program_pass
+from stepgraph.torch_internals import operators as private
 
 aten = torch.ops.aten
 
@@ -57,7 +58,7 @@ def clip_gradients(program: Program, clip: bool) -> Program:
     for gradient in sorted(gradients.values(), key=lambda node: node.meta["val"].dim() == 0):
         wide = gradient
         if gradient.meta["val"].dtype.itemsize < 4:
-            wide = emit(aten._to_copy.default, gradient, dtype=torch.float32)
+            wide = emit(private.TO_COPY, gradient, dtype=torch.float32)
         squares = emit(aten.sum.default, emit(aten.mul.Tensor, wide, wide))
         # Padding of an uneven shard is zero, and so is its square: it may be summed.
         squares.meta["padding_is_zero"] = True
@@ -71,7 +72,7 @@ def clip_gradients(program: Program, clip: bool) -> Program:
     for role, gradient in gradients.items():
         dtype = gradient.meta["val"].dtype  # as the factor's, or a 0-dim gradient is promoted
         if dtype not in factors:
-            factors[dtype] = emit(aten._to_copy.default, coefficient, dtype=dtype)
+            factors[dtype] = emit(private.TO_COPY, coefficient, dtype=dtype)
         clipped = emit(aten.mul.Tensor, gradient, factors[dtype])
         results[program.outputs.index(role)] = clipped
     program.graph.output_node().args = (tuple(results),)

@@ -12,6 +12,7 @@ from stepgraph.program.build import Builder
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import BACKWARD, OPTIMIZER, Program
 from stepgraph.program.record import SUMMATION, Results, Values, program_pass
+from stepgraph.torch_internals import operators as private
 
 aten = torch.ops.aten
 
@@ -74,7 +75,7 @@ def finish_accumulation(
             if factor is not None:
                 dtype = total.meta["val"].dtype
                 same = factor.meta["val"].dtype == dtype
-                scale = factor if same else emit(aten._to_copy.default, factor, dtype=dtype)
+                scale = factor if same else emit(private.TO_COPY, factor, dtype=dtype)
                 total = emit(aten.mul.Tensor, total, scale)
             node = emit(aten.div.Scalar, total, micro_batches) if averaged else total
         results.append(loss if isinstance(role, roles.Loss) else node)

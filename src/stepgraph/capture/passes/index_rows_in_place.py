@@ -11,6 +11,7 @@ from stepgraph.program.build import Builder
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
 from stepgraph.program.record import program_pass
+from stepgraph.torch_internals import operators as private
 
 aten = torch.ops.aten
 
@@ -61,7 +62,7 @@ def index_rows_in_place(program: Program) -> Program:
 
 _COUNTED = {
     aten.arange.default, aten.arange.start, aten.arange.start_step, aten.unsqueeze.default,
-    aten.view.default, aten.add.Tensor, aten._to_copy.default, operator.getitem,
+    aten.view.default, aten.add.Tensor, private.TO_COPY, operator.getitem,
 }  # fmt: skip
 
 

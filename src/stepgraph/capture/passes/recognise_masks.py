@@ -18,6 +18,7 @@ from torch import fx
 
 from stepgraph.program.program import Program
 from stepgraph.program.record import SUMMATION, program_pass
+from stepgraph.torch_internals import operators as private
 
 aten = torch.ops.aten
 
@@ -86,10 +87,10 @@ class _Arguments:
 _ATTENTION = {
     operator: _Arguments(operator)
     for operator in (
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_efficient_attention_backward.default,
+        private.CPU_ATTENTION,
+        private.CPU_ATTENTION_BACKWARD,
+        private.EFFICIENT_ATTENTION,
+        private.EFFICIENT_ATTENTION_BACKWARD,
     )
 }
 
@@ -317,5 +318,5 @@ _RULES: dict[Any, Callable[..., torch.Tensor | Shape | None]] = {
     aten.bitwise_not.default: _not_rule, aten.logical_not.default: _not_rule,
     aten.where.self: _where_rule,
     aten.triu.default: _triangle_rule, aten.tril.default: _triangle_rule,
-    aten._to_copy.default: _cast_rule,
+    private.TO_COPY: _cast_rule,
 }  # fmt: skip

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from stepgraph import torch_internals
-from stepgraph.cost.memory import storage_roots
+from stepgraph.operators.views import storage_roots
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
 from stepgraph.program.names import name_operations

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
-from stepgraph import torch_internals
+from stepgraph.operators.views import REARRANGES
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import OPTIMIZER, Program
 from stepgraph.program.record import program_pass
-
-aten = torch.ops.aten
-
-VIEWS = {
-    aten.view.default, torch_internals.UNSAFE_VIEW, aten.t.default, aten.transpose.int,
-    aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default,
-    aten.squeeze.dims, aten.slice.Tensor, aten.select.int, aten.expand.default,
-}  # fmt: skip
 
 
 @program_pass(
@@ -28,7 +18,7 @@ def copy_views(program: Program, views_apart: bool) -> Program:
         return program
     results = set(program.results)
     for node in reversed(list(program.operations())):
-        if node.target not in VIEWS or node in results or node.meta["phase"] == OPTIMIZER:
+        if node.target not in REARRANGES or node in results or node.meta["phase"] == OPTIMIZER:
             continue
         for reader in list(node.users)[1:]:
             with program.graph.inserting_before(reader):

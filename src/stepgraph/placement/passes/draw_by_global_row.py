@@ -1,75 +1,77 @@
-"""Where in the whole tensor a random operation draws, once it is known which dimension is the batch."""
+"""Where in the whole tensor a random operation draws, once it is decided which dimension is the batch."""
 
 from __future__ import annotations
 
 import math
 
+import torch
 from torch import fx
 from torch.distributed.tensor import Shard
 
-from stepgraph.analysis.batched import drawn_for_rows, of_one_shape
-from stepgraph.placement.presets.named import decide_by_preset, ranks_that_divide
 from stepgraph.planning.decisions import PlacementDecision
-from stepgraph.program.layout import (
-    TENSOR_PARALLEL,
-    MeshShape,
-    Placements,
-    blocks_of,
-    local_shape,
-)
-from stepgraph.program.program import FORWARD, Program, tensor_arguments
+from stepgraph.program import roles
+from stepgraph.program.layout import MeshShape, Placements, local_shape
+from stepgraph.program.program import Program
 from stepgraph.program.randomness import RANDOM
-from stepgraph.program.record import DISTRIBUTION, program_pass
+from stepgraph.program.record import DISTRIBUTION, Results, Values, program_pass
+
+
+def _expected(
+    values: Values,
+    before: Program,
+    after: Program,
+    decision: PlacementDecision,
+    mesh: MeshShape,
+    micro_batches: int,
+) -> Results:
+    """The numbers of the whole batch, drawn at once; of them the rows that this micro-batch holds."""
+    if micro_batches == 1 or roles.Seed() not in before.inputs:
+        return values.execute(before)
+    seed, step, micro_batch = values.given(before)[roles.Seed()].tolist()
+
+    def draw(node: fx.Node, args: tuple, kwargs: dict) -> torch.Tensor:
+        dim, blocks = decision.batch_dims[node.meta["name"]]
+        _, kind, operation, sizes, whole, *_ = args
+        whole = list(whole)
+        whole[dim] *= micro_batches
+        at_once = torch.tensor([seed, step, 0])
+        numbers = RANDOM(at_once, kind, operation, whole, whole, [0] * len(whole), [], "")
+        # Of each block, of each rank's rows, the slice of this micro-batch.
+        each = whole[dim] // (blocks * mesh.data_size * micro_batches)
+        parts = numbers.unflatten(dim, (blocks, mesh.data_size, micro_batches, each))
+        return parts.select(dim + 2, micro_batch).flatten(dim, dim + 2)
+
+    drawn = [n for n in before.operations() if n.target is RANDOM]
+    names = [n.meta["name"] for n in drawn if n.meta["name"] in decision.batch_dims]
+    return values.execute(before, dict.fromkeys(names, draw))
 
 
 @program_pass(
     reads="``random`` operations, and which dimension of each is the batch",
     writes="their rows and whole shape",
     preserves=DISTRIBUTION,
+    reference=_expected,
 )
 def draw_by_global_row(
     program: Program, decision: PlacementDecision, mesh: MeshShape, micro_batches: int
 ) -> Program:
     """Tells each ``random`` of a micro-batch's program which rows of the global batch it stands for.
 
-    The dimension that data-parallel ranks divide is the batch, or one as long as the batch; micro-batch i
-    holds the i-th slice of each rank's rows, so that a mask depends neither on ranks nor on micro-batches.
-    Where there is none (a mask over parameters), every micro-batch draws its own.
+    Micro-batch i holds the i-th slice of each rank's rows, so that a mask depends neither on ranks nor on
+    micro-batches. Where none is the batch (a mask over parameters), every micro-batch draws its own.
     """
-    found = [node for node in program.operations() if node.target is RANDOM]
-    if micro_batches == 1 or not found:
+    if micro_batches == 1:
         return program
-    ranks = mesh.data_size
-    if ranks == 1:  # nobody divides the batch: ask where ranks that are not there would
-        mesh = MeshShape((("dp", ranks_that_divide(program)),))
-        decision = decide_by_preset(program, mesh, "ddp")
-    for node in found:
-        cut = _cut_of_batch(node, decision, mesh) or drawn_for_rows(program, node)
-        if cut is None:
+    for node in program.operations():
+        if node.target is not RANDOM or node.meta["name"] not in decision.batch_dims:
             continue
+        dim, blocks = decision.batch_dims[node.meta["name"]]
         seed, kind, operation, sizes, whole, starts, _, shards = node.args
-        rows = [cut.dim, ranks, micro_batches, blocks_of(cut)]
+        rows = [dim, mesh.data_size, micro_batches, blocks]
         whole = list(whole)  # type: ignore[arg-type]
-        whole[cut.dim] *= micro_batches  # type: ignore[operator]
+        whole[dim] *= micro_batches  # type: ignore[operator]
         node.args = (seed, kind, operation, sizes, whole, starts, rows, shards)
     return program
-
-
-def _cut_of_batch(node: fx.Node, decision: PlacementDecision, mesh: MeshShape) -> Shard | None:
-    """How data-parallel ranks divide a random tensor, or what of its shape is made of it."""
-    for value in of_one_shape(node):
-        (made,) = decision.operations[value.meta["name"]].outputs
-        seen = [made]
-        for user in (user for user in value.users if user.meta["phase"] == FORWARD):
-            read = zip(
-                tensor_arguments(user), decision.operations[user.meta["name"]].inputs, strict=True
-            )
-            seen += [placements for argument, placements in read if argument is value]
-        for placements in seen:
-            for name, placement in zip(mesh.names, placements or (), strict=True):
-                if name != TENSOR_PARALLEL and isinstance(placement, Shard):
-                    return placement
-    return None
 
 
 def local_part_of(

@@ -14,6 +14,8 @@ from torch import fx
 from torch.distributed.tensor import Partial, Shard
 
 from stepgraph import torch_internals
+from stepgraph.operators import table as operators
+from stepgraph.operators.views import NAMES_A_SHAPE
 from stepgraph.placement.passes.draw_by_global_row import local_part_of
 from stepgraph.placement.rules.redistribution import redistribute_over
 from stepgraph.placement.rules.vocabulary import LOCAL_FORMS, Rows, rows_cut, share_traffic
@@ -35,16 +37,7 @@ from stepgraph.torch_internals.code import graph_module
 
 aten = torch.ops.aten
 
-# Operators whose argument of this position is the global output shape, besides those DTensor knows.
-_SHAPE_ARGUMENT = {
-    aten.full.default: 0,
-    aten.zeros.default: 0,
-    aten.ones.default: 0,
-    aten.empty.memory_format: 0,
-}
-
 _SQUEEZES = {aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims}
-_VIEWS = {aten.view.default, torch_internals.UNSAFE_VIEW}
 
 
 @program_pass(
@@ -192,7 +185,9 @@ class _Placer:
             return target, local_part_of(node, args, choice.outputs[0], self.mesh)
         if adjuster := torch_internals.scalar_shape_adjuster(target):
             return target, self._adjust(adjuster, node, args, kwargs, choice)
-        position = _SHAPE_ARGUMENT.get(target, torch_internals.shape_argument(target))
+        position = operators.of(target).shape_argument
+        if position is None:
+            position = torch_internals.shape_argument(target)
         if position is not None:
             shape = local_shape(node.meta["val"].shape, choice.outputs[0], self.mesh)
             args = (*args[:position], list(shape), *args[position + 1 :])
@@ -233,7 +228,7 @@ class _Placer:
         try:
             return self.shapes.run(target, args, kwargs)
         except (RuntimeError, ValueError):
-            if target not in _VIEWS:
+            if target not in NAMES_A_SHAPE:
                 raise
             return None
 

@@ -6,10 +6,12 @@ import torch
 from torch import fx
 
 from stepgraph.program.build import Builder
-from stepgraph.program.layout import TENSOR_PARALLEL, MeshShape
+from stepgraph.program.layout import MeshShape
+from stepgraph.program.mesh_roles import Role
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
 from stepgraph.program.record import SUMMATION, program_pass
+from stepgraph.torch_internals import operators as private
 
 aten = torch.ops.aten
 
@@ -21,10 +23,10 @@ aten = torch.ops.aten
 )
 def spell_out_log_softmax(program: Program, mesh: MeshShape) -> Program:
     """Log-softmax and its backward as maxima, sums and differences, which classes that are cut allow."""
-    if TENSOR_PARALLEL not in mesh.names:
+    if Role.TENSOR not in mesh.roles:
         return program
     for node in list(program.operations()):
-        if node.target not in (aten._log_softmax.default, aten._log_softmax_backward_data.default):
+        if node.target not in (private.LOG_SOFTMAX, private.LOG_SOFTMAX_BACKWARD):
             continue
         emit = Builder(program, node.meta["phase"], node)
         emit.module = node.meta["module"]
@@ -50,6 +52,6 @@ def _log_softmax_backward(emit: Builder, node: fx.Node) -> fx.Node:
 
 
 _SPELLED = {
-    aten._log_softmax.default: _log_softmax,
-    aten._log_softmax_backward_data.default: _log_softmax_backward,
+    private.LOG_SOFTMAX: _log_softmax,
+    private.LOG_SOFTMAX_BACKWARD: _log_softmax_backward,
 }

@@ -18,6 +18,7 @@ from stepgraph.program.layout import MeshShape
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
 from stepgraph.program.record import SUMMATION, program_pass
+from stepgraph.torch_internals import operators as private
 
 aten = torch.ops.aten
 
@@ -215,10 +216,10 @@ def _group_norm_backward(
 
 
 _SPELLED: dict[Any, Callable[..., list]] = {
-    aten._native_batch_norm_legit_functional.default: _batch_norm,
-    aten._native_batch_norm_legit_no_training.default: _batch_norm_frozen,
-    aten._native_batch_norm_legit.no_stats: _batch_norm_without_buffers,
-    aten._batch_norm_with_update_functional.default: _batch_norm_with_reserve,
+    private.BATCH_NORM_FUNCTIONAL: _batch_norm,
+    private.BATCH_NORM_FROZEN: _batch_norm_frozen,
+    private.BATCH_NORM_WITHOUT_BUFFERS: _batch_norm_without_buffers,
+    private.BATCH_NORM_WITH_RESERVE: _batch_norm_with_reserve,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.batch_norm_backward.default: _batch_norm_backward,
     aten.native_group_norm_backward.default: _group_norm_backward,

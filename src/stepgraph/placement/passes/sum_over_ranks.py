@@ -8,6 +8,7 @@ what ``reduce_grad`` averages: so the totals' gradients are added up over ranks,
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import fx
@@ -21,15 +22,62 @@ from stepgraph.program.collectives import redistribute
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import BACKWARD, FORWARD, Program
-from stepgraph.program.record import SUMMATION, program_pass
+from stepgraph.program.record import SUMMATION, Results, Values, program_pass
+from stepgraph.program.shards import REDUCTIONS
 
 aten = torch.ops.aten
+
+
+def _expected(
+    values: Values, before: Program, after: Program, mesh: MeshShape, sums: Sums
+) -> Results:
+    """Readers of totals read what all ranks have together, those of a tangent its mean."""
+    loss, found = sums.loss or (None, None)
+    kinds = dict(sums.totals) | (found.totals if found else {})
+    tangent = None if loss is None else roles.ResultTangent(loss.index)
+    _, seen = values.inside(before, {*kinds, *([roles.label(tangent)] if tangent else [])})
+
+    def of_all(name: str, kind: str) -> torch.Tensor:
+        parts = [seen[rank, name] for rank in range(mesh.world_size)]
+        return REDUCTIONS[kind](torch.stack(parts))
+
+    whole = {name: of_all(name, kind) for name, kind in kinds.items()}
+    tail = {*sums.tail, *(found.tail if found else ())}
+    scaled = found.boundary if found and found.gradient_kind == "sum" else None
+    inputs: dict[Any, torch.Tensor] = {}
+    if found is not None and tangent is not None:
+        kind = "avg" if scaled else found.gradient_kind
+        inputs[tangent] = of_all(roles.label(tangent), kind)
+
+    def read(node: fx.Node, args: tuple, kwargs: dict[str, Any]) -> Any:
+        given = []
+        for source, value in zip(node.args, args, strict=True):
+            name = source.meta.get("name") if isinstance(source, fx.Node) else None
+            if name in whole and node.meta["name"] in tail:
+                value = whole[name]
+            if name is not None and name == scaled and node.meta["name"] not in tail:
+                value = value * mesh.world_size
+            given.append(value)
+        return node.target(*given, **kwargs)  # type: ignore[operator]
+
+    special = {*whole, scaled}
+    readers = [
+        node.meta["name"]
+        for node in before.operations()
+        if any(source.meta.get("name") in special for source in node.all_input_nodes)
+    ]
+    results = dict(values.execute(before, dict.fromkeys(readers, read), inputs))
+    for role, node in zip(before.outputs, before.results, strict=True):
+        if node.meta.get("name") in sums.totals:
+            results |= {(r, role): whole[node.meta["name"]] for r in range(mesh.world_size)}
+    return results
 
 
 @program_pass(
     reads="results, and the tangent of the loss",
     writes="``all_reduce`` of totals and of the tangent; one factor on the way back",
     preserves=SUMMATION,
+    reference=_expected,
 )
 def sum_over_ranks(program: Program, mesh: MeshShape, sums: Sums) -> Program:
     """Adds up over ranks what was decided on; see the module docstring."""

@@ -9,6 +9,7 @@ rule lets it be divided.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -181,3 +182,14 @@ class DataParallel(Walk):
             cost += 1e-2 * sum(size_in_bytes(value) for value in tensors_of(node.meta["val"]))
             cost += 1e-2 * sum(size_in_bytes(argument.meta["val"]) for argument in arguments)
         return cost
+
+
+def ranks_that_divide(program: Program) -> int:
+    """The fewest ranks that divide the rows of a batch; 1: it has one row, and none do."""
+    rows = [
+        value.shape[0]
+        for role, value in zip(program.inputs, program.input_values, strict=True)
+        if isinstance(role, roles.UserInput) and value.shape
+    ]
+    usual = statistics.mode(rows) if rows else 1
+    return next((ranks for ranks in range(2, usual + 1) if usual % ranks == 0), 1)

@@ -9,39 +9,37 @@ Dimensions are decided one by one: a strategy that is right on each is right on 
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 
-import torch
-from torch import fx
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Shard
 
-from stepgraph.errors import MeshError, UsageError, name_a_few, near_misses
+from stepgraph.errors import MeshError, UsageError, near_misses
+from stepgraph.placement.presets.beside_data import BESIDE_DATA
 from stepgraph.placement.presets.data_parallel import DataParallel, Storage
-from stepgraph.placement.presets.tensor_parallel import TensorParallel, find_layout
 from stepgraph.placement.presets.walk import REPLICATE, Walk
 from stepgraph.planning.decisions import OperationPlacement, PlacementDecision, PlacementDraft
 from stepgraph.planning.request import AUTO
 from stepgraph.program import roles
-from stepgraph.program.layout import TENSOR_PARALLEL, MeshShape, Placements
+from stepgraph.program.layout import MeshShape, Placements
+from stepgraph.program.mesh_roles import Role
 from stepgraph.program.program import OPTIMIZER, Program
 
 _WHOLE, _ZERO3 = Storage(False, False, False), Storage(True, True, True)
 
-SEQUENCE_PARALLEL = "sp"
+NOTHING_KNOWN: Mapping[str, Placements] = {}
 
-PRESETS: dict[str, dict[str, Storage]] = {
-    "ddp": {"dp": _WHOLE},
-    "zero1": {"dp": Storage(False, True, False)},
-    "zero2": {"dp": Storage(False, True, True)},
-    "zero3": {"dp": _ZERO3},
-    "zero3-keep": {"dp": Storage(True, True, True, gather_again=False)},
-    "hsdp": {"replicate": _WHOLE, "shard": _ZERO3},
+PRESETS: dict[str, dict[Role, Storage]] = {
+    "ddp": {Role.DATA: _WHOLE},
+    "zero1": {Role.DATA: Storage(False, True, False)},
+    "zero2": {Role.DATA: Storage(False, True, True)},
+    "zero3": {Role.DATA: _ZERO3},
+    "zero3-keep": {Role.DATA: Storage(True, True, True, gather_again=False)},
+    "hsdp": {Role.REPLICATE: _WHOLE, Role.SHARD: _ZERO3},
 }
 
 
 def check_preset(name: str, mesh: MeshShape) -> dict[str, Storage]:
-    """What a preset stores where, by data-parallel mesh dimension, if the mesh has what it needs.
+    """What a preset stores where, by mesh dimension that divides the batch, if the mesh has what it needs.
 
     ``tp`` is implied where the mesh has that dimension; ``"tp"`` alone is ``tp+ddp`` on a mesh with ``dp``;
     ``sp`` needs ``tp``. ``auto`` fits every mesh, and says nothing beforehand.
@@ -53,7 +51,8 @@ def check_preset(name: str, mesh: MeshShape) -> dict[str, Storage]:
     if name == AUTO:
         return {}
     parts = name.split("+")
-    known = [*PRESETS, TENSOR_PARALLEL, SEQUENCE_PARALLEL, AUTO]
+    asks_for = {word: role for role, kind in BESIDE_DATA.items() for word in kind.words}
+    known = [*PRESETS, *asks_for, AUTO]
     for part in parts:
         if part not in known:
             raise UsageError(f"unknown plan {name!r}", do=near_misses(part, known))
@@ -63,11 +62,11 @@ def check_preset(name: str, mesh: MeshShape) -> dict[str, Storage]:
             f"plan {name!r} says twice what happens on the data-parallel dimensions",
             do="name one of " + ", ".join(PRESETS) + ", and tp or tp+sp",
         )
-    preset = PRESETS[data[0]] if data else {dim: _WHOLE for dim in ("dp",) if dim in mesh.names}
-    uses_tensor = TENSOR_PARALLEL in parts or SEQUENCE_PARALLEL in parts
-    wanted = [*preset, *([TENSOR_PARALLEL] if uses_tensor else [])]
+    preset = PRESETS[data[0]] if data else {r: _WHOLE for r in mesh.roles if r is Role.DATA}
+    beside = dict.fromkeys(asks_for[part] for part in parts if part in asks_for)
+    wanted = [role.dim for role in (*preset, *beside)]
     missing = [dim for dim in wanted if dim not in mesh.names]
-    extra = [dim for dim in mesh.names if dim not in preset and dim != TENSOR_PARALLEL]
+    extra = [role.dim for role in mesh.roles if role not in preset and role not in BESIDE_DATA]
     if missing or extra:
         problem = f"lacks {', '.join(missing)}" if missing else f"has {', '.join(extra)} besides"
         raise MeshError(
@@ -75,7 +74,7 @@ def check_preset(name: str, mesh: MeshShape) -> dict[str, Storage]:
             f"{' and '.join(map(repr, wanted))}; the mesh {mesh} {problem}",
             do=f"use a mesh such as {','.join(f'{dim}=2' for dim in wanted)}",
         )
-    return preset
+    return {role.dim: storage for role, storage in preset.items()}
 
 
 def gathers_again(name: str, mesh: MeshShape) -> bool:
@@ -94,7 +93,7 @@ def stored_parameter(preset_name: str, shape: tuple[int, ...], mesh: MeshShape) 
     preset = check_preset(preset_name, mesh)
     cut = {name for name, storage in preset.items() if storage.shard_parameters}
     if preset_name == AUTO:
-        cut = set(mesh.names) - {TENSOR_PARALLEL}
+        cut = {role.dim for role in mesh.roles if role.divides_batch}
     return tuple(Shard(0) if name in cut and shape else REPLICATE for name in mesh.names)
 
 
@@ -102,7 +101,7 @@ def decide_by_preset(
     program: Program,
     mesh: MeshShape,
     preset_name: str,
-    known_inputs: Mapping[str, Placements] | None = None,
+    known: Mapping[str, Placements] = NOTHING_KNOWN,
 ) -> PlacementDecision:
     """Places every value of a Program by a preset.
 
@@ -110,33 +109,24 @@ def decide_by_preset(
         program: with global shapes, not placed yet.
         mesh: has the dimensions that the preset names.
         preset_name: presets of :data:`PRESETS` and ``tp``, joined by ``+``.
-        known_inputs: where other programs of the step store inputs, by label.
+        known: where another program of the same step stores inputs already, by label.
 
     Returns:
         the decision, in the model's own names.
     """
     preset = check_preset(preset_name, mesh)
     decision = PlacementDraft(preset_name)
+    words = preset_name.split("+")
     walks: dict[str, Walk] = {}
     taken: frozenset = frozenset()
-    if TENSOR_PARALLEL in mesh.names:
-        axis = mesh.names.index(TENSOR_PARALLEL)
-        layout = {
-            label[len("Param(") : -1]: placements[axis]
-            for label, placements in (known_inputs or {}).items()
-            if label.startswith("Param(")
-        }
-        ranks = mesh.sizes[axis]
-        layout = find_layout(program, ranks, mesh.data_size, layout)
-        sequence = None
-        if SEQUENCE_PARALLEL in preset_name.split("+"):
-            sequence = _sequence_dims(program)
-        walk = TensorParallel(program, ranks, mesh.data_size, layout, sequence)
-        walks[TENSOR_PARALLEL] = walk.decide()
-        taken = _cut_by_rows(walk)
-        decision.notes += _kept_whole(walk)
-        if sequence is not None and not _cuts_the_sequence(walk):
-            decision.notes.append("sp: no activation of this model could be cut along its sequence")
+    for axis, role in enumerate(mesh.roles):
+        if role in BESIDE_DATA:
+            labels = {r.name: roles.label(r) for r in program.inputs if isinstance(r, roles.Param)}
+            stored = {name: known[label][axis] for name, label in labels.items() if label in known}
+            walk, notes = BESIDE_DATA[role].walk(program, mesh, axis, words, stored)
+            walks[mesh.names[axis]] = walk
+            taken |= _sharded_by_rows(walk)
+            decision.notes += notes
     for name, storage in preset.items():
         size = mesh.sizes[mesh.names.index(name)]
         walks[name] = DataParallel(program, size, mesh.data_size, storage, taken).decide()
@@ -153,74 +143,27 @@ def walk_along(
         preset_name: of a data-parallel dimension, or ``tp`` with or without ``sp``.
         tensor: the walk along the dimension of tensor parallelism, where that is a preset's too.
     """
-    size = mesh.sizes[axis]
-    if mesh.names[axis] != TENSOR_PARALLEL:
-        (storage,) = PRESETS[preset_name].values()
-        taken = _cut_by_rows(tensor) if isinstance(tensor, TensorParallel) else frozenset()
-        return DataParallel(program, size, mesh.data_size, storage, taken).decide()
-    layout = find_layout(program, size, mesh.data_size, {})
-    sequence = _sequence_dims(program) if SEQUENCE_PARALLEL in preset_name.split("+") else None
-    return TensorParallel(program, size, mesh.data_size, layout, sequence).decide()
+    if beside := BESIDE_DATA.get(mesh.roles[axis]):
+        return beside.walk(program, mesh, axis, preset_name.split("+"), {})[0]
+    (storage,) = PRESETS[preset_name].values()
+    apart = tensor is not None and not isinstance(tensor, DataParallel)
+    taken = _sharded_by_rows(tensor) if apart else frozenset()
+    return DataParallel(program, mesh.sizes[axis], mesh.data_size, storage, taken).decide()
 
 
-def ranks_that_divide(program: Program) -> int:
-    """The fewest ranks that divide the rows of a batch; 1: it has one row, and none do."""
-    rows = [
-        value.shape[0]
-        for role, value in zip(program.inputs, program.input_values, strict=True)
-        if isinstance(role, roles.UserInput) and value.shape
-    ]
-    usual = statistics.mode(rows) if rows else 1
-    return next((ranks for ranks in range(2, usual + 1) if usual % ranks == 0), 1)
-
-
-def _sequence_dims(program: Program) -> dict[fx.Node, int]:
-    """The dimension of (batch, sequence, width) activations, in either order, that is the sequence.
-
-    A data-parallel walk tells where the batch is.
-    """
-    ranks = ranks_that_divide(program)
-    walk = DataParallel(program, ranks, ranks, _WHOLE).decide()
-    found = {}
-    for node, placements in walk.now.items():
-        value, placement = node.meta["val"], placements[0]
-        batched = isinstance(placement, Shard) and isinstance(value, torch.Tensor)
-        if (
-            batched
-            and value.dim() == 3
-            and placement.dim < 2
-            and value.shape[1 - placement.dim] > 1
-        ):
-            found[node] = 1 - placement.dim
-    return found
-
-
-def _cuts_the_sequence(walk: TensorParallel) -> bool:
-    return any(walk.now[node] == (Shard(dim),) for node, dim in walk.sequence.items())
-
-
-def _cut_by_rows(walk: TensorParallel) -> frozenset:
-    """Parameters whose rows tensor parallelism cuts, and gradients on their way into the update."""
-    names = {name for name, placement in walk.layout.items() if placement == Shard(0)}
+def _sharded_by_rows(walk: Walk) -> frozenset:
+    """Parameters whose rows a walk shards, and gradients on their way into the update."""
+    names = {
+        role.name
+        for role, placement in walk.inputs.items()
+        if isinstance(role, roles.Param) and placement == Shard(0)
+    }
     nodes = {
         node
         for node in walk.chosen
         if node.meta["phase"] != OPTIMIZER and walk.now[node] == (Shard(0),)
     }
     return frozenset(names | nodes)
-
-
-def _kept_whole(walk: TensorParallel) -> list[str]:
-    """Says which matrices tensor parallelism does not cut."""
-    whole = [
-        name
-        for name, shape in walk.shapes.items()
-        if len(shape) > 1 and isinstance(walk.layout.get(name, REPLICATE), Replicate)
-    ]
-    if not whole:
-        return []
-    shown = name_a_few(whole)
-    return [f"tp keeps these weights, and the work on them, whole on every rank: {shown}"]
 
 
 def record(program: Program, walks: Sequence[Walk], decision: PlacementDraft) -> None:

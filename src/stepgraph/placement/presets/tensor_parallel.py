@@ -41,6 +41,7 @@ from stepgraph.program.program import (
     tensor_arguments,
     tensors_of,
 )
+from stepgraph.torch_internals import operators as private
 
 aten = torch.ops.aten
 
@@ -55,8 +56,8 @@ _PASS_SUMS = {
 # An activation that every rank has may be cut in front of these: heads of keys and values that do not
 # divide serve queries that do.
 _CUT_THEIR_INPUTS = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    private.CPU_ATTENTION,
+    private.CPU_ATTENTION_BACKWARD,
 }
 
 _NEVER = float("inf")

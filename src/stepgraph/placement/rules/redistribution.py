@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -282,107 +280,76 @@ class Moves:
         return Cost(once, again, kept if once else 0, temporary, wires, last)
 
 
-WHOLE, PENDING, CUT = 0, 1, 2
-
-
-class Coded:
-    """Placements as arrays ``[how many, mesh dimensions]``: questions about thousands take no time.
-
-    ``kind``: whole, pending or cut. ``dim``: that is cut, or the number of the reduction that is pending.
-    ``blocks``: of an InnerShard, else 1.
-    """
-
-    def __init__(self, placements: Sequence[Placements]) -> None:
-        coded = [[_code(placement) for placement in each] for each in placements]
-        array = np.array(coded, np.int64).reshape(len(placements), -1, 3)
-        self.kind, self.dim, self.blocks = array[..., 0], array[..., 1], array[..., 2]
-
-    def at(self, index: np.ndarray) -> Coded:
-        """Of placements on one mesh dimension those that ``index`` [how many, mesh dimensions] picks."""
-        picked = copy.copy(self)
-        picked.kind, picked.dim = self.kind[index, 0], self.dim[index, 0]
-        picked.blocks = self.blocks[index, 0]
-        return picked
-
-    def fits(self, shape: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
-        """Which are even cuts of a shape on a mesh, those of one dimension in agreement."""
-        good = np.ones(len(self.kind), bool)
-        ranks = np.array(sizes)
-        for dim in np.unique(self.dim[self.kind == CUT]):
-            if dim >= len(shape):
-                return good & False
-            cut = (self.kind == CUT) & (self.dim == dim)
-            inner = cut & (self.blocks > 1)
-            plain = np.where(cut & ~inner, ranks, 1).prod(axis=1)
-            inside = np.where(inner, ranks, 1).prod(axis=1)
-            blocks = np.where(inner, self.blocks, 1).max(axis=1)
-            agree = np.where(inner, self.blocks, blocks[:, None]).min(axis=1) == blocks
-            length = shape[dim]
-            even = np.where(
-                blocks > 1,
-                (length % blocks == 0) & (blocks % plain == 0) & (length // blocks % inside == 0),
-                length % plain == 0,
-            )
-            good &= ~cut.any(axis=1) | (even & agree & (length > 0))
-        kinds = np.where(self.kind == PENDING, self.dim, -1)
-        mixed = np.where(self.kind == PENDING, self.dim, kinds.max(axis=1)[:, None]).min(axis=1)
-        return good & (mixed == kinds.max(axis=1))
-
-    def parts(self, strides: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
-        """Into how many parts the memory of a value is cut; a dimension of stride 0 has none."""
-        real = np.array([*(stride != 0 for stride in strides), False])
-        cuts = (self.kind == CUT) & real[np.minimum(self.dim, len(strides))]
-        return np.where(cuts, np.array(sizes), 1).prod(axis=1)
-
-
-_REDUCTIONS = ("sum", "avg", "max", "min")
-
-
-def _code(placement: Placement) -> tuple[int, int, int]:
-    if isinstance(placement, Shard):
-        return CUT, placement.dim, blocks_of(placement)
-    if isinstance(placement, Partial):
-        return PENDING, _REDUCTIONS.index(placement.reduce_op), 1
-    return WHOLE, 0, 1
-
-
 # Not what makes a whole value one rank's share of a sum: only sums read that, in one kernel with it.
 _COPIES = {aten.clone.default, aten.constant_pad_nd.default, aten.div.Scalar}
 
 
 def _result(target: Any, part: _Part, args: tuple) -> _Part:
     """Shape and strides of one emitted operation's result."""
-    shape, strides = list(part.shape), list(part.strides)
-    if target is aten.transpose.int or target is aten.permute.default:
-        order = list(range(len(shape)))
-        if target is aten.permute.default:
-            order = args[0]
-        else:
-            a, b = args
-            order[a], order[b] = b, a
-        return _Part(
-            tuple(shape[i] for i in order), tuple(strides[i] for i in order), part.itemsize
-        )
-    if target is aten.slice.Tensor:
-        dim, start, end = args
-        shape[dim] = end - start
-        return _Part(tuple(shape), part.strides, part.itemsize)
-    if target is aten.view.default and not part.is_contiguous():  # one dimension in two
-        new = list(args[0])
-        dim = next(
-            i for i in range(len(shape)) if [*new[:i], new[i] * new[i + 1], *new[i + 2 :]] == shape
-        )
-        strides.insert(dim, strides[dim] * new[dim + 1])
-        return _Part(tuple(args[0]), tuple(strides), part.itemsize)
-    if target is torch_internals.ALL_GATHER:
-        shape[0] *= args[0]
-    elif target is torch_internals.REDUCE_SCATTER:
-        shape[0] //= args[1]
-    elif target is aten.view.default:
-        shape = list(args[0])
-    elif target is aten.constant_pad_nd.default:
-        shape[len(shape) - len(args[0]) // 2] += args[0][-1]
-    elif target is SHARD_OF:
-        dim, ranks = args[:2]
-        shape[dim] = chunk_size(shape[dim], ranks)
+    if target in _RESULTS:
+        return _RESULTS[target](part, *args)
+    return _dense(part, part.shape)
+
+
+def _dense(part: _Part, shape: Sequence[int]) -> _Part:
     return _Part(tuple(shape), dense_strides(shape), part.itemsize)
+
+
+def _permuted(part: _Part, order: Sequence[int]) -> _Part:
+    shape, strides = (tuple(each[i] for i in order) for each in (part.shape, part.strides))
+    return _Part(shape, strides, part.itemsize)
+
+
+def _transposed(part: _Part, a: int, b: int) -> _Part:
+    order = list(range(part.dim()))
+    order[a], order[b] = b, a
+    return _permuted(part, order)
+
+
+def _sliced(part: _Part, dim: int, start: int, end: int) -> _Part:
+    return _Part(_with_size(part.shape, dim, end - start), part.strides, part.itemsize)
+
+
+def _viewed(part: _Part, sizes: Sequence[int]) -> _Part:
+    if part.is_contiguous():
+        return _dense(part, sizes)
+    shape, strides, new = list(part.shape), list(part.strides), list(sizes)
+    dim = next(  # one dimension in two
+        i for i in range(len(shape)) if [*new[:i], new[i] * new[i + 1], *new[i + 2 :]] == shape
+    )
+    strides.insert(dim, strides[dim] * new[dim + 1])
+    return _Part(tuple(new), tuple(strides), part.itemsize)
+
+
+def _with_size(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def _gathered(part: _Part, ranks: int, *_: Any) -> _Part:
+    return _dense(part, _with_size(part.shape, 0, part.shape[0] * ranks))
+
+
+def _scattered(part: _Part, kind: str, ranks: int, *_: Any) -> _Part:
+    return _dense(part, _with_size(part.shape, 0, part.shape[0] // ranks))
+
+
+def _padded(part: _Part, pads: Sequence[int], *_: Any) -> _Part:
+    dim = part.dim() - len(pads) // 2
+    return _dense(part, _with_size(part.shape, dim, part.shape[dim] + pads[-1]))
+
+
+def _shard_of(part: _Part, dim: int, ranks: int, *_: Any) -> _Part:
+    return _dense(part, _with_size(part.shape, dim, chunk_size(part.shape[dim], ranks)))
+
+
+# What an emitted operation makes of shape and strides; any other keeps the shape, and is contiguous.
+_RESULTS: dict[Any, Callable[..., _Part]] = {
+    aten.transpose.int: _transposed,
+    aten.permute.default: _permuted,
+    aten.slice.Tensor: _sliced,
+    aten.view.default: _viewed,
+    aten.constant_pad_nd.default: _padded,
+    torch_internals.ALL_GATHER: _gathered,
+    torch_internals.REDUCE_SCATTER: _scattered,
+    SHARD_OF: _shard_of,
+}

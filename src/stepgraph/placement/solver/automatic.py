@@ -31,7 +31,7 @@ from stepgraph.placement.solver.storages import Storage
 from stepgraph.planning.decisions import PlacementDecision, PlacementDraft, Reason
 from stepgraph.planning.request import AUTO
 from stepgraph.program import roles
-from stepgraph.program.layout import TENSOR_PARALLEL, MeshShape, Placements, show
+from stepgraph.program.layout import MeshShape, Placements, show
 from stepgraph.program.program import Program
 
 REPLICATE = Replicate()
@@ -123,23 +123,23 @@ def _pins(program: Program, mesh: MeshShape) -> dict[Any, Placements]:
     for role, value in zip(program.inputs, program.input_values, strict=True):
         if isinstance(role, roles.UserInput):
             cut = bool(value.shape) and value.shape[0] % mesh.data_size == 0
-            pins[role] = _rows(mesh) if cut else (REPLICATE,) * len(mesh.dims)
+            pins[role] = (
+                _where_rows_differ(mesh, Shard(0)) if cut else (REPLICATE,) * len(mesh.dims)
+            )
     results = [role for role in program.outputs if isinstance(role, roles.ModuleResult)]
     if results:
         kept = Stored(False, False, False)
         walk = DataParallel(program, mesh.data_size, mesh.data_size, kept).decide()
         for role in results:
             rows = walk.outputs[role]
-            placements = tuple(
-                REPLICATE if name == TENSOR_PARALLEL else rows for name in mesh.names
-            )
+            placements = _where_rows_differ(mesh, rows)
             pins[role] = placements
             pins[roles.ResultTangent(role.index)] = placements
     return pins
 
 
-def _rows(mesh: MeshShape) -> Placements:
-    return tuple(REPLICATE if name == TENSOR_PARALLEL else Shard(0) for name in mesh.names)
+def _where_rows_differ(mesh: MeshShape, rows: Placement) -> Placements:
+    return tuple(rows if role.divides_batch else REPLICATE for role in mesh.roles)
 
 
 class Chosen(DataParallel):

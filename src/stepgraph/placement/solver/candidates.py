@@ -16,17 +16,18 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph.operators.sharding import TABLE, Rules, Strategy
-from stepgraph.placement.passes.copy_views import VIEWS
+from stepgraph.operators.views import REARRANGES
 from stepgraph.placement.rules.vocabulary import STRATEGIES
 from stepgraph.program.layout import InnerShard
 from stepgraph.program.program import tensor_arguments
+from stepgraph.torch_internals import operators as private
 
 aten = torch.ops.aten
 REPLICATE, SUM = Replicate(), Partial("sum")
 
 _PRODUCTS = {aten.mm.default, aten.addmm.default}
 _CARRY_SUMS = {
-    aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.clone.default, aten._to_copy.default,
+    aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.clone.default, private.TO_COPY,
     aten.mul.Scalar, aten.div.Scalar, aten.sum.dim_IntList, aten.sum.default,
 }  # fmt: skip
 # Made of numbers alone: any part can be made alone.
@@ -62,7 +63,7 @@ class Candidates:
         # A pending sum is worth carrying on only through what gradients are added up by.
         # And through a loss's division by a count: nothing waits for what is added up after it.
         quotient = node.target is aten.div.Tensor and not node.meta["val"].dim()
-        carries = quotient or node.target in _CARRY_SUMS or node.target in VIEWS
+        carries = quotient or node.target in _CARRY_SUMS or node.target in REARRANGES
         return [
             strategy
             for strategy in found

@@ -11,15 +11,16 @@ from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph.errors import UsageError, near_misses
 from stepgraph.operators.sharding import Strategy
+from stepgraph.placement.presets.beside_data import BESIDE_DATA
 from stepgraph.placement.presets.named import PRESETS, check_preset, walk_along
 from stepgraph.placement.presets.walk import Walk
-from stepgraph.placement.rules.redistribution import Coded
+from stepgraph.placement.rules.coded import Coded
 from stepgraph.placement.solver.groups import Group
 from stepgraph.placement.solver.problem import Model
 from stepgraph.placement.solver.storages import Storage
 from stepgraph.planning.placements import parse_placements
 from stepgraph.program import roles
-from stepgraph.program.layout import TENSOR_PARALLEL, MeshShape, Placements, show
+from stepgraph.program.layout import MeshShape, Placements, data_mesh, show
 from stepgraph.program.program import FORWARD, Program
 
 _INPUT, _OUTPUT = "input:", "/output"
@@ -43,7 +44,8 @@ class Constraints:
         self.stored: dict[str, Placements] = {}
         self.made: dict[fx.Node, Placements] = {}
         self.walks: dict[int, Walk] = {}
-        for pattern, wanted in sorted(asked.items(), key=lambda item: item[0] != TENSOR_PARALLEL):
+        first = {role.dim for role in BESIDE_DATA}
+        for pattern, wanted in sorted(asked.items(), key=lambda item: item[0] not in first):
             if pattern in mesh.names:
                 self._preset(mesh.names.index(pattern), wanted)
             elif pattern.startswith(_INPUT):
@@ -53,14 +55,16 @@ class Constraints:
 
     def _preset(self, axis: int, name: str) -> None:
         dim, size = self.mesh.dims[axis]
-        tensor = dim == TENSOR_PARALLEL
-        known = ["tp", "tp+sp"] if tensor else [n for n in PRESETS if len(PRESETS[n]) == 1]
+        beside = BESIDE_DATA.get(self.mesh.roles[axis])
+        known = [n for n in PRESETS if len(PRESETS[n]) == 1]
+        if beside:
+            known = list(dict.fromkeys([beside.words[0], "+".join(beside.words)]))
         if name not in known:
             raise UsageError(
                 f"constraint {dim!r}: {name!r} is no preset for this mesh dimension",
                 do=near_misses(name, known),
             )
-        check_preset(name, MeshShape(((dim if tensor else "dp", size),)))
+        check_preset(name, MeshShape(((dim, size),)) if beside else data_mesh(size))
         first = next(iter(self.walks.values()), None)  # tensor parallelism's, if that is asked for
         self.walks[axis] = walk_along(self.program, self.mesh, axis, name, first)
 

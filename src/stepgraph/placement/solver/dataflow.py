@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
-from stepgraph.cost.memory import viewed
+from stepgraph.operators.views import viewed
 from stepgraph.placement.solver.groups import decided_here
 from stepgraph.program import roles
 from stepgraph.program.program import BACKWARD, Program

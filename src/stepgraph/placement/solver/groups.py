@@ -22,7 +22,7 @@ from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph.operators.sharding import Strategy
-from stepgraph.placement.passes.copy_views import VIEWS
+from stepgraph.operators.views import REARRANGES
 from stepgraph.placement.solver.candidates import Candidates
 from stepgraph.program.build import freeze
 from stepgraph.program.layout import InnerShard
@@ -114,7 +114,7 @@ def find_groups(program: Program, strategies: dict[fx.Node, list[Strategy]]) -> 
     joined: set[fx.Node] = set()
     for node in reversed(list(strategies)):
         readers = [user for user in node.users if user.op != "output"]
-        if node.target in VIEWS and len(readers) == 1 and node not in results:
+        if node.target in REARRANGES and len(readers) == 1 and node not in results:
             (reader,) = readers
             if reader in group_of and _joins(strategies, node, reader):
                 _merge(group_of, group_of[reader], group_of[node])
@@ -125,7 +125,7 @@ def find_groups(program: Program, strategies: dict[fx.Node, list[Strategy]]) -> 
             continue
         alone = len(source.users) == 1 and source not in results
         if node.target is operator.getitem or (
-            node.target in VIEWS and alone and _follows(strategies, source, node)
+            node.target in REARRANGES and alone and _follows(strategies, source, node)
         ):
             _merge(group_of, group_of[source], group_of[node])
     order = {node: i for i, node in enumerate(strategies)}
@@ -170,7 +170,7 @@ def _settled(
 # What still holds a group together when it is taken apart, more and more.
 _BONDS: tuple[Callable[[fx.Node], bool], ...] = (
     lambda reader: True,
-    lambda reader: reader.target is operator.getitem or reader.target in VIEWS,
+    lambda reader: reader.target is operator.getitem or reader.target in REARRANGES,
     lambda reader: reader.target is operator.getitem,
 )
 
@@ -256,7 +256,7 @@ def _options(group: Group, strategies: dict[fx.Node, list[Strategy]]) -> Iterabl
             return
         node = group.nodes[len(chosen)]
         arguments = tensor_arguments(node)
-        leaves = node.target in VIEWS and inside.keys().isdisjoint(node.users)
+        leaves = node.target in REARRANGES and inside.keys().isdisjoint(node.users)
         for strategy in strategies[node]:
             agrees = True
             for argument, placement in zip(arguments, strategy.inputs, strict=True):

@@ -11,14 +11,14 @@ from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from stepgraph.cost.memory import viewed
 from stepgraph.cost.work import looks_up, matmul_dtype, node_flops, runs_no_kernel
 from stepgraph.operators.sharding import Strategy, results_of
-from stepgraph.placement.rules.redistribution import Coded, Cost, Moves
+from stepgraph.operators.views import viewed
+from stepgraph.placement.rules.coded import Coded
+from stepgraph.placement.rules.redistribution import Cost, Moves
 from stepgraph.placement.rules.vocabulary import LOCAL_FORMS, rows_cut
 from stepgraph.placement.solver.dataflow import needed_by_backward, values_that_vary
 from stepgraph.placement.solver.groups import Group
-from stepgraph.program.layout import TENSOR_PARALLEL
 from stepgraph.program.program import Program, tensor_arguments, tensors_of
 
 REPLICATE = Replicate()
@@ -55,7 +55,7 @@ class Options:
         grid = np.meshgrid(*single, indexing="ij")
         found = np.stack([axis.ravel() for axis in grid], axis=1)
         # Mesh dimensions that hold rows of the batch are cut alike: what is stored may still differ.
-        data = [axis for axis, name in enumerate(self.mesh.names) if name != TENSOR_PARALLEL]
+        data = [axis for axis, role in enumerate(self.mesh.roles) if role.divides_batch]
         if self._free and data:
             found = found[(found[:, data] == found[:, data[:1]]).all(axis=1)]
         if len(sizes) > 1:

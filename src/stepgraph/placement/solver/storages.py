@@ -12,7 +12,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph.cost.work import matmul_dtype, node_flops, runs_no_kernel
-from stepgraph.placement.rules.redistribution import Coded, Moves
+from stepgraph.placement.rules.coded import Coded
+from stepgraph.placement.rules.redistribution import Moves
 from stepgraph.placement.solver.dataflow import is_stored_cast, update_operations
 from stepgraph.placement.solver.groups import folded
 from stepgraph.program import roles

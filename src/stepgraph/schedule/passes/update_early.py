@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from stepgraph.cost.memory import storage_roots
+from stepgraph.operators.views import storage_roots
 from stepgraph.planning.decisions import ScheduleDecision
 from stepgraph.program import roles
 from stepgraph.program.collectives import is_collective

@@ -12,7 +12,7 @@ from torch import nn
 
 from stepgraph.capture.module import capture, default_loss
 from stepgraph.capture.step import Source
-from stepgraph.equivalence.check import relative_difference, tolerance
+from stepgraph.equivalence.comparing import relative_difference, tolerance
 from stepgraph.equivalence.one_process import OneProcessRun
 from stepgraph.equivalence.values import AS_USUAL, GlobalValues
 from stepgraph.lowering.passes.bind_to_rank import bind_to_rank

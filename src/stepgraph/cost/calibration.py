@@ -55,7 +55,7 @@ _FromOne = Annotated[float, Meta(ge=1, lt=1e30)]
 _Rates = dict[Literal["float32", "float64", "bfloat16", "float16"], _AboveZero]
 
 
-class _Link(Strict):
+class _Link(Strict, frozen=True):
     latency: _FromZero
     bandwidth: _AboveZero
 
@@ -63,7 +63,7 @@ class _Link(Strict):
         return Link(self.latency, self.bandwidth)
 
 
-class _Device(Strict):
+class _Device(Strict, frozen=True):
     """One device of a file."""
 
     matmul: _Rates
@@ -108,7 +108,7 @@ class _Device(Strict):
         return Device(name, **given)
 
 
-class _File(Strict):
+class _File(Strict, frozen=True):
     version: int
     devices: dict[Text, _Device]
 

@@ -128,9 +128,10 @@ def _placement(
         return parsed
 
     reasons: dict[str, Reason] = {}
-    for i, (*cells, folded) in enumerate(found.reasons):
+    for i, (chosen, cost, runner_up, its_cost, folded) in enumerate(found.reasons):
         with at(where, "reasons", str(i)):
-            reasons |= dict.fromkeys(names.unfold(folded), Reason(*cells))
+            reason = Reason(chosen, cost, runner_up, its_cost)
+            reasons |= dict.fromkeys(names.unfold(folded), reason)
     read = {
         "inputs": _groups(found.inputs, placements, names, f"{where}.inputs"),
         "outputs": _groups(found.outputs, placements, names, f"{where}.outputs"),

@@ -32,7 +32,7 @@ Groups = dict[Text, Folded]
 """What is said -> the names of which it is said."""
 
 
-class PrecisionFile(Strict):
+class PrecisionFile(Strict, frozen=True):
     """Names of types."""
 
     compute: Text | None = None
@@ -45,7 +45,7 @@ class PrecisionFile(Strict):
                 raise ValueError(f"{name[:40]!r} is no floating-point type; known: {known}")
 
 
-class StepFile(Strict):
+class StepFile(Strict, frozen=True):
     """:class:`stepgraph.planning.request.StepSettings`."""
 
     micro_batches: Positive
@@ -55,7 +55,7 @@ class StepFile(Strict):
     optimizer: Text | None = None
 
 
-class RequestFile(Strict):
+class RequestFile(Strict, frozen=True):
     """:class:`stepgraph.planning.request.Request`."""
 
     placement: Text
@@ -73,7 +73,7 @@ class RequestFile(Strict):
     memory_budget: Positive | None = None
 
 
-class PlacementFile(Strict):
+class PlacementFile(Strict, frozen=True):
     """:class:`stepgraph.planning.decisions.PlacementDecision`."""
 
     preset: Text
@@ -89,7 +89,7 @@ class PlacementFile(Strict):
     optimality_gap: Number | None = None
 
 
-class MemoryFile(Strict):
+class MemoryFile(Strict, frozen=True):
     """:class:`stepgraph.planning.decisions.MemoryDecision`; ``{"0:2 1:3": [patterns]}`` recomputes."""
 
     policy: Text
@@ -97,7 +97,7 @@ class MemoryFile(Strict):
     notes: list[Text]
 
 
-class ScheduleFile(Strict):
+class ScheduleFile(Strict, frozen=True):
     """:class:`stepgraph.planning.decisions.ScheduleDecision`."""
 
     policy: Text
@@ -106,14 +106,14 @@ class ScheduleFile(Strict):
     updates: Groups | None = None
 
 
-class LoweringFile(Strict):
+class LoweringFile(Strict, frozen=True):
     """:class:`stepgraph.planning.decisions.LoweringDecision`."""
 
     name: Text
     reason: Text
 
 
-class DecisionsFile(Strict):
+class DecisionsFile(Strict, frozen=True):
     """:class:`stepgraph.planning.decisions.Decisions`."""
 
     placement: PlacementFile
@@ -122,7 +122,7 @@ class DecisionsFile(Strict):
     lowering: LoweringFile | None = None
 
 
-class FingerprintFile(Strict):
+class FingerprintFile(Strict, frozen=True):
     """:class:`stepgraph.planning.fingerprint.Fingerprint`."""
 
     parameters: dict[Text, TypeText]
@@ -130,14 +130,14 @@ class FingerprintFile(Strict):
     frozen: list[Text]
 
 
-class Volume(Strict):
+class Volume(Strict, frozen=True):
     """How much is moved."""
 
     count: Count
     bytes: Count
 
 
-class PredictionFile(Strict):
+class PredictionFile(Strict, frozen=True):
     """:class:`stepgraph.cost.predict.Prediction`; tuples as keys are ``"backward/all_gather"``."""
 
     device: Text
@@ -162,7 +162,7 @@ ReadsRow = Annotated[list[Text | Count], Meta(min_length=2)]  # placement, count
 FactsRow = tuple[TypeText, list[ReadsRow], list[MovesRow], Folded]
 
 
-class PlanFile(Strict):
+class PlanFile(Strict, frozen=True):
     """A plan file."""
 
     version: int

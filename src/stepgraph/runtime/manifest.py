@@ -33,7 +33,7 @@ FORMAT = 1
 OWN_FILES = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|" + re.escape(NAME))
 
 
-class FileRecord(Strict):
+class FileRecord(Strict, frozen=True):
     """What a file must be: its size and the CRC-32 of its bytes."""
 
     bytes: Count
@@ -45,7 +45,7 @@ class FileRecord(Strict):
         return cls(path.stat().st_size, checksum(path))
 
 
-class Manifest(Strict):
+class Manifest(Strict, frozen=True):
     """What a checkpoint holds.
 
     Args:

@@ -10,8 +10,10 @@ from torch import nn
 import stepgraph
 from stepgraph.capture.step import Captured
 from stepgraph.cli.launcher import launch
-from stepgraph.equivalence.check import check_model, relative_difference, tolerance
+from stepgraph.equivalence.check import check_model
+from stepgraph.equivalence.comparing import relative_difference, tolerance
 from stepgraph.equivalence.one_process import OneProcessRun
+from stepgraph.program.record import DISTRIBUTION
 
 STEPS = 3
 # On one worker: what takes time is made once.
@@ -186,7 +188,14 @@ def test_another_seed_and_another_step_draw_other_masks(alone):
 def test_the_checker_follows_every_pass():
     report = check_model(net(), batch=batch(), mesh="dp=2", micro_batches=2, memory="full")
     assert report.ok, str(report)
-    assert sum(check.preserves.startswith("distribution") for check in report.passes) == 2
+    drawn = {
+        (check.program, check.name) for check in report.passes if check.preserves == DISTRIBUTION
+    }
+    captured_apart = ("step", "evaluate", "gradients")
+    assert drawn == {
+        *((program, "key_random_operations") for program in captured_apart),
+        *((program, "draw_by_global_row") for program in (*captured_apart, "accumulate")),
+    }
 
 
 def train(lowering, steps=STEPS):

@@ -324,3 +324,18 @@ PLANTED: dict[str, Planted] = {
         ("name_groups", "two dimensions", after(other_dimension)),
     )
 }  # fmt: skip
+
+
+# Passes of the road graph by graph: bugs, planted where a module with a graph break runs on ranks.
+PLANTED_IN_GRAPHS: dict[str, Bug] = {
+    "name_mesh_dims": after(scaled(aten.tanh.default))("name_mesh_dims"),
+    "key_random_operations": after(other_coordinate(2))("key_random_operations"),
+    "draw_seed": after(argument(aten.add.Scalar, 1, lambda word: word + 1))("draw_seed"),
+    "place_markers": after(argument(aten.div.Scalar, 1, lambda ranks: 2 * ranks))("place_markers"),
+    "sum_over_ranks": after(averaged)("sum_over_ranks"),
+    "recompute_in_backward": after(scaled(aten.tanh.default))("recompute_in_backward"),
+    "merge_small_collectives": after(unawaited)("merge_small_collectives"),
+    "update_early": after(scaled(aten.tanh.default))("update_early"),
+    "delay_waits": after(unawaited)("delay_waits"),
+    "bind_to_rank": after(scaled(aten.tanh.default))("bind_to_rank"),
+}

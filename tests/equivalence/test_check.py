@@ -14,13 +14,8 @@ from stepgraph.capture.passes.clip_gradients import clip_gradients
 from stepgraph.capture.passes.drop_identities import drop_identities
 from stepgraph.capture.passes.finish_accumulation import finish_accumulation
 from stepgraph.capture.passes.update_parameters import update_parameters
-from stepgraph.equivalence.check import (
-    ENTRIES,
-    NOT_COMPARED,
-    check_model,
-    relative_difference,
-    tolerance,
-)
+from stepgraph.equivalence.check import ENTRIES, check_model
+from stepgraph.equivalence.comparing import NOT_COMPARED, relative_difference, tolerance
 from stepgraph.lowering.passes.bind_to_rank import bind_to_rank
 from stepgraph.lowering.passes.write_state_in_place import write_state_in_place
 from stepgraph.memory.passes.recompute_in_backward import recompute_in_backward

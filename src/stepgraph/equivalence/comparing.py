@@ -83,16 +83,10 @@ def compare(
     for role in old.keys() & new.keys():
         size = relative_difference(old[role], new[role])
         if size > difference:
-            worst, difference = _shown(role), size
+            worst, difference = roles.label(role), size
     allowed = 0.0 if preserves == BITWISE else tolerance(old.values(), inside)
     report.passes.append(
         PassCheck(program, name, preserves, difference, worst, difference <= allowed)
-    )
-
-
-def _shown(role: Any) -> str:
-    return (
-        f"rank {role[0]}, {roles.label(role[1])}" if isinstance(role, tuple) else roles.label(role)
     )
 
 

@@ -1,98 +1,95 @@
 """Checks every pass of a module that runs graph by graph: each graph before and after it, on all ranks.
 
-One uncompiled run records what each rank's graphs are given; the ranks exchange that, and each runs the
-graphs of all of them in lockstep.
+One uncompiled run records what each rank's graphs are given. Each rank then interprets its own, and they
+exchange values where its collectives stand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from stepgraph import torch_internals
 from stepgraph.equivalence.comparing import CheckReport, compare
-from stepgraph.equivalence.lockstep import run_lockstep
+from stepgraph.equivalence.lockstep import Observer, compute_collective, run_rank
 from stepgraph.equivalence.recording import GraphRecord, Recorder
 from stepgraph.errors import InvariantError
 from stepgraph.graphwise.compiler import GraphCompiler
 from stepgraph.graphwise.runner import GraphRunner
 from stepgraph.lowering.passes.name_mesh_dims import name_mesh_dims
 from stepgraph.program import roles
+from stepgraph.program.layout import MeshShape
 from stepgraph.program.program import Program
 from stepgraph.program.record import Results, Rewrite
 from stepgraph.runtime.batches import LocalBatch
+from stepgraph.torch_internals import graphs as dynamo
 
 
 class RankValues:
-    """What all ranks' graphs are run on: results by rank and role. References ask it."""
+    """What this rank's graph is run on, with all ranks' values at each collective. References ask it.
+
+    Args:
+        inputs: this rank's, by role.
+        groups: its process groups by mesh dimension; none where it is alone.
+    """
 
     torch_seed = 0
 
-    def __init__(self, inputs: Sequence[Sequence[torch.Tensor]], groups: Mapping[str, str]) -> None:
-        self.inputs, self.groups, self.ranks = inputs, groups, len(inputs)
+    def __init__(
+        self, inputs: Mapping[str, torch.Tensor], rank: int, groups: Mapping[str, str]
+    ) -> None:
+        self.inputs, self.rank, self.groups = inputs, rank, groups
 
     def execute(
         self,
         program: Program,
         replaced: Mapping[str, Any] | None = None,
         inputs: Results | None = None,
+        observe: Observer | None = None,
     ) -> dict[Any, torch.Tensor]:
-        """Every rank's results.
+        """This rank's results by role.
 
         Args:
-            replaced: as for :func:`run_lockstep`.
-            inputs: by role, or by (rank, role), in place of those that were recorded.
+            replaced, observe: as for :func:`run_lockstep`.
+            inputs: by role, in place of those that were recorded.
         """
-        rows = [self._row(program, rank, inputs or {}) for rank in range(len(self.inputs))]
         program = name_mesh_dims.rewrite(program.copy(), self.groups)
+        row = list((dict(self.given(program)) | dict(inputs or {})).values())
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.torch_seed)
-            found = run_lockstep(program, rows, None, replaced)
-        return {
-            (rank, role): value
-            for rank, results in enumerate(found)
-            for role, value in zip(program.outputs, results, strict=True)
-        }
+            found = run_rank(program, self.rank, row, self._exchange, observe, replaced)
+        return dict(zip(program.outputs, found, strict=True))
 
-    def inside(
-        self, program: Program, names: Any
-    ) -> tuple[dict[Any, torch.Tensor], dict[Any, torch.Tensor]]:
-        """:meth:`execute`, and the values of some nodes by (rank, name)."""
-        seen: dict[Any, torch.Tensor] = {}
+    def inside(self, program: Program, names: Any) -> tuple[Results, dict[str, torch.Tensor]]:
+        """:meth:`execute`, and the values of some inputs and operations by name."""
+        rows = zip(program.placeholders, self.given(program).values(), strict=True)
+        seen = {n.meta["name"]: value for n, value in rows if n.meta["name"] in names}
 
         def observe(rank: int, node: Any, value: Any) -> None:
             if node.meta.get("name") in names:
-                seen[rank, node.meta["name"]] = value
+                seen[node.meta["name"]] = value
 
-        rows = [self._row(program, rank, {}) for rank in range(len(self.inputs))]
-        for rank, row in enumerate(rows):
-            for node, value in zip(program.placeholders, row, strict=True):
-                observe(rank, node, value)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.torch_seed)
-            run_lockstep(program, rows, observe)
-        return {}, seen
+        return self.execute(program, observe=observe), seen
 
     def given(self, program: Program) -> Results:
-        """The first rank's inputs by role."""
-        return dict(zip(program.inputs, self._row(program, 0, {}), strict=True))
+        """This rank's inputs by role; a pass may have added a seed."""
+        made = self.inputs | {roles.label(roles.Seed()): torch.tensor([5, 3, 0])}
+        return {role: made[roles.label(role)].clone() for role in program.inputs}
 
-    def _row(self, program: Program, rank: int, other: Results) -> list[torch.Tensor]:
-        """One rank's inputs: a pass may have added a seed, or dropped an input."""
-        recorded = dict(zip(self.names, self.inputs[rank], strict=True))
-        made = {roles.label(roles.Seed()): torch.tensor([5, 3, 0])}
-        rows = []
-        for role in program.inputs:
-            label = roles.label(role)
-            value = other.get((rank, role), other.get(role))
-            value = recorded.get(label, made.get(label)) if value is None else value
-            assert value is not None, f"{label} was not recorded"
-            rows.append(value.clone())
-        return rows
+    def on_all_ranks(self, value: Any) -> list[Any]:
+        """What every rank brings."""
+        if not self.groups:
+            return [value]
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, value)
+        return everyone
 
-    names: Sequence[str] = ()
+    def _exchange(self, node: Any, value: torch.Tensor, mesh: MeshShape) -> Any:
+        values = self.on_all_ranks(value)
+        return compute_collective([node] * len(values), values, mesh)[self.rank]
 
 
 def check_graphs(
@@ -113,23 +110,24 @@ def check_graphs(
     report = CheckReport()
     try:
         runner.record(recorder, batch.leaves, batch.tree)
-    except InvariantError as error:  # a pass's result cannot even be run
-        name = str(error).split(":")[0].removeprefix("after ")
-        report.fail(name, "graph", str(error).splitlines()[0])
+    except (InvariantError, torch_internals.DynamoError) as error:
+        inner = dynamo.inner_error(error)
+        if not isinstance(inner, InvariantError):
+            raise
+        # A pass's result cannot even be run.
+        report.fail(inner.what.split(":")[0].removeprefix("after "), "graph", inner.what)
         return report
     for number, record in enumerate(recorder.records):
-        _check(report, f"graph {number}", record, ranks.groups)
+        _check(report, f"graph {number}", record, ranks.rank, ranks.groups)
     return report
 
 
-def _check(report: CheckReport, name: str, record: GraphRecord, groups: Mapping[str, str]) -> None:
-    mine = record.local_inputs()
-    everyone: list[Any] = [mine]
-    if groups:
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-    values = RankValues(everyone, groups)
-    values.names = [roles.label(role) for role in record.passes[0][1].inputs]
+def _check(
+    report: CheckReport, name: str, record: GraphRecord, rank: int, groups: Mapping[str, str]
+) -> None:
+    first = record.passes[0][1]
+    labels = map(roles.label, first.inputs)
+    values = RankValues(dict(zip(labels, record.local_inputs(), strict=True)), rank, groups)
     for step, before, after, arguments in record.passes:
         if not report.ok:
             return
@@ -143,3 +141,5 @@ def _check(report: CheckReport, name: str, record: GraphRecord, groups: Mapping[
             report.fail(step.name, name, str(error))
             return
         compare(report, name, step.name, step.preserves, old, new)
+        everyone = values.on_all_ranks(report.passes.pop())
+        report.passes.append(max(everyone, key=lambda check: (not check.ok, check.difference)))

@@ -72,6 +72,32 @@ def run_lockstep(
         )
 
 
+def run_rank(
+    program: Program,
+    rank: int,
+    inputs: Sequence[torch.Tensor],
+    exchange: Callable[[fx.Node, torch.Tensor, MeshShape], Any],
+    observe: Observer | None = None,
+    replaced: Mapping[str, Any] | None = None,
+) -> list[Any]:
+    """Executes one rank's Program where the others run in processes of their own.
+
+    Args:
+        exchange: what a collective gives this rank for what it brings.
+        inputs, observe, replaced: as for :func:`run_lockstep`.
+    """
+    mesh = program.mesh or data_mesh(1)
+    dying = _last_readers(program.graph)
+    run = _interpret(program, dying, rank, mesh, inputs, observe, replaced or {})
+    answer = None
+    while True:
+        try:
+            node, value = run.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        answer = exchange(node, value, mesh)
+
+
 def _interpret(
     program: Program,
     dying: dict[fx.Node, list[fx.Node]],

@@ -44,7 +44,7 @@ class GlobalValues:
         seed: of what is made up.
     """
 
-    torch_seed, ranks = 0, 1
+    torch_seed = 0  # of torch's own generator, whenever anything is executed
 
     def __init__(
         self,
@@ -180,6 +180,10 @@ class GlobalValues:
                 seen[node.meta["name"]] = value
 
         return self.execute(program, observe=observe), seen
+
+    def on_all_ranks(self, value: Any) -> list[Any]:
+        """The value: one process has all there is."""
+        return [value]
 
     def given(self, program: Program) -> Results:
         """The global tensors of a Program's inputs by role."""

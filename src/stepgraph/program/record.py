@@ -28,12 +28,10 @@ Results = Mapping[Any, torch.Tensor]
 class Values(Protocol):
     """What a reference may ask for: values to run programs on, and plain PyTorch on the same ones.
 
-    ``torch_seed``: of torch's own generator, whenever a program is executed; on ``ranks`` ranks, one behind
-    the other.
+    ``torch_seed``: of torch's own generator, whenever a program is executed.
     """
 
     torch_seed: int
-    ranks: int
 
     def execute(
         self,
@@ -51,6 +49,10 @@ class Values(Protocol):
 
     def inside(self, program: Program, names: Any) -> tuple[Results, Mapping[str, torch.Tensor]]:
         """:meth:`execute`, and the values of some operations by name."""
+        ...
+
+    def on_all_ranks(self, value: Any) -> list[Any]:
+        """What every rank brings, where each checks its own part; else the value alone."""
         ...
 
     def given(self, program: Program) -> Results:

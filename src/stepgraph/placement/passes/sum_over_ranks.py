@@ -38,8 +38,7 @@ def _expected(
     _, seen = values.inside(before, {*kinds, *([roles.label(tangent)] if tangent else [])})
 
     def of_all(name: str, kind: str) -> torch.Tensor:
-        parts = [seen[rank, name] for rank in range(mesh.world_size)]
-        return REDUCTIONS[kind](torch.stack(parts))
+        return REDUCTIONS[kind](torch.stack(values.on_all_ranks(seen[name])))
 
     whole = {name: of_all(name, kind) for name, kind in kinds.items()}
     tail = {*sums.tail, *(found.tail if found else ())}
@@ -69,7 +68,7 @@ def _expected(
     results = dict(values.execute(before, dict.fromkeys(readers, read), inputs))
     for role, node in zip(before.outputs, before.results, strict=True):
         if node.meta.get("name") in sums.totals:
-            results |= {(r, role): whole[node.meta["name"]] for r in range(mesh.world_size)}
+            results[role] = whole[node.meta["name"]]
     return results
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from stepgraph.program.program import Program
 from stepgraph.program.record import SUMMATION, program_pass
@@ -148,7 +149,7 @@ def _computed(node: fx.Node, operands: Sequence[torch.Tensor]) -> torch.Tensor |
     if math.prod(shape) > LARGEST_VECTOR:
         return None
     values = dict(zip(node.all_input_nodes, cut, strict=True))
-    args = fx.node.map_arg(node.args, values.__getitem__)
+    args = map_arg(node.args, values.__getitem__)
     kwargs = {key: value for key, value in node.kwargs.items() if key == "dtype"}
     return node.target(*args, **kwargs).expand(result.shape)  # type: ignore[operator]
 

@@ -35,7 +35,7 @@ from stepgraph.planning.request import Precision, StepSettings
 from stepgraph.program import roles
 from stepgraph.report.text import engine_report
 from stepgraph.runtime.batches import LocalBatch, cut_micro_batches, flatten_batch, in_turn
-from stepgraph.runtime.checkpoint import Saver
+from stepgraph.runtime.checkpoints.checkpoint import Saver
 from stepgraph.runtime.compiler import MAX_SHAPES, Compiler
 from stepgraph.runtime.entries import Compiled
 from stepgraph.runtime.ranks import join_ranks

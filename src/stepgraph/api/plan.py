@@ -150,7 +150,7 @@ def plan(
         compute_dtype: parameters are cast to it in the program; None: they are not.
         constraints: for ``auto``: patterns of parameters, inputs or values to placements
             (``{"layers.*.weight": "S(0)R"}``), or a mesh dimension to a preset (``{"dp": "zero3"}``).
-        micro_batches: the example is cut into so many.
+        micro_batches: the example is split into so many.
         max_grad_norm: gradients are clipped by their global norm (its value does not matter here).
 
     Returns:

@@ -76,7 +76,7 @@ _HELP = {
     "optimizer": "shard it: zero1, zero2 or zero3",
     "inputs": "pass smaller batches",
     "activations": "recompute more of them (memory='full'), or add tensor parallelism",
-    "temporaries": "add tensor parallelism: it cuts the largest products",
+    "temporaries": "add tensor parallelism: it splits the largest products",
     "communication": "gather less at once: a placement that keeps parameters whole",
 }
 

@@ -203,7 +203,7 @@ class _Placer:
             for argument, placements in zip(tensor_arguments(node), choice.inputs, strict=True)
         ]
         remaining = iter(specs)
-        spec_args = map_arg(node.args, lambda a: next(remaining))
+        spec_args = map_arg(node.args, lambda a: next(remaining))  # type: ignore[arg-type]
         sizes = torch_internals.adjust_scalar_shapes(
             node.target, adjuster, tuple(spec_args), kwargs, specs
         )

@@ -230,10 +230,11 @@ def _through_rooms(
     decided = plan.decisions[key]
     formed = program
     program = placement.apply(program, decided.placement, mesh, micro_batches, PLACED, driver)
-    if decided.memory is None:
-        again = gathers_again(request.placement, mesh)
-        decided = replace(decided, memory=decide_memory(program, request.memory, again))
-    program = memory.apply(program, decided.memory, REMEMBERED, driver)
+    kept = decided.memory
+    if kept is None:
+        kept = decide_memory(program, request.memory, gathers_again(request.placement, mesh))
+        decided = replace(decided, memory=kept)
+    program = memory.apply(program, kept, REMEMBERED, driver)
     if with_facts:
         made.facts[key] = gather_facts(formed, program, decided.placement)
     if decided.schedule is None:
@@ -245,10 +246,12 @@ def _through_rooms(
         program = schedule.apply(program, decided.schedule, target, SCHEDULED, driver)
     if rank != ALL_RANKS:
         program = driver.through(BOUND, program, rank=rank)
-    if decided.lowering is None:
-        decided = replace(decided, lowering=decide_lowering(program, request.lowering, target))
-    if decided.lowering.reason:
-        program.note(decided.lowering.reason)
+    how = decided.lowering
+    if how is None:
+        how = decide_lowering(program, request.lowering, target)
+        decided = replace(decided, lowering=how)
+    if how.reason:
+        program.note(how.reason)
     if decided != plan.decisions[key]:
         plan = plan.with_decisions(key, decided)
     made.plan, made.programs[name], made.decided[name] = plan, program, decided

@@ -5,9 +5,10 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from stepgraph.cli import doctor
 from stepgraph.cli import main as cli
-from stepgraph.cli.doctor import FAILED, NOT_HERE, OK, Check, cache_check, torch_check, try_out
+from stepgraph.cli.diagnosis import cache_check, torch_check
+from stepgraph.cli.findings import FAILED, NOT_HERE, OK, Check, show, to_json
+from stepgraph.cli.trials import try_out
 
 
 @pytest.mark.parametrize(
@@ -66,11 +67,11 @@ def test_the_table_and_the_json_say_the_same(capsys):
         Check("torch", OK, "2.13.0", needed=True),
         Check("ranks", FAILED, "no network", "allow 127.0.0.1", needed=True),
     ]
-    doctor.show(checks)
+    show(checks)
     table = capsys.readouterr().out
     for words in ("torch", "2.13.0", "ok", "failed", "no network", "what to do: allow 127.0.0.1"):
         assert words in table
-    found = json.loads(doctor.to_json(checks))
+    found = json.loads(to_json(checks))
     assert found["ok"] is False
     assert found["checks"][1]["do"] == "allow 127.0.0.1"
 

@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from stepgraph.cli import main as cli
-from stepgraph.cli import training
+from stepgraph.cli import train, training
 from stepgraph.cli.training import Summary, TrainOptions
 from stepgraph.equivalence import check
 from stepgraph.errors import BatchError, CaptureError, LaunchError
@@ -329,7 +329,7 @@ def test_bad_usage_of_check(options, message):
 
 @pytest.mark.parametrize("losses", [[3.0], [2.0, 2.0], [float(9 - i % 7) for i in range(500)]])
 def test_a_curve_fits_the_screen(losses):
-    lines = cli.loss_curve(losses).splitlines()
+    lines = train.loss_curve(losses).splitlines()
     assert len(lines) == 10
     assert max(map(len, lines)) <= 70
     assert lines[-1].strip() == f"steps 1 to {len(losses)}"

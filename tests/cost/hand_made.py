@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from stepgraph import torch_internals
-from stepgraph.cost.devices import Device, Link
+from stepgraph.cost.device import Device, Link
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
 from stepgraph.program.layout import MeshShape

@@ -7,7 +7,8 @@ import torch
 
 from stepgraph.cost import calibration
 from stepgraph.cost.calibration import HOST, UNCALIBRATED, VARIABLE, machine, to_json
-from stepgraph.cost.devices import Link, find_device
+from stepgraph.cost.device import Link
+from stepgraph.cost.devices import find_device
 from stepgraph.errors import UsageError
 from tests.cost.hand_made import round_device
 

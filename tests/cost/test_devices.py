@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from stepgraph.cost.devices import DEVICES, NOT_MEASURED, find_device
+from stepgraph.cost.device import NOT_MEASURED
+from stepgraph.cost.devices import DEVICES, find_device
 from stepgraph.errors import UsageError
 from tests.cost.hand_made import round_device
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stepgraph.cost.devices import find_device
-from stepgraph.cost.predict import Prediction, predict
+from stepgraph.cost.predict import predict
 from stepgraph.cost.simulate import simulate
 from stepgraph.errors import UsageError
 from stepgraph.program.collectives import is_collective
@@ -49,17 +49,11 @@ def test_peaks_by_phase_leave_the_optimizer_state_out(programs):
     assert found.bytes_by_category["optimizer"] > 0
 
 
-def test_it_goes_through_json(programs):
+def test_its_json_names_what_is_counted(programs):
     found = predict(programs, find_device("h100"), 2)
-    again = Prediction.from_json(json.dumps(found.to_json()))
-    assert again == found
-    assert Prediction.from_json(found.with_gap(0.01).to_json()).optimality_gap == 0.01
-
-
-@pytest.mark.parametrize("damage", ["{", "[]", "{}", '{"collectives": 5}', "null"])
-def test_what_is_no_prediction_is_refused(damage):
-    with pytest.raises(UsageError, match="no prediction"):
-        Prediction.from_json(damage)
+    plain = json.loads(json.dumps(found.with_gap(0.01).to_json()))
+    assert plain["optimality_gap"] == 0.01
+    assert set(plain["collectives"]) == {"/".join(key) for key in found.collectives}
 
 
 def test_without_a_step_there_is_nothing_to_predict():

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from stepgraph.cli.main import main
-from stepgraph.runtime.manifest import NAME, Manifest
+from stepgraph.runtime.checkpoints.manifest import NAME, Manifest
 
 STEPS, EVERY = 60, 4
 # On one worker: what takes time is made once.

@@ -66,10 +66,10 @@ MEMORY = ("decisions", "step", "memory")
 SCHEDULE = ("decisions", "step", "schedule")
 BAD = {
     "no mesh": (("request", "mesh"), KeyError, "mesh"),
-    "a mesh of no dimension": (("request", "mesh"), [], "1 to 8 dimensions"),
-    "a negative mesh size": (("request", "mesh", 0, 1), -2, "-2 is not between"),
-    "a mesh size of zero": (("request", "mesh", 0, 1), 0, "0 is not between"),
-    "an absurd mesh size": (("request", "mesh", 0, 1), 10**12, "is not between"),
+    "a mesh of no dimension": (("request", "mesh"), [], "a list of length >= 1, not 0 elements"),
+    "a negative mesh size": (("request", "mesh", 0, 1), -2, "a whole number >= 1, not -2"),
+    "a mesh size of zero": (("request", "mesh", 0, 1), 0, "a whole number >= 1, not 0"),
+    "an absurd mesh size": (("request", "mesh", 0, 1), 10**12, "a whole number <= 1048576"),
     "an absurd world size": (("request", "mesh"), [["dp", 2**15], ["tp", 2**15]], "more than"),
     "a mesh size of 200 digits": (("request", "mesh", 0, 1), 10**200, "more than 63 bits"),
     "a fractional mesh size": (("request", "mesh", 0, 1), 2.5, "a whole number"),
@@ -81,7 +81,7 @@ BAD = {
         "nobody knows the role of a mesh dimension 'cp'",
     ),
     "a mesh dimension twice": (("request", "mesh"), [["dp", 2], ["dp", 2]], "twice"),
-    "many mesh dimensions": (("request", "mesh"), [[f"d{i}", 1] for i in range(99)], "1 to 8"),
+    "many mesh dimensions": (("request", "mesh"), [[f"d{i}", 1] for i in range(99)], "length <= 8"),
     "a policy of another type": (("request", "memory"), 7, "a text"),
     "no request": (("request",), KeyError, "request"),
     "no decisions": (("decisions",), KeyError, "decisions"),
@@ -102,30 +102,53 @@ BAD = {
     "a billion names": ((*STEP, "inputs"), {"RR": {"0-999999": ["a.*.b"] * 999}}, "names"),
     "names of another type": ((*STEP, "inputs"), {"RR": {"": [7]}}, "a text"),
     "a reason of words": ((*STEP, "reasons"), [["R", "cheap", None, None, {}]], "a number"),
-    "a negative block": ((*MEMORY, "recompute"), {"-7": ["a"]}, "between"),
+    "a negative block": ((*MEMORY, "recompute"), {"-7": ["a"]}, "-7 is not between"),
     "a block in words": ((*MEMORY, "recompute"), {"x": ["a"]}, "number of a"),
     "a bucket of words": ((*SCHEDULE, "buckets"), ["a"], "a list"),
     "waits in a list": ((*SCHEDULE, "waits"), [], "an object"),
     "a lowering of a number": (("decisions", "step", "lowering", "name"), 7, "a text"),
-    "no micro-batch": (("request", "step", "micro_batches"), 0, "0 is not between"),
+    "no micro-batch": (("request", "step", "micro_batches"), 0, ">= 1, not 0"),
     "clipping in words": (("request", "step", "clip"), "yes", "true or false"),
     "a type of integers": (
         ("request", "step", "precision", "compute"),
         "int8",
         "no floating-point type",
     ),
-    "a negative shape": (("fingerprint", "parameters", "w"), "float32[-4, 2]", "no type"),
-    "an absurd shape": (("fingerprint", "parameters", "w"), f"float32[{10**30}]", "no type"),
-    "a batch without shape": (("request", "batch", "x"), "int64", "no type"),
-    "a negative budget": (("request", "memory_budget"), -1, "between"),
-    "negative memory": (("predicted", "peak_bytes"), -1, "at least 0"),
+    "a negative shape": (
+        ("fingerprint", "parameters", "w"),
+        "float32[-4, 2]",
+        "a type with a shape",
+    ),
+    "an absurd shape": (
+        ("fingerprint", "parameters", "w"),
+        f"float32[{10**30}]",
+        "a type with a shape",
+    ),
+    "a batch without shape": (("request", "batch", "x"), "int64", "a type with a shape"),
+    "a negative budget": (("request", "memory_budget"), -1, ">= 1, not -1"),
+    "negative memory": (("predicted", "peak_bytes"), -1, ">= 0, not -1"),
     "memory in words": (("predicted", "peak_bytes"), "much", "whole number"),
     "no time": (("predicted", "step_ms"), None, "a number"),
-    "a prediction with more fields": (("predicted", "more"), 1, "prediction"),
-    "a deep prediction": (("predicted", "device"), [[[[[[[[1]]]]]]]], "too deeply"),
-    "collectives of nothing": (("predicted", "collectives"), {"x": {}}, "parts"),
-    "a long text": (("notes",), ["x" * 10**5], "too long"),
-    "facts without names": (("values", "step"), [["f[2]", [], []]], "4 elements"),
+    "a prediction with more fields": (("predicted", "more"), 1, "unknown field `more`"),
+    "a deep prediction": (("predicted", "device"), [[[[[[[[1]]]]]]]], "a text, got a list"),
+    "collectives of nothing": (
+        ("predicted", "collectives"),
+        {"x": {"count": 1, "bytes": 1}},
+        "phase/kind",
+    ),
+    "a long text": (("notes",), ["x" * 10**5], "length <= 4096"),
+    "readers that are none": (
+        ("values", "step"),
+        [["f[2]", [["R", "x"]], [], {}]],
+        "names of readers",
+    ),
+    "a field that is not known": (("request", "more"), 1, "unknown field `more`"),
+    "an unknown field deep inside": ((*SCHEDULE, "more"), 1, "unknown field `more`"),
+    "facts without names": (
+        ("values", "step"),
+        [["f[2]", [], []]],
+        "a list of length 4, got 3",
+    ),
 }
 
 
@@ -170,6 +193,32 @@ def test_another_schema_version_is_said_to_be_one(written, tmp_path, version):
     (tmp_path / "plan.json").write_text(json.dumps(written | {"version": version}))
     with pytest.raises(PlanError, match=f"plan version {version} cannot be read, only 3"):
         Plan.load(tmp_path / "plan.json")
+
+
+def test_a_file_of_the_version_before_says_what_to_do(written, tmp_path):
+    before = {"version": 2, "mesh": [["dp", 2]], "placements": {}}  # of other fields than today's
+    (tmp_path / "plan.json").write_text(json.dumps(before))
+    with pytest.raises(PlanError, match="plan version 2 cannot be read, only 3") as caught:
+        Plan.load(tmp_path / "plan.json")
+    assert "make the plan again with this version of stepgraph" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "where"),
+    [
+        (("request", "mesh", 1, 1), 0, "request.mesh.1.1"),
+        (("request", "batch", "input_ids"), "int64", "request.batch.input_ids"),
+        ((*STEP, "inputs"), {"RR": {"": [], "0-1": ["a.*", 7]}}, "inputs.RR.0-1.1"),
+        ((*STEP, "inputs"), {"RR": {"": ["a"]}, "X": {"": ["b"]}}, "placement.inputs.X"),
+        ((*SCHEDULE, "waits"), {"a": {"": ["b"]}, "c": {"": 5}}, "step.schedule.waits.c"),
+        (("values", "step", 7, 0), 5, "values.step.7.0"),
+        ((*STEP, "more"), 5, "decisions.step.placement"),
+    ],
+)
+def test_the_place_is_found_among_thousands(written, path, value, where):
+    with pytest.raises(PlanError) as caught:
+        Plan.from_json(changed(written, path, value))
+    assert where in caught.value.where
 
 
 def test_every_truncation_is_an_error(written, tmp_path):

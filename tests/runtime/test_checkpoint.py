@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import stepgraph
 from stepgraph.errors import CheckpointError, UnfilledModelError, UsageError
+from stepgraph.runtime.checkpoints.manifest import Manifest
 from stepgraph.runtime.files import put_folder, recover_folder
-from stepgraph.runtime.manifest import Manifest
 from tests.support import adamw, mlp, regression_batch
 
 

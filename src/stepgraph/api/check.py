@@ -64,7 +64,7 @@ def _check_whole(engine: Engine, batch: Any) -> CheckReport:
         batch=_global_batch(batch, engine.plan.mesh),
         mesh=engine.plan.mesh,
         plan=engine.plan,
-        lowerings=dict.fromkeys(("eager", engine.plan.lowering)),
+        lowerings=list(dict.fromkeys(("eager", engine.plan.lowering))),
         micro_batches=step.micro_batches,
         precision=step.precision,
         **settings,

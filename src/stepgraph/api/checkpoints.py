@@ -11,12 +11,12 @@ import torch
 
 from stepgraph.api.plan import Plan
 from stepgraph.errors import UsageError
-from stepgraph.runtime.checkpoint import Saver
-from stepgraph.runtime.extras import check_extras
-from stepgraph.runtime.manifest import Manifest
+from stepgraph.runtime.checkpoints.checkpoint import Saver
+from stepgraph.runtime.checkpoints.extras import check_extras
+from stepgraph.runtime.checkpoints.manifest import Manifest
+from stepgraph.runtime.checkpoints.weights_file import names_weights_file
 from stepgraph.runtime.ranks import Ranks
 from stepgraph.runtime.recompiles import Stats
-from stepgraph.runtime.weights_file import names_weights_file
 
 log = logging.getLogger("stepgraph")
 

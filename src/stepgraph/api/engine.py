@@ -35,7 +35,7 @@ from stepgraph.planning.request import Precision, StepSettings
 from stepgraph.program import roles
 from stepgraph.report.text import engine_report
 from stepgraph.runtime.batches import LocalBatch, cut_micro_batches, flatten_batch, in_turn
-from stepgraph.runtime.checkpoint import Saver
+from stepgraph.runtime.checkpoints.checkpoint import Saver
 from stepgraph.runtime.compiler import MAX_SHAPES, Compiler
 from stepgraph.runtime.entries import Compiled
 from stepgraph.runtime.ranks import join_ranks
@@ -72,7 +72,7 @@ class Engine(SavesAndLoads):
             any gather; parameters stay as they are. None: what the plan was made for.
         reduce_dtype: of gradient reductions; None: the type they are computed in.
         max_grad_norm: clips gradients to this global 2-norm, inside the program.
-        micro_batches: gradient accumulation, inside the program: each rank's batch is cut in so many.
+        micro_batches: gradient accumulation, inside the program: each rank's batch is split in so many.
         lowering: ``inductor`` or ``eager``; None: the plan's own (presets: ``inductor``).
         strict: a fallback that would be reported becomes an error.
         seed: of random operations; with the step's number it decides every mask, on any mesh.
@@ -267,7 +267,7 @@ class Engine(SavesAndLoads):
             batch: this rank's part.
 
         Raises:
-            UsageError: the engine cuts batches into micro-batches: that is what ``step`` does.
+            UsageError: the engine splits batches into micro-batches: that is what ``step`` does.
         """
         if self._compiler.settings.micro_batches > 1:
             raise UsageError(

@@ -22,8 +22,9 @@ from stepgraph.memory.presets import parse_policy
 from stepgraph.placement.presets.named import check_preset
 from stepgraph.planning import plan as data
 from stepgraph.planning.difference import difference
-from stepgraph.planning.file import load_plan, plan_from_json, plan_to_json, save_plan
+from stepgraph.planning.file import load_plan, plan_from_json, save_plan
 from stepgraph.planning.request import AUTO, Precision, StepSettings
+from stepgraph.planning.to_json import plan_to_json
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.program import Program
 from stepgraph.report.plan_text import plan_page, plan_summary
@@ -149,7 +150,7 @@ def plan(
         compute_dtype: parameters are cast to it in the program; None: they are not.
         constraints: for ``auto``: patterns of parameters, inputs or values to placements
             (``{"layers.*.weight": "S(0)R"}``), or a mesh dimension to a preset (``{"dp": "zero3"}``).
-        micro_batches: the example is cut into so many.
+        micro_batches: the example is split into so many.
         max_grad_norm: gradients are clipped by their global norm (its value does not matter here).
 
     Returns:

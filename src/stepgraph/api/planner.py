@@ -14,7 +14,7 @@ from torch import nn
 from stepgraph import torch_internals
 from stepgraph.capture.module import BatchSpec, LossFunction
 from stepgraph.capture.step import Captured, Source
-from stepgraph.cost.devices import Device
+from stepgraph.cost.device import Device
 from stepgraph.cost.memory import CATEGORIES, memory_timeline
 from stepgraph.errors import BatchError, BudgetError, MemoryPolicyError, UsageError, near_misses
 from stepgraph.memory.decide import candidates
@@ -76,7 +76,7 @@ _HELP = {
     "optimizer": "shard it: zero1, zero2 or zero3",
     "inputs": "pass smaller batches",
     "activations": "recompute more of them (memory='full'), or add tensor parallelism",
-    "temporaries": "add tensor parallelism: it cuts the largest products",
+    "temporaries": "add tensor parallelism: it splits the largest products",
     "communication": "gather less at once: a placement that keeps parameters whole",
 }
 

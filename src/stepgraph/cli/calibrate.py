@@ -23,7 +23,8 @@ from stepgraph.api.engine import Engine
 from stepgraph.cli import launcher
 from stepgraph.cli.timing import SECONDS, Timer
 from stepgraph.cost.calibration import calibration_file, to_json
-from stepgraph.cost.devices import DEVICES, Device, Link
+from stepgraph.cost.device import Device, Link
+from stepgraph.cost.devices import DEVICES
 from stepgraph.pipeline import foresee
 from stepgraph.program.randomness import BITS, RANDOM, seed_words
 from stepgraph.runtime.files import whole_file

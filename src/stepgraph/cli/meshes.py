@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stepgraph.cost.devices import Device
+from stepgraph.cost.device import Device
 from stepgraph.errors import MeshError, UsageError
 from stepgraph.placement.presets.named import check_preset
 from stepgraph.planning.request import AUTO

@@ -1,4 +1,4 @@
-"""``stepgraph plan`` and ``stepgraph explain``."""
+"""``stepgraph plan``."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 
 import click
 
-from stepgraph.api.plan import Plan, public
+from stepgraph.api.plan import public
 from stepgraph.api.planner import Attempt
 from stepgraph.cli.comparing import PlanOptions, count_stages, list_jobs, run_jobs
 from stepgraph.cli.help_text import example
 from stepgraph.cli.progress import Stages
-from stepgraph.planning.explanation import explain, overview
 from stepgraph.planning.request import AUTO
 from stepgraph.report.plan_text import comparison, plan_page, plan_summary, ranked
 
@@ -110,22 +109,3 @@ def _show_many(attempts: list[Attempt], as_json: bool) -> None:
             }
         )
     click.echo(json.dumps(table))
-
-
-@click.command(
-    "explain", epilog=example("explain plan.json model.layers.0.self_attn.q_proj.weight")
-)
-@click.argument("plan", metavar="PLAN")
-@click.argument("value", metavar="[VALUE]", required=False)
-def explain_command(plan: str, value: str | None) -> None:
-    """Says why a value of a plan file lives where it does, and what the runner-up would cost.
-
-    VALUE is a parameter, an input or an operation, by its stable name. Without it: the plan's summary,
-    and how values are named.
-    """
-    loaded = Plan.load(plan)
-    if value is None:
-        click.echo(plan_summary(loaded))
-        click.echo(overview(loaded))
-    else:
-        click.echo(explain(loaded, value))

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from stepgraph.runtime.files import whole_file
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """One line of the metrics file; its time and rate are the step's, compilation included."""
-
-    step: int
-    loss: float
-    tokens_per_second: float
-    peak_bytes: int
-    seconds: float
+from stepgraph.cli.metrics import StepMetrics, keep_up_to
 
 
 class Watch:
@@ -47,14 +34,14 @@ class Watch:
         self.every = max(1, steps // 10)
         self.resumed_at = resumed_at
         self.stack = contextlib.ExitStack()
-        self.file: IO[str] | None = None
+        self.file: IO[bytes] | None = None
         self.progress: Progress | None = None
 
     def __enter__(self) -> Watch:
         if self.show and self.metrics is not None:
             if self.resumed_at is not None and Path(self.metrics).is_file():
-                cut_metrics(Path(self.metrics), self.resumed_at)
-            self.file = self.stack.enter_context(open(self.metrics, "a"))
+                keep_up_to(Path(self.metrics), self.resumed_at)
+            self.file = self.stack.enter_context(open(self.metrics, "ab"))
         if self.console.is_terminal and self.show:
             self.stack.enter_context(self._bar())
         else:
@@ -84,7 +71,7 @@ class Watch:
     def step(self, done: StepMetrics) -> None:
         """Shows and records a step."""
         if self.file is not None:
-            self.file.write(json.dumps(asdict(done)) + "\n")
+            self.file.write(done.to_line())
             self.file.flush()
         numbers = (
             f"loss {done.loss:.3f}  {done.tokens_per_second:,.0f} tokens/s  "
@@ -100,22 +87,6 @@ class Watch:
             )
         elif done.step in (1, self.steps) or done.step % self.every == 0:
             self.console.print(f"step {done.step}/{self.steps}  {numbers}", highlight=False)
-
-
-def cut_metrics(path: Path, step: int) -> None:
-    """Removes from the end of a metrics file what was written after a step, and a torn last line."""
-    kept = path.read_bytes().splitlines(keepends=True)
-    while kept and not _is_up_to(kept[-1], step):
-        kept.pop()
-    with whole_file(path) as unfinished:
-        unfinished.write_bytes(b"".join(kept))
-
-
-def _is_up_to(line: bytes, step: int) -> bool:
-    try:
-        return line.endswith(b"\n") and json.loads(line)["step"] <= step
-    except (ValueError, KeyError, TypeError):
-        return False
 
 
 class Stages:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from stepgraph.api.engine import Engine
 from stepgraph.errors import CheckpointError, UsageError
-from stepgraph.runtime.manifest import NAME
+from stepgraph.runtime.checkpoints.manifest import NAME
 from stepgraph.runtime.ranks import from_first_rank
 
 KEEP = 2

@@ -22,11 +22,12 @@ from stepgraph.api.engine import Engine
 from stepgraph.api.models import build_model, find_model, language_model_loss
 from stepgraph.api.plan import Plan
 from stepgraph.cli.launcher import PASS_ON, launch, peak_bytes, rank_device
-from stepgraph.cli.progress import StepMetrics, Watch
+from stepgraph.cli.metrics import StepMetrics
+from stepgraph.cli.progress import Watch
 from stepgraph.cli.saving import SaveFolder, Saves, StopSignals
 from stepgraph.cli.text import BatchShape, TextBatches, count_bytes, generate, read_text
 from stepgraph.errors import BatchError, MeshError, UsageError
-from stepgraph.lowering.lower import check_lowering
+from stepgraph.lowering.presets import check_lowering
 from stepgraph.memory.presets import parse_policy
 from stepgraph.placement.presets.named import check_preset
 from stepgraph.program.layout import MeshShape, data_mesh
@@ -251,7 +252,7 @@ def _train_on_rank(options: TrainOptions, mesh: MeshShape) -> Summary | None:
         peak_bytes=peak_bytes(device),
         compile_seconds=engine.stats.compile_seconds,
         seconds=sum(done.seconds for done in history),
-        losses=[done.loss for done in history],
+        losses=[done.loss for done in history if done.loss is not None],
         prompt=None if prompt is None else bytes(prompt.tolist()).decode(errors="replace"),
         sample=sample,
         first_step=begun + 1,

@@ -1,21 +1,23 @@
 """The machine at hand as a Device: read from the file that ``stepgraph doctor --calibrate`` writes.
 
-The file is untrusted input: JSON of a bounded size, every number checked.
+The file is untrusted input: JSON of a bounded size, checked by msgspec against the types below.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import torch
+from msgspec import Meta
 
-from stepgraph.cost.devices import GIB, Device, Link
+from stepgraph.cost.device import GIB, Device, Link
 from stepgraph.errors import UsageError
+from stepgraph.planning.reading import MalformedError, Strict, Text, convert, parse_json, read_bytes
 
 VARIABLE = "STEPGRAPH_CALIBRATION"
 VERSION = 2
@@ -47,6 +49,70 @@ UNCALIBRATED = Device(
 )
 
 
+_AboveZero = Annotated[float, Meta(gt=0, lt=1e30)]
+_FromZero = Annotated[float, Meta(ge=0, lt=1e30)]
+_FromOne = Annotated[float, Meta(ge=1, lt=1e30)]
+_Rates = dict[Literal["float32", "float64", "bfloat16", "float16"], _AboveZero]
+
+
+class _Link(Strict, frozen=True):
+    latency: _FromZero
+    bandwidth: _AboveZero
+
+    def link(self) -> Link:
+        return Link(self.latency, self.bandwidth)
+
+
+class _Device(Strict, frozen=True):
+    """One device of a file."""
+
+    matmul: _Rates
+    peak: _Rates
+    memory_bandwidth: _AboveZero
+    capacity: _AboveZero
+    intra: _Link
+    inter: _Link
+    ranks_per_node: _FromOne
+    kernel_seconds: _FromZero
+    half_flops: _FromZero
+    half_bytes: _FromZero
+    overlaps: bool
+    source: Text
+    error: Text
+    families: dict[str, _AboveZero]
+    elements: dict[str, _AboveZero]
+    caches: list[tuple[_AboveZero, _AboveZero]]
+    dispatch_seconds: _FromZero
+    collectives: dict[str, _Link]
+    crowding: _AboveZero
+
+    def __post_init__(self) -> None:
+        for name, rates in (("matmul", self.matmul), ("peak", self.peak)):
+            if "float32" not in rates:
+                raise ValueError(f"{name!r} lacks 'float32'")
+        if self.caches != sorted(self.caches, key=lambda row: row[0]):
+            raise ValueError("the sizes of 'caches' do not ascend")
+
+    def device(self, name: str) -> Device:
+        """What costs are computed from."""
+        given = msgspec.structs.asdict(self) | {
+            "matmul": {_DTYPES[kind]: rate for kind, rate in self.matmul.items()},
+            "peak": {_DTYPES[kind]: rate for kind, rate in self.peak.items()},
+            "capacity": int(self.capacity),
+            "intra": self.intra.link(),
+            "inter": self.inter.link(),
+            "ranks_per_node": int(self.ranks_per_node),
+            "caches": tuple(self.caches),
+            "collectives": {kind: row.link() for kind, row in self.collectives.items()},
+        }
+        return Device(name, **given)
+
+
+class _File(Strict, frozen=True):
+    version: int
+    devices: dict[Text, _Device]
+
+
 def calibration_file() -> Path:
     """Where the calibration lies: ``$STEPGRAPH_CALIBRATION``, else in the user's cache."""
     given = os.environ.get(VARIABLE)
@@ -70,11 +136,7 @@ def machine(name: str) -> Device | None:
     Raises:
         UsageError: the calibration file cannot be used; the message says what is wrong with it.
     """
-    path = calibration_file()
-    found = _read(path)
-    if name not in found:
-        return UNCALIBRATED if name == HOST else None
-    return _Reader(path, name, found[name]).device()
+    return _read(calibration_file()).get(name, UNCALIBRATED if name == HOST else None)
 
 
 def to_json(devices: Mapping[str, Device]) -> str:
@@ -94,111 +156,26 @@ def _dump(device: Device) -> dict[str, Any]:
     return found
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """The devices of a file, by name, not checked yet; none where there is no file."""
+def _read(path: Path) -> dict[str, Device]:
+    """The devices of a file, by name; none where there is no file."""
     if not path.is_file():
         if VARIABLE in os.environ and os.environ[VARIABLE] and path.exists():
             raise _unusable(path, "it is not a file")
         return {}
     try:
-        if path.stat().st_size > _LARGEST_FILE:
-            raise _unusable(path, f"it is larger than {_LARGEST_FILE // 2**10} KiB")
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise _unusable(path, f"it cannot be read as JSON: {str(error)[:200]}") from error
-    if not isinstance(data, dict) or not isinstance(data.get("devices"), dict):
-        raise _unusable(path, "it has no 'devices'")
-    if data.get("version") != VERSION:
-        shown = str(data.get("version"))[:20]
-        raise _unusable(path, f"it is of version {shown}; this stepgraph reads {VERSION}")
-    return data["devices"]
+        data = parse_json(read_bytes(path, _LARGEST_FILE))
+        version = data.get("version") if isinstance(data, dict) else VERSION
+        if version != VERSION:
+            shown = str(version)[:20]
+            raise _unusable(path, f"it is of version {shown}; this stepgraph reads {VERSION}")
+        found = convert(data, _File).devices
+    except MalformedError as error:
+        raise _unusable(path, error.problem, error.where) from error
+    except OSError as error:
+        raise _unusable(path, f"it cannot be read: {error}") from error
+    return {name: row.device(name) for name, row in found.items()}
 
 
-def _unusable(path: Path, why: str) -> UsageError:
-    return UsageError(f"the calibration {str(path)!r} cannot be used", why=why, do=_AGAIN)
-
-
-class _Reader:
-    """One device of a file, field by field."""
-
-    def __init__(self, path: Path, name: str, data: Any) -> None:
-        self.path, self.name = path, name
-        if not isinstance(data, dict):
-            raise _unusable(path, f"{name} is no object")
-        self.data = data
-
-    def device(self) -> Device:
-        """The device, every field checked."""
-        return Device(
-            name=self.name,
-            matmul=self._rates("matmul"),
-            peak=self._rates("peak"),
-            memory_bandwidth=self._number("memory_bandwidth"),
-            capacity=int(self._number("capacity")),
-            intra=self._link("intra"),
-            inter=self._link("inter"),
-            ranks_per_node=int(self._number("ranks_per_node", least=1)),
-            kernel_seconds=self._number("kernel_seconds", least=0),
-            half_flops=self._number("half_flops", least=0),
-            half_bytes=self._number("half_bytes", least=0),
-            overlaps=self._kind("overlaps", bool),
-            source=self._kind("source", str)[:1000],
-            error=self._kind("error", str)[:1000],
-            families=self._numbers("families"),
-            elements=self._numbers("elements"),
-            caches=self._caches(),
-            dispatch_seconds=self._number("dispatch_seconds", least=0),
-            collectives=self._links("collectives"),
-            crowding=self._number("crowding"),
-        )
-
-    def _kind(self, key: str, kind: type, within: dict | None = None) -> Any:
-        value = (self.data if within is None else within).get(key)
-        if not isinstance(value, kind):
-            raise _unusable(self.path, f"{self.name}: {key!r} is not of kind {kind.__name__}")
-        return value
-
-    def _number(
-        self, key: str, least: float | None = None, within: dict | None = None, at: str = ""
-    ) -> float:
-        value = (self.data if within is None else within).get(key)
-        good = isinstance(value, (int, float)) and not isinstance(value, bool)
-        enough = good and math.isfinite(value) and abs(value) < 1e30
-        if not enough or (value <= 0 if least is None else value < least):
-            bound = "above 0" if least is None else f"of at least {least:g}"
-            raise _unusable(self.path, f"{self.name}: {at + key!r} is not a number {bound}")
-        return float(value)
-
-    def _rates(self, key: str) -> dict[torch.dtype, float]:
-        given = self._kind(key, dict)
-        unknown = set(given) - set(_DTYPES)
-        if unknown or "float32" not in given:
-            problem = f"does not know {sorted(unknown)[0][:40]!r}" if unknown else "lacks 'float32'"
-            raise _unusable(self.path, f"{self.name}: {key!r} {problem}")
-        return {_DTYPES[name]: self._number(name, within=given, at=f"{key}.") for name in given}
-
-    def _numbers(self, key: str) -> dict[str, float]:
-        given = self._kind(key, dict)
-        return {name: self._number(name, within=given, at=f"{key}.") for name in given}
-
-    def _caches(self) -> tuple[tuple[float, float], ...]:
-        """(bytes, bytes/s) rows, sizes ascending."""
-        rows = []
-        for row in self._kind("caches", list):
-            if not isinstance(row, list) or len(row) != 2:
-                raise _unusable(self.path, f"{self.name}: 'caches' is no list of (bytes, bytes/s)")
-            pair = {"bytes": row[0], "rate": row[1]}
-            size, rate = (self._number(name, within=pair, at="caches.") for name in pair)
-            rows.append((size, rate))
-        if rows != sorted(rows, key=lambda row: row[0]):
-            raise _unusable(self.path, f"{self.name}: the sizes of 'caches' do not ascend")
-        return tuple(rows)
-
-    def _links(self, key: str) -> dict[str, Link]:
-        given = self._kind(key, dict)
-        return {kind: self._link(kind, given) for kind in given}
-
-    def _link(self, key: str, within: dict | None = None) -> Link:
-        given = self._kind(key, dict, within)
-        latency = self._number("latency", least=0, within=given, at=f"{key}.")
-        return Link(latency, self._number("bandwidth", within=given, at=f"{key}."))
+def _unusable(path: Path, why: str, where: str | None = None) -> UsageError:
+    what = f"the calibration {str(path)!r} cannot be used"
+    return UsageError(what, where=where, why=why, do=_AGAIN)

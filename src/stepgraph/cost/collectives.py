@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from torch import fx
 
-from stepgraph.cost.devices import Device, Link
+from stepgraph.cost.device import Device, Link
 from stepgraph.operators.collectives import moved_bytes
 from stepgraph.program.collectives import KINDS, is_collective, mesh_dim_of
 from stepgraph.program.layout import MeshShape

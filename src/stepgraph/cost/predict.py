@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from stepgraph.cost.collectives import collective_of
-from stepgraph.cost.devices import Device
+from stepgraph.cost.device import Device
 from stepgraph.cost.memory import CATEGORIES, MemoryTimeline, memory_timeline
 from stepgraph.cost.simulate import StepTimeline, simulate
 from stepgraph.cost.work import cost_group, matmul_dtype, node_flops
@@ -64,22 +63,6 @@ class Prediction:
             found[name] = {"/".join(key): dict(value) for key, value in found[name].items()}
         found["largest"] = [list(row) for row in self.largest]
         return found
-
-    @classmethod
-    def from_json(cls, data: str | Mapping[str, Any]) -> Prediction:
-        """The inverse of :meth:`to_json`.
-
-        Raises:
-            UsageError: missing or unknown fields, or fields of another kind.
-        """
-        try:
-            given = dict(json.loads(data) if isinstance(data, str) else data)
-            for name in ("collectives", "collectives_by_dim"):
-                given[name] = {tuple(k.split("/")): dict(v) for k, v in given[name].items()}
-            given["largest"] = [(str(name), float(ms)) for name, ms in given["largest"]]
-            return cls(**given)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise UsageError(f"this is no prediction: {error}") from error
 
     def with_gap(self, gap: float | None) -> Prediction:
         """The same, with the optimality gap of the plan it belongs to."""

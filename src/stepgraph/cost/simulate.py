@@ -13,7 +13,7 @@ from torch import fx
 
 from stepgraph import torch_internals
 from stepgraph.cost.collectives import collective_of, collective_seconds, links
-from stepgraph.cost.devices import Device
+from stepgraph.cost.device import Device
 from stepgraph.cost.wires import Flight, Wires
 from stepgraph.cost.work import node_flops, operation_seconds, runs_no_kernel
 from stepgraph.operators.views import is_view

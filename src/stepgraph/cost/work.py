@@ -10,7 +10,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from stepgraph import torch_internals
-from stepgraph.cost.devices import Device
+from stepgraph.cost.device import Device
 from stepgraph.operators import table as operators
 from stepgraph.operators.views import is_view
 from stepgraph.program.collectives import is_collective

@@ -120,7 +120,7 @@ def _draws(node: fx.Node) -> bool:
         return False
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     asked = dict(zip(names, node.args, strict=False)) | node.kwargs
-    return "dropout_p" not in names or asked.get("dropout_p", 0.0) != 0.0
+    return "dropout_p" not in names or bool(asked.get("dropout_p", 0.0))
 
 
 def _gathered(program: Program, parameters_too: bool) -> list[str]:

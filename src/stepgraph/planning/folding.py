@@ -31,11 +31,6 @@ def layer_of(name: str) -> tuple[str, int | None]:
     return f"{name[: match.start(1)]}*{name[match.end(1) :]}", int(match[1])
 
 
-def in_layer(pattern: str, layer: int) -> str:
-    """The inverse of :func:`layer_of`."""
-    return pattern.replace("*", str(layer), 1)
-
-
 def fold(names: Iterable[str]) -> Folded:
     """Names grouped by the layers that they repeat in; sorted."""
     layers: dict[str, list[int]] = {}

@@ -1,198 +1,174 @@
-"""Reading plain data that nobody vouches for: every question names the place it asks about.
+"""Reading JSON that nobody vouches for, with msgspec: it is what a type says, or an error with a place.
 
-Nothing is made from a number in the data before the number is known to be small enough.
+msgspec decodes strictly: what a type does not name is refused, and no text becomes a number. It calls a key
+of a table ``[...]``; here the key is found, because a plan has ten thousand of them.
 """
 
 from __future__ import annotations
 
-import json
-import math
+import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from stepgraph.planning.folding import unfold
+import msgspec
+from msgspec import Meta
+
+Kind = TypeVar("Kind")
 
 LARGEST_FILE = 64 * 2**20
 LARGEST_INTEGER = 2**63 - 1
-MOST_NAMES = 2_000_000
-LONGEST_TEXT = 4096
+_LARGEST_NUMBER = 1e300  # an infinite number is above it
 _TYPE = r"\w{1,40}\[(\d{1,18}(, \d{1,18}){0,63})?\]"
-_TYPES = re.compile(rf"{_TYPE}(, {_TYPE})*")
+_TYPES = rf"^(= .*|{_TYPE}(, {_TYPE})*|)\Z"
+
+Text = Annotated[str, Meta(max_length=4096)]
+Count = Annotated[int, Meta(ge=0, le=LARGEST_INTEGER)]
+Number = Annotated[float, Meta(ge=0, le=_LARGEST_NUMBER)]
+AnyNumber = Annotated[float, Meta(ge=-_LARGEST_NUMBER, le=_LARGEST_NUMBER)]
+TypeText = Annotated[str, Meta(max_length=4096, pattern=_TYPES)]
+"""Types with shapes, as in ``float32[4096, 4096]``, divided by commas; or ``= name`` of a tied tensor."""
+
+_TYPE_EXPECTED = f"`str` matching regex {_TYPES!r}"
+_WORDS = {
+    "str": "a text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+_KINDS = re.compile(rf"`((?:{'|'.join(_WORDS)})(?: \| (?:{'|'.join(_WORDS)}))*)`")
+_PLACE = re.compile(r" - at (`key` in )?`\$(.*)`\Z", re.DOTALL)
+_BYTE = re.compile(r"\(byte (\d+)\)")
+_STEP = re.compile(r"\.(\w+)|\[(\d+|\.\.\.)\]")
+
+
+class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An object in a file: what it does not name is an error."""
 
 
 class MalformedError(Exception):
-    """Data that is not what it should be; ``where`` is its path: ``placements.step.inputs``."""
+    """Data that is not what it should be; ``where`` is its path: ``request.mesh.0``."""
 
     def __init__(self, where: str, problem: str) -> None:
         super().__init__(problem)
-        self.where, self.problem = where, problem
+        self.where, self.problem = where[:200] or "the file", problem
 
 
-class Item:
-    """One value in the data.
-
-    Args:
-        value: plain data, as ``json.loads`` gives it.
-        where: its path, for messages.
-        names_left: how many names may still be made (shared by all items of one file).
-    """
-
-    def __init__(self, value: Any, where: str = "", names_left: list[int] | None = None) -> None:
-        self.value, self.where = value, where
-        self.names_left = names_left if names_left is not None else [MOST_NAMES]
-
-    def refuse(self, problem: str) -> MalformedError:
-        """The error for this place."""
-        return MalformedError(self.where or "the file", problem)
-
-    def of(self, kind: type, name: str) -> Any:
-        """The value, if it is of a type."""
-        if not isinstance(self.value, kind) or (isinstance(self.value, bool) and kind is not bool):
-            raise self.refuse(f"{name} is expected, not {_shown(self.value)}")
-        return self.value
-
-    def field(self, name: str) -> Item:
-        """A field of an object, which must be there."""
-        found = self.of(dict, "an object")
-        if name not in found:
-            raise self.refuse(f"there is no field {name!r}")
-        return self._inside(found[name], name)
-
-    def optional(self, name: str) -> Item | None:
-        """A field of an object; None where it is missing or null."""
-        found = self.of(dict, "an object").get(name)
-        return None if found is None else self._inside(found, name)
-
-    def fields(self) -> Iterator[tuple[str, Item]]:
-        """All fields of an object."""
-        for name, value in self.of(dict, "an object").items():
-            yield name, self._inside(value, name)
-
-    def items(self, count: int | None = None) -> list[Item]:
-        """The elements of a list, of a given length if one is given."""
-        found = self.of(list, "a list")
-        if count is not None and len(found) != count:
-            raise self.refuse(f"{count} elements are expected, not {len(found)}")
-        return [self._inside(value, str(i)) for i, value in enumerate(found)]
-
-    def text(self) -> str:
-        """A string of reasonable length."""
-        found = self.of(str, "a text")
-        if len(found) > LONGEST_TEXT:
-            raise self.refuse(f"a text of {len(found)} characters is too long")
-        return found
-
-    def type(self) -> str:
-        """Types with shapes, as in ``float32[4096, 4096]``, divided by commas; or ``= name``."""
-        found = self.text()
-        if not found.startswith("= ") and found and not _TYPES.fullmatch(found):
-            raise self.refuse(f"{found[:60]!r} is no type with a shape")
-        return found
-
-    def texts(self) -> list[str]:
-        """A list of strings."""
-        return [item.text() for item in self.items()]
-
-    def integer(self, low: int, high: int = LARGEST_INTEGER) -> int:
-        """A whole number between two others, ends included."""
-        found = self.of(int, "a whole number")
-        if not low <= found <= high:
-            raise self.refuse(f"{_shown(found)} is not between {low} and {high}")
-        return found
-
-    def truth(self) -> bool:
-        """True or false."""
-        return self.of(bool, "true or false")
-
-    def number(self, low: float | None = 0.0) -> float:
-        """A finite number, from ``low`` on."""
-        if isinstance(self.value, bool) or not isinstance(self.value, (int, float)):
-            raise self.refuse(f"a number is expected, not {_shown(self.value)}")
-        try:
-            found = float(self.value)
-        except OverflowError as error:
-            raise self.refuse("a number is too large") from error
-        if not math.isfinite(found) or (low is not None and found < low):
-            raise self.refuse(f"{_shown(self.value)} is not a number of at least {low}")
-        return found
-
-    def names(self) -> list[str]:
-        """The names of a folded list; see :mod:`stepgraph.planning.folding`."""
-        folded = {layers: item.texts() for layers, item in self.fields()}
-        try:
-            return unfold(folded, self._spend)
-        except ValueError as error:
-            raise self.refuse(str(error)) from error
-
-    def patterns(self, layers: int) -> list[str]:
-        """A list of patterns of names, each of which stands for one in every layer."""
-        found = self.texts()
-        self._spend(layers * len(found))
-        if any(pattern.count("*") != 1 for pattern in found):
-            raise self.refuse("a pattern does not say where the layer's number stands")
-        return found
-
-    def read(self, convert: Callable[[str], Any]) -> Any:
-        """A text, converted; its ValueError is this place's."""
-        try:
-            return convert(self.text())
-        except ValueError as error:
-            raise self.refuse(str(error)) from error
-
-    def _spend(self, count: int) -> None:
-        self.names_left[0] -= count
-        if self.names_left[0] < 0:
-            raise self.refuse(f"more than {MOST_NAMES} names")
-
-    def _inside(self, value: Any, name: str) -> Item:
-        where = f"{self.where}.{name}" if self.where else name
-        return Item(value, where[:200], self.names_left)
+@contextlib.contextmanager
+def at(*steps: str) -> Iterator[None]:
+    """A ValueError inside is what is wrong at this place."""
+    try:
+        yield
+    except ValueError as error:
+        raise MalformedError(".".join(steps), str(error)) from error
 
 
-def check_plain(item: Item, depth: int = 6) -> Any:
-    """Data of any form that holds finite, non-negative numbers and short texts; returned as it is."""
-    value = item.value
-    if depth == 0:
-        raise item.refuse("nested too deeply")
-    if isinstance(value, dict):
-        for _, inner in item.fields():
-            check_plain(inner, depth - 1)
-    elif isinstance(value, list):
-        for inner in item.items():
-            check_plain(inner, depth - 1)
-    elif isinstance(value, str):
-        item.text()
-    elif value is not None and not isinstance(value, bool):
-        item.number()
-    return value
-
-
-def read_json(path: Path) -> Item:
-    """The JSON of a file that is no larger than :data:`LARGEST_FILE` bytes.
+def read_bytes(path: Path, largest: int | None = None) -> bytes:
+    """The content of a file that is no larger than so many bytes; :data:`LARGEST_FILE`, if not said.
 
     Raises:
-        MalformedError: too large, not UTF-8, not JSON, nested too deeply, NaN or infinite numbers.
+        MalformedError: it is larger.
     """
+    largest = LARGEST_FILE if largest is None else largest
     with path.open("rb") as stream:
-        content = stream.read(LARGEST_FILE + 1)  # whatever the file's size was said to be
-    if len(content) > LARGEST_FILE:
-        raise MalformedError("the file", f"it is larger than {LARGEST_FILE // 2**20} MiB")
+        content = stream.read(largest + 1)  # whatever the file's size was said to be
+    if len(content) > largest:
+        shown = f"{largest // 2**20} MiB" if largest >= 2**20 else f"{largest} bytes"
+        raise MalformedError("", f"it is larger than {shown}")
+    return content
+
+
+def parse_json(content: bytes) -> Any:
+    """JSON as plain data.
+
+    Raises:
+        MalformedError: not UTF-8, not JSON, nested too deeply, NaN or infinite numbers.
+    """
     try:
-        return Item(json.loads(content.decode(), parse_constant=_no_constant))
+        return msgspec.json.decode(content)
     except RecursionError as error:
-        raise MalformedError("the file", "it is nested too deeply") from error
-    except ValueError as error:
-        raise MalformedError("the file", f"it is not JSON: {error}") from error
+        raise MalformedError("", "it is nested too deeply") from error
+    except (msgspec.DecodeError, ValueError) as error:
+        place = _BYTE.search(str(error))
+        near = "" if place is None else f", at {_around(content, int(place[1]))!r}"
+        raise MalformedError("", f"it is not JSON: {error}{near}") from error
 
 
-def _no_constant(text: str) -> Any:
-    raise ValueError(f"{text} is no number")
+def _around(content: bytes, place: int) -> str:
+    return content[max(0, place - 40) : place + 20].decode(errors="replace")
+
+
+def convert(data: Any, kind: type[Kind]) -> Kind:
+    """Plain data as an object of a type, every field checked.
+
+    Raises:
+        MalformedError: it is not of this type.
+    """
+    try:
+        return msgspec.convert(data, kind)
+    except RecursionError as error:
+        raise MalformedError("", "it is nested too deeply") from error
+    except msgspec.ValidationError as error:
+        message = str(error)
+    steps = _steps(data, kind, message)
+    place = _PLACE.search(message)
+    problem = _PLACE.sub("", message)
+    if place is not None and place[1]:
+        problem += ", as a key"
+    elif place is not None and problem.startswith("Expected") and " got " not in problem:
+        problem += f", not {_shown(_inside(data, steps))}"
+    problem = problem.replace(_TYPE_EXPECTED, "a type with a shape, such as float32[4, 8]")
+    problem = _KINDS.sub(lambda m: " or ".join(_WORDS[k] for k in m[1].split(" | ")), problem)
+    raise MalformedError(".".join(map(str, steps)), problem)
+
+
+def _steps(data: Any, kind: type, message: str) -> list[str | int]:
+    """The keys that lead to where msgspec found something wrong."""
+    place = _PLACE.search(message)
+    found: list[str | int] = []
+    for name, index in _STEP.findall(place[2] if place else ""):
+        if index != "...":
+            found.append(name or int(index))
+            continue
+        entries = list(_inside(data, found).items())
+        while len(entries) > 1:  # the half that is refused in the same words holds the key
+            half, rest = entries[: len(entries) // 2], entries[len(entries) // 2 :]
+            entries = half if _refusal(_with(data, found, dict(half)), kind) == message else rest
+        data = _with(data, found, dict(entries))
+        found.append(entries[0][0])
+    return found
+
+
+def _refusal(data: Any, kind: type) -> str:
+    try:
+        msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        return str(error)
+    return ""
+
+
+def _inside(data: Any, steps: list[str | int]) -> Any:
+    for step in steps:
+        data = data[step]
+    return data
+
+
+def _with(data: Any, steps: list[str | int], value: Any) -> Any:
+    """The same data, another value in one place."""
+    if not steps:
+        return value
+    changed = dict(data) if isinstance(data, dict) else list(data)
+    changed[steps[0]] = _with(data[steps[0]], steps[1:], value)  # type: ignore[index]
+    return changed
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
         return "a number of more than 63 bits"
-    text = repr(value) if isinstance(value, (str, int, float, type(None))) else ""
-    return text[:60] or type(value).__name__
+    if isinstance(value, (str, int, float, type(None))):
+        return repr(value)[:60]
+    return f"{len(value)} elements" if isinstance(value, (list, tuple, dict)) else "this"

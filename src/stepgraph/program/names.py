@@ -12,7 +12,7 @@ from collections import Counter
 
 from torch import fx
 
-from stepgraph.program.program import FORWARD
+FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"  # the phases of a step
 
 # Operation names that differ between devices or traces but mean the same.
 _SAME_OPERATION = {

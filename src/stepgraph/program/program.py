@@ -25,10 +25,11 @@ import torch
 from torch import fx
 
 from stepgraph.program.layout import MeshShape, Placements
+from stepgraph.program.names import BACKWARD, FORWARD, OPTIMIZER
 from stepgraph.program.roles import Input, Output
+from stepgraph.program.text import program_text
 from stepgraph.torch_internals.code import graph_module
 
-FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 PHASES = (FORWARD, BACKWARD, OPTIMIZER)
 
 
@@ -131,8 +132,6 @@ class Program:
         return self
 
     def __str__(self) -> str:
-        from stepgraph.program.text import program_text
-
         return program_text(self)
 
 

@@ -5,15 +5,15 @@ Values are named by their stable names, shortened where that stays unique; types
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import fx
 
 from stepgraph.program import roles
-from stepgraph.program.layout import show
+from stepgraph.program.layout import MeshShape, show
 from stepgraph.program.names import operation_name
-from stepgraph.program.program import Program
 
 _DTYPES = {
     torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16",
@@ -22,7 +22,25 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def program_text(program: Program, heading: str = "") -> str:
+class Printable(Protocol):
+    """What is printed of a :class:`stepgraph.program.program.Program`, which prints itself with this."""
+
+    name: str
+    inputs: list[roles.Input]
+    outputs: list[roles.Output]
+    mesh: MeshShape | None
+
+    @property
+    def graph(self) -> fx.Graph: ...  # noqa: D102
+
+    @property
+    def placeholders(self) -> Sequence[fx.Node]: ...  # noqa: D102
+
+    @property
+    def results(self) -> Sequence[fx.Node]: ...  # noqa: D102
+
+
+def program_text(program: Printable, heading: str = "") -> str:
     """The Program, one line an operation.
 
     Args:

@@ -8,23 +8,40 @@ when somebody asks for a state dict, and read after somebody loaded one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from stepgraph.capture.optimizer import FIRST_STEP
+from stepgraph.capture.counters import SharedCounters
+from stepgraph.capture.optimizer import FIRST_STEP, FunctionalOptimizer
 from stepgraph.errors import CheckpointError
 from stepgraph.program import roles
 from stepgraph.program.layout import local_shape
 from stepgraph.program.program import Value
 from stepgraph.program.shards import local_part
-
-if TYPE_CHECKING:
-    from stepgraph.runtime.state import State
+from stepgraph.runtime.ranks import Ranks
 
 
-def first_value(state: State, owner: str, key: str, value: Value) -> torch.Tensor:
+class Holder(Protocol):
+    """What is asked of :class:`stepgraph.runtime.state.State`, which holds the states."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    functional: FunctionalOptimizer | None
+    counters: SharedCounters
+    ranks: Ranks
+    device: torch.device
+    tensors: dict[roles.Input, torch.Tensor]
+    values: dict[roles.Input, Value]
+
+    def as_dtensor(self, local: torch.Tensor, value: Value) -> DTensor:
+        """The value that a local tensor is a part of."""
+        ...
+
+
+def first_value(state: Holder, owner: str, key: str, value: Value) -> torch.Tensor:
     """A state's first (padded, local) value: what the optimizer holds already, or its starting value."""
     assert state.functional is not None and state.optimizer is not None
     name = state.counters.members(owner)[0]
@@ -43,7 +60,7 @@ def first_value(state: State, owner: str, key: str, value: Value) -> torch.Tenso
     return local
 
 
-def publish(state: State) -> None:
+def publish(state: Holder) -> None:
     """Fills ``optimizer.state`` with copies of what the programs hold."""
     if state.optimizer is None or state.functional is None:
         return
@@ -59,7 +76,7 @@ def publish(state: State) -> None:
             table[key] = state.as_dtensor(local, value) if value.shape else local
 
 
-def current(state: State) -> dict[str, dict[str, torch.Tensor]]:
+def current(state: Holder) -> dict[str, dict[str, torch.Tensor]]:
     """The states by the parameter's name, as DTensors that view what the programs hold.
 
     Where no program holds them yet, they are what ``optimizer.state`` has.
@@ -80,13 +97,13 @@ def current(state: State) -> dict[str, dict[str, torch.Tensor]]:
     return {name: table for name, table in found.items() if table}
 
 
-def _is_fresh(state: State, name: str) -> bool:
+def _is_fresh(state: Holder, name: str) -> bool:
     """Whether no step has defined a parameter's states yet: torch holds none then."""
     first = state.tensors.get(_role_of(state, name, FIRST_STEP))
     return first is not None and float(first) > 0
 
 
-def adopt(state: State) -> None:
+def adopt(state: Holder) -> None:
     """Takes over what was loaded into ``optimizer.state``; a parameter without states starts afresh.
 
     Counters that differ are no longer shared: programs that share them are compiled again.
@@ -110,14 +127,14 @@ def adopt(state: State) -> None:
             state.tensors[first].fill_(0.0 if table else 1.0)
 
 
-def _counts(state: State, name: str, loaded: Mapping[str, torch.Tensor]) -> tuple:
+def _counts(state: Holder, name: str, loaded: Mapping[str, torch.Tensor]) -> tuple:
     """What is loaded for a parameter that it may share with others."""
     places = states_of(state, name)
     held = {key: float(loaded.get(key, 0.0)) for key, role in places.items() if role.owner != name}
     return bool(loaded), tuple(sorted(held.items()))
 
 
-def check_loaded(state: State, loaded: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+def check_loaded(state: Holder, loaded: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
     """Refuses to go on without a state that only the optimizer's constructor makes.
 
     Args:
@@ -139,7 +156,7 @@ def check_loaded(state: State, loaded: Mapping[str, Mapping[str, torch.Tensor]])
                 )
 
 
-def states_of(state: State, name: str) -> dict[str, roles.OptimizerState]:
+def states_of(state: Holder, name: str) -> dict[str, roles.OptimizerState]:
     """The states of a parameter that the programs hold, under torch's keys."""
     assert state.functional is not None
     keys = state.functional.rule(name, state.model.get_parameter(name)).states
@@ -147,18 +164,18 @@ def states_of(state: State, name: str) -> dict[str, roles.OptimizerState]:
     return {key: role for key, role in found.items() if role in state.tensors}
 
 
-def _role_of(state: State, name: str, key: str) -> roles.OptimizerState:
+def _role_of(state: Holder, name: str, key: str) -> roles.OptimizerState:
     """Where the programs keep a state: with others', or for the parameter."""
     return roles.OptimizerState(state.counters.owner(name, key), key)
 
 
-def _filled(state: State, value: Value, fill: float) -> torch.Tensor:
+def _filled(state: Holder, value: Value, fill: float) -> torch.Tensor:
     assert value.placements is not None
     shape = local_shape(value.shape, value.placements, state.ranks.shape)
     return torch.full(shape, fill, dtype=value.dtype, device=state.device)
 
 
-def _copy_into(state: State, local: torch.Tensor, value: Value, loaded: torch.Tensor) -> None:
+def _copy_into(state: Holder, local: torch.Tensor, value: Value, loaded: torch.Tensor) -> None:
     """Copies a whole or distributed tensor into a padded local one."""
     assert value.placements is not None
     loaded = loaded.detach()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from stepgraph.capture.accumulation import accumulate, node_named, replace_boundary_by_one
 from stepgraph.planning.decisions import Normalisation
@@ -93,6 +94,6 @@ def _move_tail(
     tail = [node for node in program.operations() if node.meta.get("name") in normalisation.tail]
     for node in tail:
         emit.module = node.meta["module"]
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda a: moved.get(a, a))
+        args, kwargs = map_arg((node.args, node.kwargs), lambda a: moved.get(a, a))
         moved[node] = emit(node.target, *args, **kwargs)
     return moved

@@ -6,6 +6,7 @@ import operator
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from stepgraph.program.build import Builder
 from stepgraph.program.names import name_operations
@@ -44,7 +45,7 @@ def index_rows_in_place(program: Program) -> Program:
         counter = _constant(rows)
         if counter is None or tuple(counter.shape) != (size[0],) + (1,) * (len(shape) - 1):
             continue
-        column_shape = columns.meta["val"].shape
+        column_shape = columns.meta["val"].shape  # type: ignore[union-attr]
         leading = len(shape) - len(column_shape)
         if not torch.equal(counter.flatten(), torch.arange(size[0])) or (
             leading == 0 and column_shape[0] != 1
@@ -77,5 +78,5 @@ def _constant(node: object, depth: int = 12) -> torch.Tensor | None:
         values[argument] = _constant(argument, depth - 1)
         if values[argument] is None:
             return None
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+    args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
     return node.target(*args, **kwargs)  # type: ignore[operator]

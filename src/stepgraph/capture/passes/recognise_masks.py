@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from stepgraph.program.program import Program
 from stepgraph.program.record import SUMMATION, program_pass
@@ -131,24 +132,24 @@ def _read(node: fx.Node) -> list[fx.Node]:
 
 
 def _computed(node: fx.Node, operands: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The operator's own result, on operands that are cut down to one where all of them repeat."""
+    """The operator's own result, on operands that are narrowed to one where all of them repeat."""
     result = node.meta["val"]
     along = node.args[1] if node.target in _ALONG else None
     if node.target is aten.cat.default:
         along = node.args[1] if len(node.args) > 1 else 0
-    cut = list(operands)
+    narrow = list(operands)
     for dim in range(result.dim()):
         back = result.dim() - dim  # counted from the end, as broadcasting does
         if along is not None and dim == along % result.dim():
             continue
         if all(x.dim() < back or x.stride(-back) == 0 or x.shape[-back] == 1 for x in operands):
-            cut = [x if x.dim() < back else x.narrow(x.dim() - back, 0, 1) for x in cut]
+            narrow = [x if x.dim() < back else x.narrow(x.dim() - back, 0, 1) for x in narrow]
     together = node.target is not aten.cat.default
-    shape = torch.broadcast_shapes(*(x.shape for x in cut)) if together else result.shape
+    shape = torch.broadcast_shapes(*(x.shape for x in narrow)) if together else result.shape
     if math.prod(shape) > LARGEST_VECTOR:
         return None
-    values = dict(zip(node.all_input_nodes, cut, strict=True))
-    args = fx.node.map_arg(node.args, values.__getitem__)
+    values = dict(zip(node.all_input_nodes, narrow, strict=True))
+    args = map_arg(node.args, values.__getitem__)
     kwargs = {key: value for key, value in node.kwargs.items() if key == "dtype"}
     return node.target(*args, **kwargs).expand(result.shape)  # type: ignore[operator]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from stepgraph.capture.counters import SharedCounters
 from stepgraph.capture.optimizer import FunctionalOptimizer, UpdateRule
@@ -126,7 +127,7 @@ class _Updates:
             elif node.op == "output":
                 return [node_of[result] for result in node.args[0]]
             else:
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), node_of.__getitem__)
+                args, kwargs = map_arg((node.args, node.kwargs), node_of.__getitem__)
                 node_of[node] = self._operation(node, tuple(args), dict(kwargs))
         raise AssertionError("a rule without an output")
 

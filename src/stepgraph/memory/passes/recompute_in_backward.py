@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import fx
+from torch.fx.node import map_arg
 
 from stepgraph.planning.decisions import MemoryDecision
 from stepgraph.program.names import name_operations
@@ -28,9 +29,7 @@ def recompute_in_backward(program: Program, decision: MemoryDecision) -> Program
         for source in node.all_input_nodes:
             if source in dropped:
                 _copy_before(program.graph, source, node, dropped, copies)
-        node.args, node.kwargs = fx.node.map_arg(
-            (node.args, node.kwargs), lambda a: copies.get(a, a)
-        )
+        node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda a: copies.get(a, a))
     for note in decision.notes:
         program.note(note)
     name_operations(program.graph)

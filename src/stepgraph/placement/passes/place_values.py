@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Shard
+from torch.fx.node import map_arg
 
 from stepgraph import torch_internals
 from stepgraph.operators import table as operators
@@ -146,7 +147,7 @@ class _Placer:
             kwargs: dict = {}
         else:
             wanted = iter(choice.inputs)
-            args, kwargs = fx.node.map_arg(
+            args, kwargs = map_arg(
                 (node.args, node.kwargs), lambda a: self._as(a, next(wanted), node)
             )
         if cut := rows_cut(node, choice.inputs, choice.outputs):
@@ -202,7 +203,7 @@ class _Placer:
             for argument, placements in zip(tensor_arguments(node), choice.inputs, strict=True)
         ]
         remaining = iter(specs)
-        spec_args = fx.node.map_arg(node.args, lambda a: next(remaining))
+        spec_args = map_arg(node.args, lambda a: next(remaining))  # type: ignore[arg-type]
         sizes = torch_internals.adjust_scalar_shapes(
             node.target, adjuster, tuple(spec_args), kwargs, specs
         )

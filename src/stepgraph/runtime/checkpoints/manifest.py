@@ -9,13 +9,22 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
+from msgspec import field
 
 from stepgraph.errors import CheckpointError
+from stepgraph.planning.reading import (
+    Count,
+    MalformedError,
+    Strict,
+    convert,
+    parse_json,
+    read_bytes,
+)
 from stepgraph.runtime.files import checksum
 
 NAME = "stepgraph.json"
@@ -24,12 +33,11 @@ FORMAT = 1
 OWN_FILES = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|" + re.escape(NAME))
 
 
-@dataclass(frozen=True)
-class FileRecord:
+class FileRecord(Strict, frozen=True):
     """What a file must be: its size and the CRC-32 of its bytes."""
 
-    bytes: int
-    crc32: int
+    bytes: Count
+    crc32: Count
 
     @classmethod
     def of(cls, path: Path) -> FileRecord:
@@ -37,8 +45,7 @@ class FileRecord:
         return cls(path.stat().st_size, checksum(path))
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(Strict, frozen=True):
     """What a checkpoint holds.
 
     Args:
@@ -50,19 +57,19 @@ class Manifest:
         files: every other file of the folder.
     """
 
-    step: int
+    step: Count
     seed: int
     mesh: str
     plan: str
     optimizer: str | None
     extra: dict[str, dict[str, Any]] = field(default_factory=dict)
     files: dict[str, FileRecord] = field(default_factory=dict)
-    torch: str = torch.__version__
+    torch: str = str(torch.__version__)
     format: int = FORMAT
 
     def to_text(self) -> str:
         """The manifest file's text."""
-        content = asdict(self)
+        content = msgspec.to_builtins(self)
         return json.dumps({"checksum": _checksum(content), **content}, indent=1) + "\n"
 
     @staticmethod
@@ -81,25 +88,28 @@ class Manifest:
                 do="weights alone are read from .safetensors, .pt and .pth files",
             )
         try:
-            text = path.read_bytes()
-            content = json.loads(text)
-            found = content.pop("checksum")
+            text = read_bytes(path)
+            content = parse_json(text)
         except FileNotFoundError:
             raise _foreign(folder) from None
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise damaged(path, "it is not a manifest") from error
+        except MalformedError as error:
+            raise damaged(path, f"it is not a manifest: {error.problem}") from error
+        if not isinstance(content, dict):
+            raise damaged(path, "it is not a manifest")
         version = content.get("format")
         if isinstance(version, int) and version > FORMAT:
             raise CheckpointError(
                 f"{path} has format {version}; this version of stepgraph reads up to {FORMAT}",
                 do="load it with the version that wrote it, or a later one",
             )
-        if found != _checksum(content) or content.keys() != {f.name for f in fields(Manifest)}:
+        if content.pop("checksum", None) != _checksum(content):
             raise damaged(path, "its checksum does not match")
-        content["files"] = {name: FileRecord(**record) for name, record in content["files"].items()}
-        manifest = Manifest(**content)
+        try:
+            manifest = convert(content, Manifest)
+        except MalformedError as error:
+            raise damaged(path, f"{error.where}: {error.problem}") from error
         if manifest.to_text().encode() != text:
             raise damaged(path, "it is not what was written")
         return manifest

@@ -17,18 +17,20 @@ import shutil
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from stepgraph.errors import CheckpointError, StepgraphError
-from stepgraph.runtime import extras, saved_state, weights_file
+from stepgraph.runtime.checkpoints import extras, saved_state, weights_file
+from stepgraph.runtime.checkpoints.manifest import NAME, OWN_FILES, FileRecord, Manifest, damaged
+from stepgraph.runtime.checkpoints.saved_state import SavedState
 from stepgraph.runtime.files import (
     put_folder,
     recover_folder,
@@ -36,10 +38,8 @@ from stepgraph.runtime.files import (
     sync_folder,
     unfinished_path,
 )
-from stepgraph.runtime.manifest import NAME, OWN_FILES, FileRecord, Manifest, damaged
 from stepgraph.runtime.messages import Messages
 from stepgraph.runtime.ranks import Ranks, largest
-from stepgraph.runtime.saved_state import SavedState
 from stepgraph.runtime.state import State
 
 log = logging.getLogger("stepgraph")

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from stepgraph.errors import CheckpointError, UsageError, near_misses
 from stepgraph.program.layout import local_shape, replicated
 from stepgraph.program.program import Value
+from stepgraph.runtime.checkpoints.saved_state import SavedState
 from stepgraph.runtime.ranks import largest
-from stepgraph.runtime.saved_state import SavedState
 from stepgraph.runtime.state import State
 from stepgraph.torch_internals import pytree
 

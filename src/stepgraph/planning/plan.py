@@ -96,15 +96,15 @@ class Plan:
         request = replace(self.request, **policies)
         if request == self.request:
             return self
-        kept = {key: decided for key, decided in self.decisions.items()}
         changed = {name for name, value in policies.items() if value != getattr(self.request, name)}
-        if changed - {"memory", "schedule", "lowering"}:
-            kept = {}
-        for name in ("memory", "schedule", "lowering"):
-            if name in changed:  # what comes behind it follows from it
-                dropped = dict.fromkeys(_BEHIND[name])
+        kept = {} if changed & _ASKED_OF_PLACEMENT else dict(self.decisions)
+        for name, behind in _BEHIND.items():
+            if name in changed:
+                dropped = dict.fromkeys(behind)
                 kept = {key: replace(decided, **dropped) for key, decided in kept.items()}
-        return replace(self, request=request, decisions=Table(kept), predicted=None)
+        same = not changed & (_ASKED_OF_PLACEMENT | {"memory", "schedule"})
+        predicted = self.predicted if same else None
+        return replace(self, request=request, decisions=Table(kept), predicted=predicted)
 
     def with_decisions(self: Kind, key: str, decided: Decisions) -> Kind:
         """The plan that also holds the decisions for a program."""
@@ -176,6 +176,9 @@ class Plan:
         return name if number == 1 else f"{name}#{number}"
 
 
+# A step, batch or device that differs shows in the programs, which decisions fit or do not.
+_ASKED_OF_PLACEMENT = {"placement", "mesh", "constraints", "memory_budget"}
+# What follows from a policy.
 _BEHIND = {
     "memory": ("memory", "schedule"),
     "schedule": ("schedule",),

@@ -8,6 +8,7 @@ import msgspec
 
 from stepgraph.errors import UsageError
 from stepgraph.planning.reading import (
+    WHOLE,
     AnyNumber,
     Count,
     MalformedError,
@@ -58,6 +59,6 @@ def _step_of(line: bytes, where: str) -> int:
         raise UsageError(
             "--resume cannot go on with this file of metrics: a line is not a step's",
             where=where,
-            why=f"{error.where}: {error.problem}",
+            why=error.problem if error.where == WHOLE else f"{error.where}: {error.problem}",
             do="give another file to --metrics, or remove the line",
         ) from error

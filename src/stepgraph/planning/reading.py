@@ -18,6 +18,7 @@ from msgspec import Meta
 Kind = TypeVar("Kind")
 
 LARGEST_FILE = 64 * 2**20
+WHOLE = "the file"  # where a problem has no place inside
 LARGEST_INTEGER = 2**63 - 1
 _LARGEST_NUMBER = 1e300  # an infinite number is above it
 _TYPE = r"\w{1,40}\[(\d{1,18}(, \d{1,18}){0,63})?\]"
@@ -55,7 +56,7 @@ class MalformedError(Exception):
 
     def __init__(self, where: str, problem: str) -> None:
         super().__init__(problem)
-        self.where, self.problem = where[:200] or "the file", problem
+        self.where, self.problem = where[:200] or WHOLE, problem
 
 
 @contextlib.contextmanager

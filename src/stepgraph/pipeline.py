@@ -34,6 +34,7 @@ from stepgraph.capture.step import Capture, Roads, Source
 from stepgraph.cost.devices import Device, find_device
 from stepgraph.cost.predict import Prediction, predict
 from stepgraph.cost.traffic import assign_traffic
+from stepgraph.errors import PlanError
 from stepgraph.lowering import apply as lowering
 from stepgraph.lowering.decide import decide as decide_lowering
 from stepgraph.lowering.passes.bind_to_rank import bind_to_rank
@@ -172,11 +173,14 @@ def apply(
     """What one rank runs of programs, under a plan that has decided them; nothing is decided.
 
     Raises:
-        KeyError: the plan lacks the decisions for a program.
+        PlanError: the plan lacks the decisions for a program.
     """
     made = make(programs, plan, target, rank=rank)
     if made.plan != plan:
-        raise KeyError(f"the plan has not decided {sorted(programs)}")
+        raise PlanError(
+            f"the plan has not decided all of {', '.join(programs)}",
+            do="let pipeline.decide add what it lacks",
+        )
     return made.programs
 
 

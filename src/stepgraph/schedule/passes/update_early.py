@@ -22,11 +22,7 @@ from stepgraph.program.record import program_pass
 
 
 @program_pass(
-    reads=(
-        "that is on its way by then, and the work between has hidden the first. It also "
-        "waits for the last reader of what it overwrites. reads: phases, collectives, "
-        "readers of what is overwritten"
-    ),
+    reads="phases; where updates may start; readers of what is overwritten",
     writes="the order of the optimizer's operations",
 )
 def update_early(program: Program, decision: ScheduleDecision) -> Program:
@@ -39,7 +35,11 @@ def update_early(program: Program, decision: ScheduleDecision) -> Program:
     others = [node for node in operations if node.meta["phase"] != OPTIMIZER]
     starts = decision.updates
     # Inputs and constants are there before all of them.
-    place = {n: named[starts[n.meta["name"]]] for n in others if n.meta["name"] in starts}
+    place = {
+        node: named.get(starts[node.meta["name"]], position[node])
+        for node in others
+        if node.meta["name"] in starts
+    }
     not_before = _last_readers(program, position)
     updates = [node for node in operations if node.meta["phase"] == OPTIMIZER]
     for node in updates:

@@ -82,7 +82,7 @@ def run(ranks: int, models: tuple[str, ...]) -> dict[str, Any]:
             shape = engine.plan.mesh
             each = ROWS // shape.data_size
             start = shape.data_rank(rank) * each
-            batch = {k: v[start : start + each] for k, v in brought.batch.items()}
+            batch = {k: v[start : start + each].clone() for k, v in brought.batch.items()}
             engine.step(batch)
             with Collectives() as seen:
                 engine.step(batch)

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from stepgraph.errors import UsageError, near_misses
-from stepgraph.graphwise.compiler import GraphCompiler
+from stepgraph.graphwise.graph_compiler import GraphCompiler
 from stepgraph.lowering.presets import check_lowering
 from stepgraph.memory.decide import check_memory
 from stepgraph.planning.request import Request

@@ -28,7 +28,7 @@ from stepgraph.capture.module import LossFunction, default_loss
 from stepgraph.capture.refusals import check_hooks
 from stepgraph.errors import GraphBreakError, ParameterHookError, UsageError
 from stepgraph.graphwise.compiled_autograd import check_whole_backward
-from stepgraph.graphwise.runner import GraphRunner
+from stepgraph.graphwise.graph_breaks import GraphRunner
 from stepgraph.lowering.presets import check_lowering
 from stepgraph.placement.presets.named import stored_parameter
 from stepgraph.planning.request import Precision, StepSettings

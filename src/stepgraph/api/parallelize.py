@@ -22,7 +22,7 @@ from stepgraph.capture.module import LossFunction
 from stepgraph.capture.refusals import check_hooks
 from stepgraph.errors import BatchError, GraphBreakError, ParameterHookError, UsageError
 from stepgraph.graphwise.compiled_autograd import check_whole_backward
-from stepgraph.graphwise.runner import GraphRunner
+from stepgraph.graphwise.graph_breaks import GraphRunner
 from stepgraph.placement.presets.named import for_own_update, stored_parameter
 from stepgraph.planning.plan import Plan
 from stepgraph.planning.request import Precision, StepSettings

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepgraph.analysis.normalisation import by_rows, find_normalisation, inexact
+from stepgraph.analysis.loss_normalisation import by_rows, find_normalisation, inexact
 from stepgraph.capture.counters import SharedCounters
 from stepgraph.capture.module import BatchSpec, LossFunction, capture
 from stepgraph.capture.optimizer import FunctionalOptimizer, functionalize_optimizer

@@ -17,8 +17,8 @@ from stepgraph.equivalence.comparing import CheckReport, compare
 from stepgraph.equivalence.lockstep import Observer, compute_collective, run_rank
 from stepgraph.equivalence.recording import GraphRecord, Recorder
 from stepgraph.errors import InvariantError
-from stepgraph.graphwise.compiler import GraphCompiler
-from stepgraph.graphwise.runner import GraphRunner
+from stepgraph.graphwise.graph_breaks import GraphRunner
+from stepgraph.graphwise.graph_compiler import GraphCompiler
 from stepgraph.lowering.passes.name_mesh_dims import name_mesh_dims
 from stepgraph.program import roles
 from stepgraph.program.layout import MeshShape

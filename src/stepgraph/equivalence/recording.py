@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from stepgraph import torch_internals
 from stepgraph.capture.decompositions import decomposition_table
-from stepgraph.graphwise.compiler import GraphCompiler
+from stepgraph.graphwise.graph_compiler import GraphCompiler
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.program import Program
 from stepgraph.program.record import Pass, Rewrite

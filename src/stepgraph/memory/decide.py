@@ -1,12 +1,29 @@
-"""Decides which forward values of a placed Program are kept for the backward."""
+"""Whether each forward value is kept for the backward, or recomputed there: in which block.
+
+Values that cross from one block to another are always kept. Whatever the
+policy, regions under ``torch.utils.checkpoint`` are recomputed, and parameters that were gathered for
+the forward (zero3) are gathered again for the backward instead of being kept; so are activations that
+ranks hold in parts (sequence-parallel norms). What ranks added up or exchanged is kept.
+"""
 
 from __future__ import annotations
 
-from stepgraph.analysis.blocks import find_blocks
-from stepgraph.memory.presets import NONE, decide_by_preset, parse_policy
+import operator
+from collections.abc import Iterable
+
+from torch import fx
+
+from stepgraph import torch_internals
+from stepgraph.analysis.blocks import Block, find_blocks
+from stepgraph.errors import MemoryPolicyError
+from stepgraph.memory.presets import NONE, parse_policy
+from stepgraph.operators import table as operators
+from stepgraph.operators.views import is_view
 from stepgraph.planning.decisions import MemoryDecision
 from stepgraph.planning.request import AUTO
-from stepgraph.program.program import Program
+from stepgraph.program import roles
+from stepgraph.program.collectives import is_collective
+from stepgraph.program.program import FORWARD, Program
 
 # What ``auto`` tries, in this order: the first whose peak fits.
 CANDIDATES = (NONE, "layers:2", "full")
@@ -27,14 +44,38 @@ def decide(program: Program, policy: str, gather_again: bool = True) -> MemoryDe
     """Which forward values of a (placed) Program are recomputed; it stays as it is.
 
     Args:
-        policy: a preset.
+        policy: ``none``; ``full``: every block is recomputed from its inputs; ``layers:N``: every N-th
+            block is.
         gather_again: gathered parameters are not kept for the backward.
 
     Raises:
         UsageError: unknown policy.
         MemoryPolicyError: ``layers:N`` where no block repeats.
     """
-    return decide_by_preset(program, policy, gather_again)
+    name, every = parse_policy(policy)
+    recompute: dict[str, int] = {}
+    notes: list[str] = []
+    nodes = list(program.operations(FORWARD))
+    regions: list[list[fx.Node]] = list(_checkpoint_regions(nodes))
+    taken = {node for region in regions for node in region}
+    if every:
+        blocks = find_blocks(program)
+        if not blocks and name == "layers":
+            raise MemoryPolicyError(
+                f"memory policy {policy!r} needs repeated blocks, and no block of this model repeats",
+                do="use 'full' (the whole forward as one block) or torch.utils.checkpoint regions",
+            )
+        if not blocks:
+            blocks = [Block(0, len(nodes))]
+            notes.append("memory 'full': no block repeats, the whole forward is one block")
+        for block in blocks[every - 1 :: every]:
+            regions.append([n for n in nodes[block.start : block.stop] if n not in taken])
+    for number, region in enumerate(regions):
+        for node in _not_crossing(region, program):
+            recompute[node.meta["name"]] = number
+    for name in _gathered(program, gather_again):
+        recompute.setdefault(name, -1)
+    return MemoryDecision(policy, recompute, tuple(notes))
 
 
 def decide_for_graph(program: Program, policy: str, gather_again: bool) -> MemoryDecision:
@@ -43,3 +84,73 @@ def decide_for_graph(program: Program, policy: str, gather_again: bool) -> Memor
     return decide(
         program, policy if not needs_blocks or find_blocks(program) else NONE, gather_again
     )
+
+
+def _checkpoint_regions(nodes: list[fx.Node]) -> Iterable[list[fx.Node]]:
+    regions: dict[int, list[fx.Node]] = {}
+    for node in nodes:
+        if "checkpoint" in node.meta:
+            regions.setdefault(node.meta["checkpoint"], []).append(node)
+    return regions.values()
+
+
+def _not_crossing(region: list[fx.Node], program: Program) -> list[fx.Node]:
+    """Values of a region that no other part of the forward reads, and that are not results.
+
+    Communicated activations are kept: recomputing is not to communicate them twice. So is what a
+    generator drew: it would draw something else.
+    """
+    inside = set(region)
+    results = set(program.results)
+    dropped: dict[fx.Node, None] = {}
+    for node in region:
+        # A part of a tuple goes with it: what is kept for the backward are tensors.
+        of_kept = node.target is operator.getitem and node.args[0] not in dropped
+        if (
+            not of_kept
+            and node not in results
+            and not is_collective(node)
+            and node.target is not torch_internals.WAIT
+            and not _draws(node)
+            and all(user in inside or user.meta.get("phase") != FORWARD for user in node.users)
+        ):
+            dropped[node] = None
+    return list(dropped)
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether a generator decides the result; attention has the tag for a dropout that is not asked for."""
+    if not operators.of(node.target).draws:
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    asked = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return "dropout_p" not in names or bool(asked.get("dropout_p", 0.0))
+
+
+def _gathered(program: Program, parameters_too: bool) -> list[str]:
+    """What was gathered, and what is only a view, copy or cast of it, is not kept: ranks have parts."""
+    rows = zip(program.placeholders, program.inputs, strict=True)
+    parameters = {node for node, role in rows if isinstance(role, roles.Param)}
+    chain: set[fx.Node] = set()
+    for node in program.operations(FORWARD):
+        if is_collective(node) and _comes_from(node.args[0], parameters):
+            again = parameters_too
+        else:
+            again = node.target is torch_internals.ALL_GATHER
+            again |= _renames(node) and node.all_input_nodes[0] in chain
+        if again:
+            chain.add(node)
+    return [node.meta["name"] for node in program.operations(FORWARD) if node in chain]
+
+
+def _renames(node: fx.Node) -> bool:
+    return len(node.all_input_nodes) == 1 and (is_view(node) or operators.of(node.target).copies)
+
+
+def _comes_from(node: object, parameters: set[fx.Node]) -> bool:
+    """Whether a value is a parameter, or views and casts of one alone."""
+    while isinstance(node, fx.Node) and node not in parameters:
+        if len(node.all_input_nodes) != 1:
+            return False
+        node = node.all_input_nodes[0]
+    return isinstance(node, fx.Node)

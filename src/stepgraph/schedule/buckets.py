@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import fx
 
 from stepgraph import torch_internals
 from stepgraph.operators.collectives import moved_bytes
+from stepgraph.planning.target import Target
 from stepgraph.program.program import Program
 
 
@@ -35,6 +37,23 @@ class Sizes:
             torch_internals.ALL_GATHER: self.gather,
         }
         return kinds.get(target, 0)
+
+
+def sizes_for(target: Target) -> Sizes:
+    """How large a flat collective is, by what a call costs on a target.
+
+    A member is copied into the flat one, and out of it: above twice the bytes that are copied in the time
+    of a call, a collective gains nothing from company. Reductions end in long-lived gradients, so a large
+    one costs no memory; gathers bring parameters early, which does.
+    """
+    large = _power_of_two(2 * target.call_bytes)
+    return Sizes(
+        large, reduction=2 * large, gather=large, table=_power_of_two(target.call_bytes / 8)
+    )
+
+
+def _power_of_two(size: float) -> int:
+    return 2 ** round(math.log2(max(size, 1)))
 
 
 @dataclass

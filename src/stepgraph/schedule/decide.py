@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,7 @@ from stepgraph.planning.decisions import ScheduleDecision
 from stepgraph.planning.request import AUTO
 from stepgraph.planning.target import Target
 from stepgraph.program.program import Program
-from stepgraph.schedule.buckets import Sizes, find_buckets
+from stepgraph.schedule.buckets import find_buckets, sizes_for
 from stepgraph.schedule.updates import find_updates
 from stepgraph.schedule.waits import find_waits
 
@@ -41,20 +40,3 @@ def decide_for(
         return decision
     part, find = FINDERS[name]
     return replace(decision, **{part: find(program, target)})
-
-
-def sizes_for(target: Target) -> Sizes:
-    """How large a flat collective is, by what a call costs on a target.
-
-    A member is copied into the flat one, and out of it: above twice the bytes that are copied in the time
-    of a call, a collective gains nothing from company. Reductions end in long-lived gradients, so a large
-    one costs no memory; gathers bring parameters early, which does.
-    """
-    large = _power_of_two(2 * target.call_bytes)
-    return Sizes(
-        large, reduction=2 * large, gather=large, table=_power_of_two(target.call_bytes / 8)
-    )
-
-
-def _power_of_two(size: float) -> int:
-    return 2 ** round(math.log2(max(size, 1)))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from stepgraph.analysis.normalisation import find_normalisation
+from stepgraph.analysis.loss_normalisation import find_normalisation
 from stepgraph.capture.passes.accumulate_gradients import accumulate_gradients
 from stepgraph.capture.passes.finish_accumulation import finish_accumulation
 from stepgraph.planning.request import StepSettings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from stepgraph.capture.accumulation import accumulate, describe, node_named, replace_boundary_by_one
+from stepgraph.capture.accumulators import accumulate, describe, node_named, replace_boundary_by_one
 from stepgraph.planning.decisions import Normalisation
 from stepgraph.program import roles
 from stepgraph.program.names import name_operations

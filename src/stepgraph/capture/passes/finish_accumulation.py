@@ -6,7 +6,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from stepgraph.capture.accumulation import accumulate, node_named, replace_boundary_by_one
+from stepgraph.capture.accumulators import accumulate, node_named, replace_boundary_by_one
 from stepgraph.planning.decisions import Normalisation
 from stepgraph.program import roles
 from stepgraph.program.build import Builder

@@ -11,9 +11,10 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph.errors import name_a_few
-from stepgraph.placement.presets.data_parallel import DataParallel, Storage, ranks_that_divide
+from stepgraph.placement.presets.data_parallel import DataParallel, ranks_that_divide
 from stepgraph.placement.presets.tensor_parallel import TensorParallel, find_layout
 from stepgraph.placement.presets.walk import REPLICATE, Walk
+from stepgraph.placement.presets.zero_stages import Storage
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.mesh_roles import Role
 from stepgraph.program.program import Program

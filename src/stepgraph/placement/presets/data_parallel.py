@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -26,23 +25,9 @@ from stepgraph.placement.presets.walk import (
     redistribution_bytes,
     size_in_bytes,
 )
+from stepgraph.placement.presets.zero_stages import Storage
 from stepgraph.program import roles
 from stepgraph.program.program import OPTIMIZER, Program, tensor_arguments, tensors_of
-
-
-@dataclass(frozen=True)
-class Storage:
-    """What is sharded along a data-parallel dimension, and what is on every rank.
-
-    ``accumulate_sharded``: with micro-batches, reduce each one's gradients into a sharded
-    accumulator, instead of once at the end. ``gather_again``: a parameter that was gathered for the forward
-    is not kept for the backward.
-    """
-
-    shard_parameters: bool
-    shard_optimizer: bool
-    accumulate_sharded: bool
-    gather_again: bool = True
 
 
 class DataParallel(Walk):

@@ -15,8 +15,9 @@ from torch.distributed.tensor import Shard
 
 from stepgraph.errors import MeshError, UsageError, near_misses
 from stepgraph.placement.presets.beside_data import BESIDE_DATA
-from stepgraph.placement.presets.data_parallel import DataParallel, Storage
+from stepgraph.placement.presets.data_parallel import DataParallel
 from stepgraph.placement.presets.walk import REPLICATE, Walk
+from stepgraph.placement.presets.zero_stages import PRESETS, WHOLE, Storage
 from stepgraph.planning.decisions import OperationPlacement, PlacementDecision, PlacementDraft
 from stepgraph.planning.request import AUTO
 from stepgraph.program import roles
@@ -24,18 +25,7 @@ from stepgraph.program.layout import MeshShape, Placements
 from stepgraph.program.mesh_roles import Role
 from stepgraph.program.program import OPTIMIZER, Program
 
-_WHOLE, _ZERO3 = Storage(False, False, False), Storage(True, True, True)
-
 NOTHING_KNOWN: Mapping[str, Placements] = {}
-
-PRESETS: dict[str, dict[Role, Storage]] = {
-    "ddp": {Role.DATA: _WHOLE},
-    "zero1": {Role.DATA: Storage(False, True, False)},
-    "zero2": {Role.DATA: Storage(False, True, True)},
-    "zero3": {Role.DATA: _ZERO3},
-    "zero3-keep": {Role.DATA: Storage(True, True, True, gather_again=False)},
-    "hsdp": {Role.REPLICATE: _WHOLE, Role.SHARD: _ZERO3},
-}
 
 
 def check_preset(name: str, mesh: MeshShape) -> dict[str, Storage]:
@@ -62,7 +52,7 @@ def check_preset(name: str, mesh: MeshShape) -> dict[str, Storage]:
             f"plan {name!r} says twice what happens on the data-parallel dimensions",
             do="name one of " + ", ".join(PRESETS) + ", and tp or tp+sp",
         )
-    preset = PRESETS[data[0]] if data else {r: _WHOLE for r in mesh.roles if r is Role.DATA}
+    preset = PRESETS[data[0]] if data else {r: WHOLE for r in mesh.roles if r is Role.DATA}
     beside = dict.fromkeys(asks_for[part] for part in parts if part in asks_for)
     wanted = [role.dim for role in (*preset, *beside)]
     missing = [dim for dim in wanted if dim not in mesh.names]

@@ -20,8 +20,8 @@ from stepgraph.cost.traffic import assign_traffic
 from stepgraph.errors import BudgetError, UsageError
 from stepgraph.operators.sharding import Strategy
 from stepgraph.placement.presets.data_parallel import DataParallel
-from stepgraph.placement.presets.data_parallel import Storage as Stored
 from stepgraph.placement.presets.named import record
+from stepgraph.placement.presets.zero_stages import Storage as Stored
 from stepgraph.placement.solver.choices import Solution, runners_up
 from stepgraph.placement.solver.constraints import Constraints
 from stepgraph.placement.solver.groups import decided_here

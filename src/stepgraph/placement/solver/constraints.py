@@ -12,8 +12,9 @@ from torch.distributed.tensor.placement_types import Placement
 from stepgraph.errors import UsageError, near_misses
 from stepgraph.operators.sharding import Strategy
 from stepgraph.placement.presets.beside_data import BESIDE_DATA
-from stepgraph.placement.presets.named import PRESETS, check_preset, walk_along
+from stepgraph.placement.presets.named import check_preset, walk_along
 from stepgraph.placement.presets.walk import Walk
+from stepgraph.placement.presets.zero_stages import PRESETS
 from stepgraph.placement.rules.coded import Coded
 from stepgraph.placement.solver.groups import Group
 from stepgraph.placement.solver.problem import Model

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from stepgraph.analysis.normalisation import by_rows, find_normalisation, find_totals
+from stepgraph.analysis.loss_normalisation import by_rows, find_normalisation, find_totals
 from stepgraph.capture.passes.drop_identities import drop_identities
 from stepgraph.capture.passes.index_rows_in_place import index_rows_in_place
 from stepgraph.program import roles

@@ -23,7 +23,7 @@ from stepgraph.capture.module import in_dtype
 from stepgraph.capture.refusals import check_hooks
 from stepgraph.errors import CaptureError, PlanError, StepgraphError, UsageError
 from stepgraph.graphwise.compiled_autograd import WholeBackward
-from stepgraph.graphwise.compiler import GraphCompiler
+from stepgraph.graphwise.graph_compiler import GraphCompiler
 from stepgraph.graphwise.sharded_modules import Gathering, gather_where_read
 from stepgraph.placement.presets.named import for_own_update, stored_parameter
 from stepgraph.program import roles

@@ -64,6 +64,7 @@ def test_the_checker_follows_every_pass(plan, mesh):
     model = tiny_llama(vocabulary=VOCABULARY)
     report = check_model(
         model,
+        entries=("step",),
         optimizer=adamw(model.parameters()),
         batch=llama_batch(0),
         mesh=mesh,

@@ -98,6 +98,7 @@ def test_every_pass_keeps_the_result(plan, mesh, micro_batches):
     model = tiny_llama(layers=1, vocabulary=104)
     report = check_model(
         model,
+        entries=("step",),
         optimizer=adamw(model.parameters()),
         batch=llama_batch(0),
         mesh=mesh,
@@ -232,6 +233,7 @@ def test_a_model_that_is_bf16_itself():
     plain = model(**llama_batch(0)).loss
     report = check_model(
         model,
+        entries=("step",),
         optimizer=adamw(model.parameters()),
         batch=llama_batch(0),
         mesh="dp=2",

@@ -68,6 +68,7 @@ def test_every_pass_keeps_every_result(name, mesh, device, toys):  # noqa: F811
     model, batch = MODELS[name]()
     report = check_model(
         model,
+        entries=("step",),
         optimizer=adamw(model),
         batch=batch,
         mesh=mesh,
@@ -97,7 +98,12 @@ def test_flat_collectives_that_read_each_other_are_merged(toys):  # noqa: F811
     model, batch = Conv(), (torch.randn(8, 3, 8, 8), torch.randint(8, (8,)))
     mesh = "dp=2,tp=2"
     report = check_model(
-        model, optimizer=adamw(model), batch=batch, mesh=mesh, plan=auto(mesh, "slow math")
+        model,
+        entries=("step",),
+        optimizer=adamw(model),
+        batch=batch,
+        mesh=mesh,
+        plan=auto(mesh, "slow math"),
     )
     assert report.ok, str(report)
 

@@ -303,9 +303,12 @@ def record(cases: list[Case], folder: Path, lowering: str) -> None:
 # -- comparing
 
 
-def compare(cases: list[Case], before: Path, after: Path, may_differ: list[str]) -> int:
+def compare(
+    cases: list[Case], before: Path, after: Path, may_differ: list[str], json_file: Path | None
+) -> int:
     """Prints the table; 1 if something was lost."""
     lost = 0
+    rows: dict[str, str] = {}
     print(f"{'case':<32} {'losses':<10} {'parameters':<10} programs")
     for case in cases:
         was, now = (recorded(folder / f"{case.name}.json") for folder in (before, after))
@@ -321,8 +324,13 @@ def compare(cases: list[Case], before: Path, after: Path, may_differ: list[str])
             row = f"{shown:<10} {'equal' if equal else 'other':<10} "
             row += lines_that_differ(*(folder / f"{case.name}.txt" for folder in (before, after)))
         lost += not same
+        rows[case.name] = " | ".join(row.split(maxsplit=2)) + ("" if same else " | LOST")
         print(f"{case.name:<32} {row}{'' if same else '   LOST'}")
     print(f"{len(cases)} cases, {lost} lost")
+    if json_file is not None:
+        about = "case: losses of three steps | parameters | text of every lowered program"
+        found = {"about": about, "lost": lost, "cases": rows}
+        json_file.write_text(json.dumps(found, indent=1) + "\n")
     return int(lost > 0)
 
 
@@ -358,13 +366,14 @@ def main() -> int:
     comparing.add_argument("after", type=Path)
     within = f"cases (a part of their names) whose losses may differ by {ROUNDING:.0e}"
     comparing.add_argument("--may-differ", action="append", default=[], metavar="NAME", help=within)
+    comparing.add_argument("--json", type=Path, help="where to write what was found")
     only = "cases (a part of their names); all by default"
     for command in (recording, comparing):
         command.add_argument("--only", default="", metavar="NAME", help=only)
     given = parser.parse_args()
     cases = [case for case in CASES if given.only in case.name]
     if given.command == "compare":
-        return compare(cases, given.before, given.after, given.may_differ)
+        return compare(cases, given.before, given.after, given.may_differ, given.json)
     record(cases, given.folder, given.lowering)
     return 0
 

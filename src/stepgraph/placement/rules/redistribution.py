@@ -115,19 +115,6 @@ def can_become(have: Placement, want: Placement) -> bool:
     return want.reduce_op == "sum" and (isinstance(have, Replicate) or averages)
 
 
-def _shares_a_dimension(placements: Placements) -> bool:
-    dims = [p.dim for p in placements if isinstance(p, Shard)]
-    return len(dims) > len(set(dims))
-
-
-def _even(shape: Sequence[int], have: Placements, want: Placements, mesh: MeshShape) -> bool:
-    for placements in (have, want):
-        for placement, ranks in zip(placements, mesh.sizes, strict=True):
-            if isinstance(placement, Shard) and shape[placement.dim] % ranks:
-                return False
-    return True
-
-
 @dataclass(frozen=True)
 class _Part:
     """What stands for a rank's tensor while costs are added up."""

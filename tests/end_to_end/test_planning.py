@@ -244,3 +244,10 @@ def test_a_report_says_what_was_predicted(tmp_path):
     path = make_plan(tmp_path / "p.json", "dp=1", "zero3")
     report = engine_of(Blocks(), path).report()
     assert "planned for h100: step " in report
+
+
+def test_a_mesh_with_other_ranks_than_of_data_needs_the_whole_model():
+    model = Blocks(breaks=True)
+    engine = stepgraph.Engine(model, optimizer=adamw(model), plan="ddp", mesh="dp=1,tp=1")
+    with pytest.raises(PlanError, match="'ddp' on mesh dp=1,tp=1 needs a model that is captured"):
+        engine.step(batch(0))

@@ -1,6 +1,7 @@
 """Plan files are not trusted: whatever is in one, the answer is a plan or a PlanError."""
 
 import copy
+import dataclasses
 import json
 import time
 
@@ -28,6 +29,41 @@ def test_a_plan_with_everything_is_read_back(tmp_path):
     loaded = Plan.load(tmp_path / "plan.json")
     assert loaded == plan
     assert loaded.reasons == plan.reasons and loaded.final
+
+
+OTHERWISE = {
+    "placement": {
+        "unruled": {"lm_head/mm": "aten.mm"},
+        "batch_dims": {"lm_head/mm": (0, 1)},
+        "optimality_gap": 0.25,
+        "held_bytes": 7,
+        "views_apart": True,
+    },
+    "memory": {"recompute": {"lm_head/mm": 3}},
+    "schedule": {
+        "buckets": (("a", "b"),),
+        "updates": {"layers.0/a": "layers.0/b"},
+        "waits": {"layers.0/a": "layers.1/b"},
+    },
+    "lowering": {"reason": "another cannot"},
+}
+IN_EVERY_PLAN = {"preset", "policy", "name", "notes", "inputs", "outputs", "operations", "reasons"}
+
+
+@pytest.mark.parametrize("kind", OTHERWISE)
+def test_every_field_of_a_decision_is_in_the_file(tmp_path, kind):
+    plan = llama_plan()
+    decided = plan.decisions["step"]
+    first = getattr(decided, kind)
+    named = {field.name for field in dataclasses.fields(first)}
+    assert named - IN_EVERY_PLAN == set(OTHERWISE[kind])
+    changed = dict(OTHERWISE[kind], **({"notes": ("a note",)} if "notes" in named else {}))
+    for name, value in changed.items():
+        other = dataclasses.replace(decided, **{kind: dataclasses.replace(first, **{name: value})})
+        then = dataclasses.replace(plan, decisions={**plan.decisions, "step": other})
+        assert then != plan, name
+        then.save(tmp_path / "plan.json")
+        assert Plan.load(tmp_path / "plan.json") == then, name
 
 
 def test_layers_share_entries(tmp_path):

@@ -20,6 +20,7 @@ from stepgraph.equivalence.comparing import CheckReport, compare
 from stepgraph.equivalence.lowered import run_lowered
 from stepgraph.equivalence.values import GlobalValues
 from stepgraph.errors import InvariantError
+from stepgraph.lowering.decide import decide as decide_lowering
 from stepgraph.pipeline import LOWERED, capture_of, make
 from stepgraph.placement.decide import reduces_each_micro_batch
 from stepgraph.planning.plan import Plan, preset_plan
@@ -212,7 +213,8 @@ class _Checker:
                 ranks = [driver.through((step,), each, groups={}) for each in ranks]
                 after = self.values.execute(ranks, in_place=True)
                 self._compare(name, step.preserves, program, before, after)
-            for name in lowerings:
+            chosen = (decide_lowering(bound[0], name, self.target).name for name in lowerings)
+            for name in dict.fromkeys(chosen):
                 if self.report.ok:
                     after = run_lowered(self.values, bound, name, self.target)
                     self._compare(f"lowered by {name}", SUMMATION, program, before, after)

@@ -28,6 +28,7 @@ from stepgraph.graphwise.sharded_modules import Gathering, gather_where_read
 from stepgraph.placement.presets.named import for_own_update, stored_parameter
 from stepgraph.program import roles
 from stepgraph.program.layout import Apart, blocks_of
+from stepgraph.program.mesh_roles import Role
 from stepgraph.program.program import Value
 from stepgraph.runtime.batches import LocalBatch
 from stepgraph.runtime.compiler import Compiler
@@ -69,15 +70,15 @@ class GraphRunner:
     ) -> None:
         self.compiler = compiler
         plan, ranks = compiler.plan, compiler.ranks
-        if plan.placement not in PLACEMENTS:
+        if plan.placement not in PLACEMENTS or ranks.shape.roles != (Role.DATA,):
             first = plan.first_placed()
             raise PlanError(
-                f"the plan {plan.placement!r} needs a model that is captured whole"
+                f"the plan {plan.placement!r} on mesh {ranks.shape} needs a model that is captured whole"
                 + (f": the first value that it places is {first}" if first else ""),
                 where=reason.where,
                 why="what follows a graph break has this rank's rows, and whole of everything else: "
                 f"{plan.placement!r} would have the value that crosses it in other parts",
-                do="remove the graph break, or use ddp or a zero stage",
+                do="remove the graph break, or use ddp or a zero stage on a mesh of dp alone",
             ) from reason
         compiler.report([f"captured graph by graph, because of {_first_line(reason)}"])
         plan = compiler.plan = plan.under(placement=for_own_update(plan.placement))

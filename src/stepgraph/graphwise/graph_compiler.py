@@ -22,6 +22,7 @@ from stepgraph.capture.decompositions import decomposition_table
 from stepgraph.errors import CaptureError
 from stepgraph.graphwise.graph import OTHERS, GraphProgram
 from stepgraph.graphwise.lower import lower_graph
+from stepgraph.lowering.decide import decide as decide_lowering
 from stepgraph.memory import apply as memory
 from stepgraph.memory.decide import decide_for_graph
 from stepgraph.pipeline import (
@@ -100,7 +101,7 @@ class GraphCompiler:
 
         # What is compiled outlives this object, in dynamo's cache: it holds the settings alone.
         own, target = weakref.ref(self), self.target
-        lowering = LoweringDecision(self.request.lowering)
+        chosen: list[LoweringDecision] = []
 
         places = [
             i
@@ -114,13 +115,16 @@ class GraphCompiler:
             compiler = own()
             assert compiler is not None, "its module is gone"
             made.append(compiler.rewrite(traced, results, sources, rows, known))
+            how = compiler.decided[-1].lowering
+            assert how is not None
+            chosen.append(how)
 
         def partition(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any):
             rewrite(joint, num_fwd_outputs)
             return dynamo.part_joint_graph(joint, inputs, num_fwd_outputs, options)
 
         def lower(side: fx.GraphModule, inputs: Any) -> Callable:
-            return lower_graph(side, lowering, target)
+            return lower_graph(side, chosen[-1], target)
 
         def alone(inference: fx.GraphModule, inputs: Any) -> Callable:
             rewrite(inference, len(inference.graph.output_node().args[0]))  # type: ignore[arg-type]
@@ -180,11 +184,13 @@ class GraphCompiler:
             program, request.schedule, self.target, SCHEDULED, driver
         )
         program = driver.through(BOUND, program, rank=self.rank)
+        how = decide_lowering(program, request.lowering, self.target)
+        if how.reason:
+            program.note(how.reason)
         for note in program.notes:
             self.note(note)
         self.programs.append(program.copy())
-        where = PlacementDecision(request.placement)
-        self.decided.append(Decisions(where, keeps, runs, LoweringDecision(request.lowering)))
+        self.decided.append(Decisions(PlacementDecision(request.placement), keeps, runs, how))
         driver.through(GRAPH_LOWERED, program, groups=self.groups)
         described.give_back()
         dynamo.tag_sides(joint)

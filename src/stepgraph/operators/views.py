@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 
 import torch
 from torch import fx
@@ -50,8 +51,8 @@ def viewed(node: fx.Node) -> fx.Node | None:
         source, dim, ranks = node.args[:3]
         return source if source.meta["val"].shape[dim] % ranks == 0 else None  # type: ignore
     aliased = operators.of(node.target).aliased
-    if aliased is None:
-        return node.args[0]  # type: ignore[return-value]  # getitem
+    if aliased is None:  # one of several results; a higher-order operator makes its own
+        return node.args[0] if node.target is operator.getitem else None  # type: ignore[return-value]
     for position in aliased:
         value = node.args[position] if position < len(node.args) else None
         if isinstance(value, fx.Node):

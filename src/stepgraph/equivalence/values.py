@@ -198,7 +198,8 @@ class GlobalValues:
         """What the loss callable returns in evaluation mode, on the last micro-batch."""
         model, batch = self._model_and_batch(self.leaves)
         model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.torch_seed)
             found = pytree.tree_leaves(self.source.loss(model, batch))
         tensors = {roles.UserOutput(i): x for i, x in enumerate(found)}
         return {role: x for role, x in tensors.items() if isinstance(x, torch.Tensor)}

@@ -42,7 +42,7 @@ def _slice_of_batch(node: fx.Node, decision: PlacementDecision, mesh: MeshShape)
     for value in of_one_shape(node):
         (made,) = decision.operations[value.meta["name"]].outputs
         seen = [made]
-        for user in (user for user in value.users if user.meta["phase"] == FORWARD):
+        for user in (user for user in value.users if user.meta.get("phase") == FORWARD):
             read = zip(
                 tensor_arguments(user), decision.operations[user.meta["name"]].inputs, strict=True
             )

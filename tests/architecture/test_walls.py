@@ -149,3 +149,18 @@ def test_what_people_call_declares_no_pass():
         )
     ]
     assert not found
+
+
+def test_metadata_of_nodes_has_one_accessor():
+    """``node.meta`` itself is for torch's own keys, before they are translated."""
+    of_torch = {"program/metadata.py", "capture/annotations.py"}
+    found = [
+        f"{path.relative_to(SOURCE)}:{node.lineno}"
+        for path in SOURCE.rglob("*.py")
+        if str(path.relative_to(SOURCE)) not in of_torch
+        and not path.is_relative_to(SOURCE / "torch_internals")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "meta"
+    ]
+    found = [place for place in found if not place.startswith("placement/rules/redistribution.py")]
+    assert not found, "use stepgraph.program.metadata.meta"

@@ -9,6 +9,7 @@ from torch import fx
 from torch.distributed.tensor import Shard
 
 from stepgraph.program import roles
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import FORWARD, Program, Value
 
 
@@ -23,7 +24,7 @@ def drawn_for_rows(program: Program, drawn: fx.Node, rows: int | None = None) ->
     """How slices have random numbers of which there are as many as rows, each drawing its own."""
     inputs = zip(program.inputs, program.input_values, strict=True)
     batch = {rows, *(value.shape[0] for role, value in inputs if is_batched(role, value, rows))}
-    cuts = [dim for dim, size in enumerate(drawn.meta["val"].shape) if size in batch]
+    cuts = [dim for dim, size in enumerate(meta(drawn)["val"].shape) if size in batch]
     return Shard(cuts[0]) if cuts else None
 
 
@@ -37,8 +38,8 @@ def of_one_shape(drawn: fx.Node, before: Collection[fx.Node] = ()) -> Iterator[f
     for value in values:  # grows
         yield value
         for user in value.users:
-            made = user.meta["val"] if user.meta.get("phase") == FORWARD else None
-            same = isinstance(made, torch.Tensor) and made.shape == drawn.meta["val"].shape
+            made = meta(user)["val"] if meta(user).get("phase") == FORWARD else None
+            same = isinstance(made, torch.Tensor) and made.shape == meta(drawn)["val"].shape
             if same and user not in seen and user not in before:
                 seen.add(user)
                 values.append(user)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import FORWARD, Program, tensors_of
 
 _CANDIDATES = 48  # periods tried per stretch: bounds the work by a constant times the graph
@@ -54,7 +55,7 @@ def find_blocks(program: Program) -> list[Block]:
 
 
 def _letter(node: fx.Node) -> tuple:
-    shapes = tuple((tuple(t.shape), t.dtype) for t in tensors_of(node.meta["val"]))
+    shapes = tuple((tuple(t.shape), t.dtype) for t in tensors_of(meta(node)["val"]))
     return (str(node.target), shapes)
 
 
@@ -94,7 +95,7 @@ def _crossing_bytes(nodes: list[fx.Node]) -> list[int]:
     for node, i in position.items():
         readers = [position[user] for user in node.users if user in position]
         if readers:
-            size = sum(t.numel() * t.element_size() for t in tensors_of(node.meta["val"]))
+            size = sum(t.numel() * t.element_size() for t in tensors_of(meta(node)["val"]))
             change[i + 1] += size
             change[max(readers) + 1] -= size
     alive, total = [], 0

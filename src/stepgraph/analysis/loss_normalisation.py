@@ -23,6 +23,7 @@ from stepgraph.operators.sharding import Rules, results_of
 from stepgraph.planning.decisions import Normalisation
 from stepgraph.program import roles
 from stepgraph.program.layout import Apart, Spread
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import BACKWARD, FORWARD, Program, tensor_arguments
 from stepgraph.program.randomness import RANDOM
 
@@ -51,7 +52,7 @@ def find_normalisation(
 
 def inexact(loss: fx.Node, reason: str) -> Normalisation:
     """The mean over micro-batches, because of a reason."""
-    return Normalisation({loss.meta["name"]: "avg"}, set(), None, "avg", False, reason)
+    return Normalisation({meta(loss)["name"]: "avg"}, set(), None, "avg", False, reason)
 
 
 @dataclass
@@ -129,11 +130,11 @@ class _Walk:
             if reason := self._why_apart(result, behind):
                 made.results[role.index] = Apart(reason)
             elif not adds:
-                name = result.meta["name"]
+                name = meta(result)["name"]
                 made.results[role.index] = pending or Apart(f"{name} needs the whole batch at once")
             else:
                 made.results[role.index] = Replicate()
-                made.tail |= {node.meta["name"] for node in behind}
+                made.tail |= {meta(node)["name"] for node in behind}
                 found |= self._totals(result, behind)
         made.kinds = self._kinds(found)
         return made
@@ -149,7 +150,7 @@ class _Walk:
         """Why a result that depends on the batch, and is no rows of it, is not to be added up."""
         readers = {user for node in behind for user in node.users if user in self.state}
         if any(isinstance(self.state[user][0], Apart) for user in readers):
-            return f"{result.meta['name']} is computed with rows"
+            return f"{meta(result)['name']} is computed with rows"
         return MAY_COUNT_ROWS if may_count_rows(self.program, result, self.rows or 1) else None
 
     def _forward(self) -> None:
@@ -168,7 +169,7 @@ class _Walk:
         for node in self.program.graph.nodes:
             if node.op == "get_attr":
                 self.state[node] = (Replicate(),)
-            elif node.op == "call_function" and node.meta["phase"] == FORWARD:
+            elif node.op == "call_function" and meta(node)["phase"] == FORWARD:
                 self._visit(node)
         drawn = {n: self._drawn_as(n) for n in self.state if n.target is RANDOM}
         self.drawn = {node: cut for node, cut in drawn.items() if cut} | self.drawn
@@ -195,7 +196,7 @@ class _Walk:
         arguments = tensor_arguments(node)
         if any(argument in self.varies for argument in arguments):
             self.varies.add(node)
-        value = node.meta["val"]
+        value = meta(node)["val"]
         whole_numbers = isinstance(value, torch.Tensor) and not value.dtype.is_floating_point
         if not whole_numbers and any(argument in self.learns for argument in arguments):
             self.learns.add(node)
@@ -230,12 +231,12 @@ class _Walk:
                     self.scaled |= with_numbers(self.program, node)
                 return
         single = all(
-            argument.meta["val"].dim() == 0 and (s == TAIL or isinstance(s, Partial))
+            meta(argument)["val"].dim() == 0 and (s == TAIL or isinstance(s, Partial))
             for argument, s in zip(arguments, states, strict=True)
             if argument in self.varies
         )
-        if not single or node.meta["val"].dim():
-            apart = Apart(f"{node.meta['name']} needs the whole batch at once")
+        if not single or meta(node)["val"].dim():
+            apart = Apart(f"{meta(node)['name']} needs the whole batch at once")
             self.state[node] = (apart,) * len(results_of(node))
             return
         self.state[node] = (TAIL,)
@@ -255,8 +256,8 @@ class _Walk:
         kinds = self._kinds(totals)
         if not set(kinds.values()) <= {"sum", "avg"}:
             raise _Inexact("the loss is a maximum or minimum over the batch")
-        names = {node.meta["name"] for node in tail if node.op == "call_function"}
-        learned = {kinds[node.meta["name"]] for node in totals if node in self.learns}
+        names = {meta(node)["name"] for node in tail if node.op == "call_function"}
+        learned = {kinds[meta(node)["name"]] for node in totals if node in self.learns}
         if len(learned) != 1:
             raise _Inexact("parts of the loss are normalised in different ways")
         kind = learned.pop()
@@ -278,7 +279,7 @@ class _Walk:
 
     def _kinds(self, totals: set[fx.Node]) -> dict[str, str]:
         return {
-            node.meta["name"]: self.state[node][0].reduce_op  # type: ignore[union-attr]
+            meta(node)["name"]: self.state[node][0].reduce_op  # type: ignore[union-attr]
             for node in [*self.program.placeholders, *self.program.operations()]
             if node in totals
         }
@@ -289,12 +290,12 @@ class _Walk:
         while stack:
             node = stack.pop()
             if node in self.scaled and node in self.learns:
-                found[node.meta["name"]] = literals(self.program, node)
+                found[meta(node)["name"]] = literals(self.program, node)
             stack += [n for n in node.all_input_nodes if n in self.scaled or self._is_number(n)]
         return found
 
     def _is_number(self, node: fx.Node) -> bool:
-        value = node.meta["val"]
+        value = meta(node)["val"]
         return isinstance(value, torch.Tensor) and value.dim() == 0 and node in self.varies
 
     def _constants_behind(self, tail: set[fx.Node]) -> set[fx.Node]:
@@ -320,7 +321,7 @@ class _Walk:
         tangent = self.program.input_node(self.tangent)
         inside = {tangent}
         for node in self.program.operations(BACKWARD):
-            value = node.meta["val"]
+            value = meta(node)["val"]
             sources = node.all_input_nodes
             if (
                 isinstance(value, torch.Tensor)
@@ -343,20 +344,20 @@ class _Walk:
                 source in tail and source in self.varies or source in totals - inside
                 for source in node.all_input_nodes
             ):
-                raise _Inexact(f"{node.meta['name']} reads a sum over the whole batch")
+                raise _Inexact(f"{meta(node)['name']} reads a sum over the whole batch")
         if boundary == [tangent]:
             return None
         if len(boundary) != 1:
             raise _Inexact("parts of the loss are normalised in different ways")
         tail |= inside - {tangent}
-        return boundary[0].meta["name"]
+        return meta(boundary[0])["name"]
 
     def _varies(self, node: fx.Node) -> bool:
         if node in self.varies:
             return True
         return (
             any(self._varies(source) for source in node.all_input_nodes)
-            if (node.op == "call_function" and node.meta["phase"] == BACKWARD)
+            if (node.op == "call_function" and meta(node)["phase"] == BACKWARD)
             else False
         )
 
@@ -374,12 +375,12 @@ def by_rows(found: Normalisation, twice: Normalisation, loss: fx.Node) -> Normal
     if (
         found.gradient_kind == "sum"
         and len(changed) == 1
-        and list(found.totals) == [loss.meta["name"]]
+        and list(found.totals) == [meta(loss)["name"]]
     ):
         pairs = list(
             zip(found.numbers[changed[0]], twice.numbers.get(changed[0], ()), strict=False)
         )
         ratio = [after / before for before, after in pairs if before]
     if ratio in ([2.0], [0.5]):
-        return replace(found, totals={loss.meta["name"]: "avg"}, gradient_kind="avg", numbers={})
+        return replace(found, totals={meta(loss)["name"]: "avg"}, gradient_kind="avg", numbers={})
     return inexact(loss, "it is computed with numbers that depend on the rows of a batch")

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import fx
 
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program
 
 aten = torch.ops.aten
@@ -72,14 +73,14 @@ def literals(program: Program, node: fx.Node) -> tuple:
 
 def _constant(program: Program, node: fx.Node) -> list[float]:
     """The numbers that a tensor of one number is made of, where nothing else goes into it."""
-    value = node.meta.get("val")
+    value = meta(node).get("val")
     single = isinstance(value, torch.Tensor) and value.numel() == 1
     return _made_of(program, node) if single else []
 
 
 def _made_of(program: Program, node: fx.Node) -> list[float]:
     """Numbers, and sizes of tensors, that a constant is made of; none if it is no constant."""
-    value = node.meta.get("val")
+    value = meta(node).get("val")
     if node.op == "placeholder" or not isinstance(value, torch.Tensor):
         return []
     if node.all_input_nodes:

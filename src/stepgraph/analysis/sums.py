@@ -26,6 +26,7 @@ from stepgraph.analysis.numbers import MAY_COUNT_ROWS, counts_rows, numbers_in
 from stepgraph.planning.decisions import Normalisation
 from stepgraph.program import roles
 from stepgraph.program.layout import Apart, Spread
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program
 from stepgraph.program.randomness import RANDOM
 
@@ -81,13 +82,13 @@ def decide_sums(
     losses = [
         role
         for role, node in results.items()
-        if node.meta["val"].dim() == 0
+        if meta(node)["val"].dim() == 0
         and role.index not in alike
         and roles.ResultTangent(role.index) in program.inputs
     ]
     if unknown:
         why = f"it is not known whether {unknown[0]} is rows of the batch"
-        shapes = [node.meta["val"].shape for node in program.results]
+        shapes = [meta(node)["val"].shape for node in program.results]
         numbers = evaluates and any(not shape or shape[0] % rows for shape in shapes)
         own: dict[int, Spread] = {role.index: Apart(why) for role in losses}
         notes = [f"{OWN_RESULT}, because {why}"] if numbers else []
@@ -97,7 +98,7 @@ def decide_sums(
     sums = Sums(None, totals.kinds, totals.tail, known)
     for loss in losses:
         found = _normalisation(program, loss, rows, spread)
-        pending = list(found.totals) == [results[loss].meta["name"]]
+        pending = list(found.totals) == [meta(results[loss])["name"]]
         if not found.exact:
             sums.results[loss.index] = Apart(found.reason)
         elif pending:
@@ -106,7 +107,7 @@ def decide_sums(
             sums.results[loss.index] = Apart("a graph makes several losses")
         else:
             sums.loss = loss, found
-            names = {role: node.meta["name"] for role, node in results.items()}
+            names = {role: meta(node)["name"] for role, node in results.items()}
             whole = [role for role, name in names.items() if name in found.tail]
             sums.results |= {role.index: Replicate() for role in whole}
     if evaluates:
@@ -169,7 +170,7 @@ def _reached(program: Program, start: set[fx.Node]) -> set[fx.Node]:
 
 
 def _may_be_of_rows(program: Program, node: fx.Node, rows: int) -> bool:
-    value = node.meta["val"]
+    value = meta(node)["val"]
     if isinstance(value, torch.Tensor) and value.shape[:1] == (rows,):
         return True
     behind = [node, *node.all_input_nodes]

@@ -13,6 +13,7 @@ from torch import fx
 from stepgraph.planning.decisions import Normalisation
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import BACKWARD, Program, Value
 
 aten = torch.ops.aten
@@ -22,7 +23,7 @@ def node_named(program: Program, name: str | None) -> fx.Node | None:
     """The operation of a stable name, or None for None."""
     if name is None:
         return None
-    return next(node for node in program.operations() if node.meta["name"] == name)
+    return next(node for node in program.operations() if meta(node)["name"] == name)
 
 
 def replace_boundary_by_one(
@@ -30,17 +31,17 @@ def replace_boundary_by_one(
 ) -> None:
     """The rest of the backward is proportional to the boundary: run it at one, scale at the end."""
     emit = Builder(program, BACKWARD, boundary)
-    value = boundary.meta["val"]
+    value = meta(boundary)["val"]
     one = emit(aten.full.default, [], 1.0, dtype=value.dtype, device=value.device)
     for user in list(boundary.users):
-        if user.meta.get("name") not in normalisation.tail:
+        if meta(user).get("name") not in normalisation.tail:
             user.replace_input_with(boundary, one)
 
 
 def accumulate(program: Program, normalisation: Normalisation) -> dict[str, fx.Node]:
     """Adds gradients and the loss's partial results to accumulators; returns the new sums."""
     emit = Builder(program, BACKWARD)
-    by_name = {node.meta.get("name"): node for node in program.operations()}
+    by_name = {meta(node).get("name"): node for node in program.operations()}
     parts = {
         f"grad:{role.name}": node
         for role, node in zip(program.outputs, program.results, strict=True)
@@ -49,7 +50,7 @@ def accumulate(program: Program, normalisation: Normalisation) -> dict[str, fx.N
     parts |= {f"total:{name}": by_name[name] for name in normalisation.totals}
     sums = {}
     for name, node in parts.items():
-        value = node.meta["val"]
+        value = meta(node)["val"]
         accumulator = emit.input(
             roles.label(roles.Accumulator(name)),
             lambda value=value: torch.empty(value.shape, dtype=value.dtype, device=value.device),
@@ -58,11 +59,11 @@ def accumulate(program: Program, normalisation: Normalisation) -> dict[str, fx.N
         program.inputs.insert(index, roles.Accumulator(name))
         program.input_values.insert(index, describe(node))
         sums[name] = emit(aten.add.Tensor, accumulator, node)
-        sums[name].meta["accumulates"] = True
+        meta(sums[name])["accumulates"] = True
     return sums
 
 
 def describe(node: fx.Node) -> Value:
     """The description of a node as an input or output."""
-    value = node.meta["val"]
+    value = meta(node)["val"]
     return Value(tuple(value.shape), value.dtype)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from stepgraph.program.metadata import meta
 from stepgraph.program.randomness import philox
 
 aten = torch.ops.aten
@@ -112,10 +113,10 @@ def known_draw(seed: torch.Tensor) -> Callable[[fx.Node, tuple, dict[str, Any]],
     """What a random operation gives under a seed, for an interpreter to put in its place."""
 
     def draw(node: fx.Node, args: tuple, kwargs: dict[str, Any]) -> Any:
-        words = Words(seed, node.meta["name"], node.meta["val"])
+        words = Words(seed, meta(node)["name"], meta(node)["val"])
         plain = {key: value for key, value in kwargs.items() if key not in _STORAGE}
         found = KNOWN[node.target](words, *args, **plain)
-        made = node.meta["val"]
+        made = meta(node)["val"]
         if isinstance(found, tuple):
             return tuple(x.to(m.dtype) for x, m in zip(found, made, strict=True))
         return found.to(made.dtype)

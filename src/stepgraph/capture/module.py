@@ -29,6 +29,7 @@ from stepgraph.capture.refusals import (
 )
 from stepgraph.errors import CaptureError, LossError
 from stepgraph.program import roles
+from stepgraph.program.metadata import meta
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
 from stepgraph.torch_internals import effects, pytree
@@ -273,7 +274,7 @@ def _describe(
     inputs, input_values, outputs, output_values, results = [], [], [], [], []
     for node, descriptor in pairs_in:
         role = input_role(torch_internals.describe(descriptor))
-        node.meta["name"] = roles.label(role)
+        meta(node)["name"] = roles.label(role)
         inputs.append(role)
         input_values.append(value_of(node))
     for node, descriptor in pairs_out:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from stepgraph.program import roles
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import BACKWARD, FORWARD, Program
 
 _TAGS = {"is_forward": FORWARD, "is_backward": BACKWARD}
@@ -13,7 +14,7 @@ _TANGENTS = (roles.Tangent, roles.ResultTangent)
 
 def tagged_phase(node: fx.Node) -> str | None:
     """What torch's metadata says; None for the backward of a custom function and some views of results."""
-    return _TAGS.get(str(node.meta.get("partitioner_tag")))
+    return _TAGS.get(str(meta(node).get("partitioner_tag")))
 
 
 def settle_phases(program: Program) -> None:
@@ -23,13 +24,15 @@ def settle_phases(program: Program) -> None:
     """
     roles_of = zip(program.placeholders, program.inputs, strict=True)
     late = {node for node, role in roles_of if isinstance(role, _TANGENTS)}
-    nodes = [node for node in program.graph.nodes if "phase" in node.meta]
+    nodes = [node for node in program.graph.nodes if "phase" in meta(node)]
     for node in nodes:
-        untold = node.meta["phase"] is None
-        if node.meta["phase"] == BACKWARD or (untold and not late.isdisjoint(node.all_input_nodes)):
+        untold = meta(node)["phase"] is None
+        if meta(node)["phase"] == BACKWARD or (
+            untold and not late.isdisjoint(node.all_input_nodes)
+        ):
             late.add(node)
     for node in reversed(nodes):
         computed = node.op == "call_function" and bool(node.users)
-        if node.meta["phase"] is None and computed and late.issuperset(node.users):
+        if meta(node)["phase"] is None and computed and late.issuperset(node.users):
             late.add(node)
-        node.meta["phase"] = node.meta["phase"] or (BACKWARD if node in late else FORWARD)
+        meta(node)["phase"] = meta(node)["phase"] or (BACKWARD if node in late else FORWARD)

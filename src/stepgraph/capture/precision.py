@@ -7,6 +7,7 @@ from torch import fx
 
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import BACKWARD, Program, Value
 
 aten = torch.ops.aten
@@ -16,7 +17,7 @@ def cast(emit: Builder, node: fx.Node, dtype: torch.dtype | None, tag: str = "")
     """The value in another type; ``tag``: marks the cast, if there is one."""
     new = node if dtype is None else emit.cast(node, dtype)
     if tag and new is not node:
-        new.meta[tag] = True
+        meta(new)[tag] = True
     return new
 
 
@@ -29,6 +30,6 @@ def replace_gradients(program: Program, cast) -> None:
             emit = Builder(program, BACKWARD)
             emit.module = role.name.rpartition(".")[0]
             node = cast(emit, role.name, node)
-            program.output_values[index] = Value(value.shape, node.meta["val"].dtype)
+            program.output_values[index] = Value(value.shape, meta(node)["val"].dtype)
         results.append(node)
     program.graph.output_node().args = (tuple(results),)

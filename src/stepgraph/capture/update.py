@@ -14,6 +14,7 @@ from torch import fx, nn
 from stepgraph import torch_internals
 from stepgraph.errors import name_a_few
 from stepgraph.program import roles
+from stepgraph.program.metadata import set_meta
 from stepgraph.program.program import Program, Value
 from stepgraph.torch_internals.code import graph_module
 
@@ -38,7 +39,7 @@ def given_gradients(model: nn.Module, names: Sequence[str], device: torch.device
             with mode:
                 fake = torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device=device)
             node = graph.placeholder(f"input_{len(inputs)}")
-            node.meta = {"val": fake, "name": roles.label(role)}
+            set_meta(node, {"val": fake, "name": roles.label(role)})
             inputs.append(role)
             values.append(Value(tuple(parameter.shape), parameter.dtype))
         gradients.append(node)

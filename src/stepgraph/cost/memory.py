@@ -16,6 +16,7 @@ from torch import fx
 from stepgraph.operators.views import viewed
 from stepgraph.program import roles
 from stepgraph.program.collectives import is_collective
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import BACKWARD, FORWARD, OPTIMIZER, Program, is_write, tensors_of
 
 CATEGORIES = (
@@ -41,7 +42,7 @@ class MemoryTimeline:
         totals = [
             sum(size for category, size in alive.items() if category not in without)
             for node, alive in zip(self.operations, self.at, strict=True)
-            if phase in (None, node.meta["phase"])
+            if phase in (None, meta(node)["phase"])
         ]
         return max(totals, default=0)
 
@@ -114,20 +115,22 @@ class _Lives:
         if is_collective(node):
             return "communication"
         last_reader = self.operations[min(last, len(self.operations) - 1)]
-        if node.meta["phase"] == FORWARD and last_reader.meta["phase"] != FORWARD:
+        if meta(node)["phase"] == FORWARD and meta(last_reader)["phase"] != FORWARD:
             return "activations"
         return "temporaries"
 
     def _storages_of(self, node: fx.Node) -> tuple[Storage, ...]:
         source = viewed(node)
         if source is None:
-            count = max(len(tensors_of(node.meta.get("val"))), 1)
+            count = max(len(tensors_of(meta(node).get("val"))), 1)
             return tuple((node, i) for i in range(count))
         if node.target is operator.getitem and viewed(source) is None:
-            made = source.meta.get("val")
+            made = meta(source).get("val")
             if isinstance(made, (tuple, list)):
                 before = sum(len(tensors_of(part)) for part in made[: node.args[1]])  # type: ignore[index,misc]
-                return tuple((source, before + i) for i in range(len(tensors_of(node.meta["val"]))))
+                return tuple(
+                    (source, before + i) for i in range(len(tensors_of(meta(node)["val"])))
+                )
         return self.storages[source]
 
     def _needed(self, node: fx.Node, until: int) -> None:
@@ -154,7 +157,7 @@ class _Lives:
             if isinstance(role, roles.Grad):
                 found.update(self.storages[node])
         for node in program.operations(BACKWARD):
-            if any(u.op == "call_function" and u.meta["phase"] == OPTIMIZER for u in node.users):
+            if any(u.op == "call_function" and meta(u)["phase"] == OPTIMIZER for u in node.users):
                 found.update(self.storages[node])
         return found
 
@@ -171,10 +174,10 @@ def _input_category(role: roles.Input) -> str:
 
 
 def _bytes(node: fx.Node) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors_of(node.meta.get("val")))
+    return sum(t.numel() * t.element_size() for t in tensors_of(meta(node).get("val")))
 
 
 def _bytes_of(storage: Storage) -> int:
     node, index = storage
-    made = tensors_of(node.meta.get("val"))
+    made = tensors_of(meta(node).get("val"))
     return made[index].numel() * made[index].element_size() if made else 0

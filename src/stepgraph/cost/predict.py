@@ -16,6 +16,7 @@ from stepgraph.cost.simulate import StepTimeline, simulate
 from stepgraph.cost.work import cost_group, matmul_dtype, node_flops
 from stepgraph.errors import UsageError
 from stepgraph.program.collectives import is_collective
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import BACKWARD, FORWARD, Program
 
 STATE_OUT = ("optimizer",)
@@ -114,7 +115,7 @@ def _ideal_seconds(program: Program, device: Device) -> float:
     """What the model's own products take at the publisher's peak."""
     total = 0.0
     for node in program.operations():
-        if "recomputed_from" not in node.meta and (flops := node_flops(node)):
+        if "recomputed_from" not in meta(node) and (flops := node_flops(node)):
             total += flops / device.peak.get(matmul_dtype(node), device.peak[torch.float32])
     return total
 
@@ -124,7 +125,7 @@ def _count(parts: list[tuple[Program, int]], by_dim: bool) -> dict[tuple, dict[s
     for program, times in parts:
         for node in filter(is_collective, program.operations()):
             kind, size, mesh_dim = collective_of(node)
-            key = (node.meta["phase"], kind, *([mesh_dim] if by_dim else []))
+            key = (meta(node)["phase"], kind, *([mesh_dim] if by_dim else []))
             row = found.setdefault(key, {"count": 0, "bytes": 0})
             row["count"] += times
             row["bytes"] += size * times

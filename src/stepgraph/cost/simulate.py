@@ -18,6 +18,7 @@ from stepgraph.cost.wires import Flight, Wires
 from stepgraph.cost.work import node_flops, operation_seconds, runs_no_kernel
 from stepgraph.operators.views import is_view
 from stepgraph.program.collectives import is_collective
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import PHASES, Program
 
 COMPUTE, COMMUNICATION = "compute", "communication"
@@ -73,7 +74,7 @@ def simulate(
     wires = Wires({mesh_dim: group.crosses for mesh_dim, group in wiring.items()})
     pending: dict[fx.Node, list[Flight]] = {}  # what may be in flight where a value is read
     for node in program.operations():
-        phase = node.meta["phase"]
+        phase = meta(node)["phase"]
         before = compute
         reads_now = not runs_no_kernel(node) or is_collective(node)
         read = [flight for source in node.all_input_nodes for flight in pending.get(source, ())]
@@ -107,7 +108,7 @@ def simulate(
     line.events.sort(key=lambda event: event.start)
     if end > compute:  # the step is over when its last collective is
         line.exposed_seconds += end - compute
-        last = max(wires.flights, key=lambda flight: flight.end).node.meta["phase"]
+        last = meta(max(wires.flights, key=lambda flight: flight.end).node)["phase"]
         line.seconds_by_phase[last] += end - compute
     line.seconds = end
     return line

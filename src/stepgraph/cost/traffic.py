@@ -17,6 +17,7 @@ from stepgraph.operators import table as operators
 from stepgraph.operators.record import CONSTANT
 from stepgraph.operators.views import is_view, viewed
 from stepgraph.program.collectives import is_collective
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program, is_write, tensor_arguments, tensors_of
 
 
@@ -42,13 +43,13 @@ def assign_traffic(program: Program, fused: bool) -> None:
         if node.target is torch_internals.mutable_copy:
             reads[0] = False  # what is written over
         _set(node, tuple(reads), not is_view(node), not is_view(node))
-        node.meta["dispatched"] = node.target is not operator.getitem
+        meta(node)["dispatched"] = node.target is not operator.getitem
 
 
 def _set(node: fx.Node, reads: tuple[bool, ...], writes: bool, starts: bool) -> None:
-    node.meta["traffic"] = (reads, writes)
-    node.meta["starts"] = starts
-    node.meta["dispatched"] = False
+    meta(node)["traffic"] = (reads, writes)
+    meta(node)["starts"] = starts
+    meta(node)["dispatched"] = False
 
 
 class _Groups:
@@ -82,7 +83,7 @@ class _Groups:
             if self._is_free(node):
                 _set(node, (False,) * len(arguments), False, False)
                 continue
-            group = node.meta["kernel"] = self._find(self.group[node])
+            group = meta(node)["kernel"] = self._find(self.group[node])
             reads = []
             for position, argument in enumerate(arguments):
                 value = self._whole(argument)
@@ -123,7 +124,7 @@ class _Groups:
 
     def _one_kernel(self, source: fx.Node, node: fx.Node) -> bool:
         """Whether a compiler would put a reader into the kernel of the value that it reads."""
-        if source not in self.group or source.meta["phase"] != node.meta["phase"]:
+        if source not in self.group or meta(source)["phase"] != meta(node)["phase"]:
             return False
         if not _fuses(source) or not _fuses(node):
             return False
@@ -185,7 +186,7 @@ def _is_target(node: fx.Node, position: int) -> bool:
 
 
 def _numel(node: fx.Node) -> int:
-    return sum(tensor.numel() for tensor in tensors_of(node.meta.get("val")))
+    return sum(tensor.numel() for tensor in tensors_of(meta(node).get("val")))
 
 
 def _is_constant(node: fx.Node) -> bool:
@@ -212,13 +213,13 @@ def _over_rows(node: fx.Node) -> bool:
     dims = [dims] if isinstance(dims, int) else dims
     if not isinstance(dims, (list, tuple)) or len(dims) != 1:
         return False
-    rank = source.meta["val"].dim()
+    rank = meta(source)["val"].dim()
     return rank > 0 and dims[0] % rank == rank - 1
 
 
 def _loop_size(node: fx.Node) -> int:
     """Elements that a kernel of this operation visits."""
-    sizes = [tensor.numel() for tensor in tensors_of(node.meta.get("val"))]
+    sizes = [tensor.numel() for tensor in tensors_of(meta(node).get("val"))]
     if _is_reduction(node):
         sizes += [_numel(argument) for argument in node.all_input_nodes]
     return max(sizes, default=0)

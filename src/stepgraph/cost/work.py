@@ -14,6 +14,7 @@ from stepgraph.cost.device import Device
 from stepgraph.operators import table as operators
 from stepgraph.operators.views import is_view
 from stepgraph.program.collectives import is_collective
+from stepgraph.program.metadata import meta
 from stepgraph.program.names import operation_name
 from stepgraph.program.program import tensor_arguments, tensors_of
 
@@ -81,8 +82,8 @@ def _is_causal(target: Any, arguments: Sequence[Any]) -> bool:
 
 def matmul_dtype(node: fx.Node) -> torch.dtype:
     """The type that an operation computes in: that of its first floating-point argument, or result."""
-    values = [a.meta.get("val") for a in tensor_arguments(node)]
-    for value in [*values, node.meta.get("val")]:
+    values = [meta(a).get("val") for a in tensor_arguments(node)]
+    for value in [*values, meta(node).get("val")]:
         for tensor in tensors_of(value):
             if tensor.dtype.is_floating_point:
                 return tensor.dtype
@@ -91,8 +92,8 @@ def matmul_dtype(node: fx.Node) -> torch.dtype:
 
 def node_flops(node: fx.Node) -> float:
     """:func:`flops_of` a node, by its local shapes."""
-    arguments = fx.node.map_arg(node.args, lambda a: a.meta.get("val"))
-    return flops_of(node.target, arguments, node.meta.get("val"))
+    arguments = fx.node.map_arg(node.args, lambda a: meta(a).get("val"))
+    return flops_of(node.target, arguments, meta(node).get("val"))
 
 
 def stored_bytes(value: object) -> int:
@@ -114,14 +115,14 @@ def looks_up(node: fx.Node) -> bool:
 def bytes_moved(node: fx.Node) -> int:
     """Bytes that an operation reads and writes, by its ``traffic``; without one, all of them."""
     arguments = tensor_arguments(node)
-    reads, writes = node.meta.get("traffic", ((), True))
+    reads, writes = meta(node).get("traffic", ((), True))
     if len(reads) != len(arguments):  # a node that placement put in, or gave other arguments
         reads = (True,) * len(arguments)
-    result = stored_bytes(node.meta.get("val"))
+    result = stored_bytes(meta(node).get("val"))
     moved = result if writes else 0
     for position, (argument, read) in enumerate(zip(arguments, reads, strict=True)):
         if read:
-            size = stored_bytes(argument.meta.get("val"))
+            size = stored_bytes(meta(argument).get("val"))
             moved += min(size, result) if position == 0 and looks_up(node) else size
     return moved
 
@@ -137,7 +138,7 @@ def operation_seconds(node: fx.Node, device: Device) -> float:
     A view or a wait takes none, but for the host time of calling it where each operation is called by
     itself and the host is what computes.
     """
-    called = device.dispatch_seconds if node.meta.get("dispatched", False) else 0.0
+    called = device.dispatch_seconds if meta(node).get("dispatched", False) else 0.0
     if is_collective(node):
         return 0.0
     if runs_no_kernel(node):
@@ -147,7 +148,7 @@ def operation_seconds(node: fx.Node, device: Device) -> float:
         bytes_moved(node),
         matmul_dtype(node),
         # the host time of a call contains the floor of its kernel
-        node.meta.get("starts", True) and not called,
+        meta(node).get("starts", True) and not called,
         family_of(node.target, node.args),
         vector_seconds(node, device),
     )
@@ -179,7 +180,7 @@ def vector_seconds(node: fx.Node, device: Device) -> float:
     each = device.elements.get(name, 0.0)
     if not each:
         return 0.0
-    values = [node.meta.get("val"), *(a.meta.get("val") for a in tensor_arguments(node))]
+    values = [meta(node).get("val"), *(meta(a).get("val") for a in tensor_arguments(node))]
     table = values[1] if operators.of(node.target).looks_up else None
     sizes = [t.numel() for v in values if v is not table for t in tensors_of(v)]
     return each * max(sizes, default=0)
@@ -187,7 +188,7 @@ def vector_seconds(node: fx.Node, device: Device) -> float:
 
 def _turns(node: fx.Node) -> bool:
     """Whether a copy's dimensions lie in another order than those of what it copies."""
-    source, copy = (n.meta.get("val") for n in (node.all_input_nodes[0], node))
+    source, copy = (meta(n).get("val") for n in (node.all_input_nodes[0], node))
     if not isinstance(source, torch.Tensor) or not isinstance(copy, torch.Tensor):
         return False
     dims = [d for d in range(source.dim()) if source.shape[d] > 1 and source.stride(d)]
@@ -197,8 +198,8 @@ def _turns(node: fx.Node) -> bool:
 
 def cost_group(node: fx.Node) -> str:
     """What costs are added up under: the operation's stable kind, layers of one block together."""
-    parts = node.meta.get("module", "").split(".")
+    parts = meta(node).get("module", "").split(".")
     path = ".".join("*" if part.isdigit() else part for part in parts)
     kind = operation_name(node)
-    phase = node.meta.get("phase", "")
+    phase = meta(node).get("phase", "")
     return f"{path}/{kind}.{phase}".lstrip("/")

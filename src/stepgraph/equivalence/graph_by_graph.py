@@ -22,6 +22,7 @@ from stepgraph.graphwise.graph_compiler import GraphCompiler
 from stepgraph.lowering.passes.name_mesh_dims import name_mesh_dims
 from stepgraph.program import roles
 from stepgraph.program.layout import MeshShape
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program
 from stepgraph.program.record import Results, Rewrite
 from stepgraph.runtime.batches import LocalBatch
@@ -66,11 +67,11 @@ class RankValues:
     def inside(self, program: Program, names: Any) -> tuple[Results, dict[str, torch.Tensor]]:
         """:meth:`execute`, and the values of some inputs and operations by name."""
         rows = zip(program.placeholders, self.given(program).values(), strict=True)
-        seen = {n.meta["name"]: value for n, value in rows if n.meta["name"] in names}
+        seen = {meta(n)["name"]: value for n, value in rows if meta(n)["name"] in names}
 
         def observe(rank: int, node: Any, value: Any) -> None:
-            if node.meta.get("name") in names:
-                seen[node.meta["name"]] = value
+            if meta(node).get("name") in names:
+                seen[meta(node)["name"]] = value
 
         return self.execute(program, observe=observe), seen
 

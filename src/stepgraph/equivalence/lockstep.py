@@ -17,6 +17,7 @@ from stepgraph import torch_internals
 from stepgraph.program.collectives import KINDS, ON_FIRST, SHARD_OF, is_collective, mesh_dim_of
 from stepgraph.program.layout import MeshShape, chunk_size, data_mesh
 from stepgraph.program.markers import REDUCE_GRAD, UNSHARD
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program, runnable
 from stepgraph.program.randomness import RANDOM, bound_to
 from stepgraph.program.shards import REDUCTIONS, cut
@@ -118,7 +119,7 @@ def _interpret(
             continue
         if node.op == "get_attr":
             values[node] = getattr(program.module, node.target)
-        elif (stand_in := replaced.get(node.meta.get("name", ""))) is not None:
+        elif (stand_in := replaced.get(meta(node).get("name", ""))) is not None:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = stand_in(node, args, kwargs)
         elif is_collective(node):

@@ -20,6 +20,7 @@ from stepgraph.lowering.record import Executable
 from stepgraph.planning.decisions import LoweringDecision
 from stepgraph.planning.target import Target
 from stepgraph.program.collectives import is_collective
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program
 from stepgraph.program.record import Results
 
@@ -110,7 +111,7 @@ def _meeting_others(program: Program, meeting: int, rank: int) -> Program:
     """A copy that writes its state in place, and meets other threads in place of other processes."""
     program = program.copy()
     for index, node in enumerate([n for n in program.operations() if is_collective(n)]):
-        shape = list(node.meta["val"].shape)
+        shape = list(meta(node)["val"].shape)
         node.target, node.args = MEET, (node.args[0], shape, meeting, rank, index)
         (wait,) = node.users
         wait.replace_all_uses_with(node)

@@ -16,6 +16,7 @@ from stepgraph import torch_internals
 from stepgraph.capture.decompositions import decomposition_table
 from stepgraph.graphwise.graph_compiler import GraphCompiler
 from stepgraph.program.driver import PassDriver
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program
 from stepgraph.program.record import Pass, Rewrite
 from stepgraph.torch_internals import graphs as dynamo
@@ -46,8 +47,8 @@ class GraphRecord:
         return [self._local(node) for node in program.placeholders]
 
     def _local(self, node: fx.Node) -> torch.Tensor:
-        value = node.meta["val"]
-        match torch_internals.describe(node.meta["desc"]):
+        value = meta(node)["val"]
+        match torch_internals.describe(meta(node)["desc"]):
             case ("plain", index):
                 given = self.inputs[index]
                 given = given.to_local() if isinstance(given, DTensor) else given

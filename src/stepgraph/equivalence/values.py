@@ -19,6 +19,7 @@ from stepgraph.equivalence.lockstep import Observer, run_lockstep
 from stepgraph.planning.request import StepSettings
 from stepgraph.program import roles
 from stepgraph.program.layout import MeshShape, data_mesh
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program, Value
 from stepgraph.program.randomness import seed_words
 from stepgraph.program.record import Results, without_buffers
@@ -176,8 +177,8 @@ class GlobalValues:
         seen: dict[str, torch.Tensor] = {}
 
         def observe(rank: int, node: Any, value: Any) -> None:
-            if node.meta.get("name") in names:
-                seen[node.meta["name"]] = value
+            if meta(node).get("name") in names:
+                seen[meta(node)["name"]] = value
 
         return self.execute(program, observe=observe), seen
 

@@ -21,6 +21,7 @@ from stepgraph.capture.phases import settle_phases
 from stepgraph.program import roles
 from stepgraph.program.layout import Spread
 from stepgraph.program.markers import UNSHARD
+from stepgraph.program.metadata import meta, set_meta
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
 
@@ -95,7 +96,7 @@ class GraphProgram:
                     if isinstance(role, roles.UserInput) and _is_tensor(node):
                         if leaf in known:
                             self.spread[role] = known[leaf]
-                        elif node.meta["val"].dim() > 1 and node.meta["val"].shape[0] == rows:
+                        elif meta(node)["val"].dim() > 1 and meta(node)["val"].shape[0] == rows:
                             self.spread[role] = Shard(0)
                         else:
                             self.unknown.append(role.name)
@@ -121,14 +122,14 @@ class GraphProgram:
             [*map(value_of, placeholders)],
             [*map(value_of, tensors)],
         )
-        described = {node: dict(node.meta) for node in [*placeholders, self._output]}
+        kept = {node: dict(meta(node)) for node in [*placeholders, self._output]}
         for node in joint.graph.nodes:
             annotate(node, _ROOT)
         settle_phases(program)
-        for node, meta in described.items():
-            node.meta = meta
+        for node, described in kept.items():
+            set_meta(node, described)
         for node, role in zip(placeholders, inputs, strict=True):
-            node.meta["name"] = roles.label(role)
+            meta(node)["name"] = roles.label(role)
         name_operations(joint.graph)
         return program
 
@@ -153,7 +154,7 @@ def _is_leaf(value: Any) -> bool:
 
 
 def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), torch.Tensor)
+    return isinstance(leaf, fx.Node) and isinstance(meta(leaf).get("val"), torch.Tensor)
 
 
 def _is_parameter(node: fx.Node) -> bool:

@@ -14,6 +14,7 @@ from torch import fx
 from stepgraph.lowering.apply import lower
 from stepgraph.planning.decisions import LoweringDecision
 from stepgraph.planning.target import Target
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program
 
 
@@ -60,4 +61,4 @@ def lower_graph(graph: fx.GraphModule, lowering: LoweringDecision, target: Targe
 
 
 def _is_tensor(node: Any) -> bool:
-    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
+    return isinstance(node, fx.Node) and isinstance(meta(node).get("val"), torch.Tensor)

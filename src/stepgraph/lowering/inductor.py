@@ -10,6 +10,7 @@ import torch
 from stepgraph.lowering.once import compiled_once
 from stepgraph.lowering.record import Executable, Lowering, no_obstacles
 from stepgraph.planning.target import Target
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program
 from stepgraph.program.randomness import RANDOM, fused_random
 from stepgraph.torch_internals.code import generate_code
@@ -25,7 +26,7 @@ SETTINGS: dict[str, Any] = {
 
 def _make(program: Program, target: Target) -> Executable:
     generate_code(program.module)
-    examples = [node.meta["val"] for node in program.placeholders]
+    examples = [meta(node)["val"] for node in program.placeholders]
     with compiled_once(program.module.code):
         run = compile_with_inductor(
             program.module, examples, SETTINGS, target.overlaps, {RANDOM: fused_random}

@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from stepgraph.program import roles
+from stepgraph.program.metadata import meta, set_meta
 from stepgraph.program.program import FORWARD, Program, Value, is_write
 from stepgraph.torch_internals.code import graph_module
 
@@ -60,7 +61,7 @@ def forward_and_backward(program: Program) -> tuple[Program, Program]:
 
 def _backward_nodes(nodes: list[fx.Node]) -> set[fx.Node]:
     """Operations of the backward, and writes into what it still reads."""
-    late = {node for node in nodes if node.meta.get("phase", FORWARD) != FORWARD}
+    late = {node for node in nodes if meta(node).get("phase", FORWARD) != FORWARD}
     for node in nodes:
         target = node.args[0] if is_write(node) else None
         if isinstance(target, fx.Node) and any(user in late for user in target.users):
@@ -74,7 +75,7 @@ def _is_replaced(role: roles.Input | None) -> bool:
 
 
 def _described(node: fx.Node) -> Value:
-    value = node.meta["val"]
+    value = meta(node)["val"]
     return Value(tuple(value.shape), value.dtype)
 
 
@@ -91,21 +92,20 @@ class _Side:
     def take(self, node: fx.Node, role: roles.Input) -> None:
         """Adds an input."""
         self.new[node] = self.graph.placeholder(f"input_{len(self.inputs)}")
-        self.new[node].meta = {**node.meta, "name": roles.label(role)}
+        set_meta(self.new[node], {**meta(node), "name": roles.label(role)})
         self.inputs.append(role)
 
     def compute(self) -> None:
         """Copies the operations."""
         for node in self.nodes:
             self.new[node] = self.graph.node_copy(node, self.new.__getitem__)
-            self.new[node].meta = dict(node.meta)
 
     def give(self, role: roles.Output, node: fx.Node, value: Value, copied: bool = False) -> None:
         """Adds a result; a copy of it where its storage will be written again."""
         result = self.new[node]
         if copied:
             result = self.graph.call_function(torch.ops.aten.clone.default, (result,))
-            result.meta = {**node.meta, "phase": FORWARD, "module": ""}
+            set_meta(result, {**meta(node), "phase": FORWARD, "module": ""})
         self.results.append((role, result, value))
 
     def finish(self) -> Program:

@@ -23,6 +23,7 @@ from stepgraph.planning.decisions import MemoryDecision
 from stepgraph.planning.request import AUTO
 from stepgraph.program import roles
 from stepgraph.program.collectives import is_collective
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import FORWARD, Program
 
 # What ``auto`` tries, in this order: the first whose peak fits.
@@ -72,7 +73,7 @@ def decide(program: Program, policy: str, gather_again: bool = True) -> MemoryDe
             regions.append([n for n in nodes[block.start : block.stop] if n not in taken])
     for number, region in enumerate(regions):
         for node in _not_crossing(region, program):
-            recompute[node.meta["name"]] = number
+            recompute[meta(node)["name"]] = number
     for name in _gathered(program, gather_again):
         recompute.setdefault(name, -1)
     return MemoryDecision(policy, recompute, tuple(notes))
@@ -89,8 +90,9 @@ def decide_for_graph(program: Program, policy: str, gather_again: bool) -> Memor
 def _checkpoint_regions(nodes: list[fx.Node]) -> Iterable[list[fx.Node]]:
     regions: dict[int, list[fx.Node]] = {}
     for node in nodes:
-        if "checkpoint" in node.meta:
-            regions.setdefault(node.meta["checkpoint"], []).append(node)
+        region = meta(node).get("checkpoint")
+        if region is not None:
+            regions.setdefault(region, []).append(node)
     return regions.values()
 
 
@@ -112,7 +114,7 @@ def _not_crossing(region: list[fx.Node], program: Program) -> list[fx.Node]:
             and not is_collective(node)
             and node.target is not torch_internals.WAIT
             and not _draws(node)
-            and all(user in inside or user.meta.get("phase") != FORWARD for user in node.users)
+            and all(user in inside or meta(user).get("phase") != FORWARD for user in node.users)
         ):
             dropped[node] = None
     return list(dropped)
@@ -140,7 +142,7 @@ def _gathered(program: Program, parameters_too: bool) -> list[str]:
             again |= _renames(node) and node.all_input_nodes[0] in chain
         if again:
             chain.add(node)
-    return [node.meta["name"] for node in program.operations(FORWARD) if node in chain]
+    return [meta(node)["name"] for node in program.operations(FORWARD) if node in chain]
 
 
 def _renames(node: fx.Node) -> bool:

@@ -20,6 +20,7 @@ from stepgraph import torch_internals
 from stepgraph.operators import table as operators
 from stepgraph.program.build import freeze
 from stepgraph.program.layout import InnerShard, blocks_of, from_torch, to_torch
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import tensor_arguments
 from stepgraph.program.randomness import RANDOM
 from stepgraph.torch_internals import operators as private
@@ -41,7 +42,7 @@ class Strategy:
 
 def results_of(node: fx.Node) -> list[object]:
     """What an operation returns, position by position; a result that was not asked for is None."""
-    value = node.meta["val"]
+    value = meta(node)["val"]
     return list(value) if isinstance(value, (tuple, list)) else [value]
 
 
@@ -91,10 +92,10 @@ class Rules:
         that mixes elements, shards must be even (:meth:`strategies`). A sum is an exception where
         the padding is known to be zero.
         """
-        value = node.meta["val"]
-        arguments = [argument.meta["val"] for argument in tensor_arguments(node)]
+        value = meta(node)["val"]
+        arguments = [meta(argument)["val"] for argument in tensor_arguments(node)]
         dims = dict.fromkeys(p.dim for p in placements if isinstance(p, Shard)) or {0: None}
-        if node.meta.get("padding_is_zero"):
+        if meta(node).get("padding_is_zero"):
             cuts = [dim for dim in dims if dim < arguments[0].dim()]
             return [Strategy((Shard(dim),), (Partial("sum"),)) for dim in cuts]
         if (
@@ -138,14 +139,14 @@ class Rules:
         remaining = iter(placements)
 
         def to_spec(argument: fx.Node):
-            value = argument.meta["val"]
+            value = meta(argument)["val"]
             if not isinstance(value, torch.Tensor):
                 raise NotImplementedError("a result tuple as an argument")
             return torch_internals.tensor_spec(self._mesh, (to_torch(next(remaining)),), value)
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), to_spec)
         answers = torch_internals.sharding_strategies(
-            node.target, tuple(args), dict(kwargs), node.meta["val"]
+            node.target, tuple(args), dict(kwargs), meta(node)["val"]
         )
         found = []
         for inputs, outputs in answers:
@@ -159,7 +160,7 @@ class Rules:
         """Whether a strategy fits the call: one placement per tensor, even shards, known kinds."""
         if len(strategy.inputs) != len(arguments) or len(strategy.outputs) != len(results):
             return False
-        values = [argument.meta["val"] for argument in arguments]
+        values = [meta(argument)["val"] for argument in arguments]
         pairs = [*zip(strategy.inputs, values, strict=True)]
         pairs += [
             (placement, value)
@@ -217,13 +218,13 @@ def _batch_and_heads(outputs: tuple[tuple[int, int] | None, ...]) -> Entry:
     def entry(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
         strategies = []
         arguments = tensor_arguments(node)
-        query = arguments[_ATTENTION_QUERY.get(node.target, 0)].meta["val"]
+        query = meta(arguments[_ATTENTION_QUERY.get(node.target, 0)])["val"]
         for dim in (0, 1):
             if query.shape[dim] == 1:
                 continue
             wanted: list[Placement] = []
             for argument in arguments:
-                value = argument.meta["val"]
+                value = meta(argument)["val"]
                 # A mask of fewer dimensions aligns at the right, like any broadcast.
                 own = dim - (query.dim() - value.dim()) if _is_mask(node, argument) else dim
                 whole = own < 0 or value.shape[own] == 1
@@ -257,7 +258,7 @@ def _sorted_into_rows(node: fx.Node, placements: tuple[Placement, ...]) -> list[
     """Embedding gradient: every rank adds up its own tokens' rows."""
     if len(node.args) > 4 and node.args[4]:
         return []  # scale_grad_by_freq counts a token's rows in the whole batch
-    gradient, indices = (argument.meta["val"] for argument in tensor_arguments(node)[:2])
+    gradient, indices = (meta(argument)["val"] for argument in tensor_arguments(node)[:2])
     strategies = [
         Strategy((Shard(dim), Shard(dim)), (Partial("sum"),)) for dim in range(indices.dim())
     ]
@@ -266,7 +267,7 @@ def _sorted_into_rows(node: fx.Node, placements: tuple[Placement, ...]) -> list[
 
 def _looked_up(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
     """Embedding: rows of the indices' shards, or columns of the table."""
-    indices = tensor_arguments(node)[1].meta["val"]
+    indices = meta(tensor_arguments(node)[1])["val"]
     by_index = [Strategy((Replicate(), Shard(dim)), (Shard(dim),)) for dim in range(indices.dim())]
     return [*by_index, Strategy((Shard(1), Replicate()), (Shard(indices.dim()),))]
 
@@ -277,7 +278,7 @@ def _reshaped(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy
     A cut takes a slice of each of ``before`` blocks of that order: of as many in argument and result.
     (DTensor keeps the blocks of a dimension that it splits, which are then others.)
     """
-    place, old, new = placements[0], node.args[0].meta["val"].shape, node.meta["val"].shape  # type: ignore[union-attr]
+    place, old, new = placements[0], meta(node.args[0])["val"].shape, meta(node)["val"].shape  # type: ignore[union-attr]
     if not isinstance(place, Shard):
         return [Strategy((place,), (place,))]
     before = math.prod(old[: place.dim]) * blocks_of(place)
@@ -290,7 +291,7 @@ def _reshaped(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy
 
 def _repeated(node: fx.Node) -> list[Strategy]:
     """Expand: along a dimension that it repeats, a part costs nothing (DTensor repeats whole)."""
-    before, after = node.args[0].meta["val"].shape, node.meta["val"].shape  # type: ignore[union-attr]
+    before, after = meta(node.args[0])["val"].shape, meta(node)["val"].shape  # type: ignore[union-attr]
     new = len(after) - len(before)
     repeated = [d for d in range(len(after)) if d < new or before[d - new] != after[d]]
     return [Strategy((Replicate(),), (Shard(d),)) for d in repeated]
@@ -298,7 +299,7 @@ def _repeated(node: fx.Node) -> list[Strategy]:
 
 def _drawn(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
     """Random numbers: any part can be drawn alone; whole, until a reader wants it cut."""
-    cuts = [Shard(dim) for dim in range(node.meta["val"].dim())]
+    cuts = [Shard(dim) for dim in range(meta(node)["val"].dim())]
     return [Strategy((Replicate(),), (where,)) for where in (Replicate(), *cuts)]
 
 

@@ -11,6 +11,7 @@ from torch import fx
 from stepgraph import torch_internals
 from stepgraph.operators import table as operators
 from stepgraph.program.collectives import SHARD_OF
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program, is_write
 
 aten = torch.ops.aten
@@ -49,7 +50,7 @@ def viewed(node: fx.Node) -> fx.Node | None:
         return node.args[0]  # type: ignore[return-value]
     if node.target is SHARD_OF:  # a slice, once it is bound to a rank, if nothing has to be padded
         source, dim, ranks = node.args[:3]
-        return source if source.meta["val"].shape[dim] % ranks == 0 else None  # type: ignore
+        return source if meta(source)["val"].shape[dim] % ranks == 0 else None  # type: ignore
     aliased = operators.of(node.target).aliased
     if aliased is None:  # one of several results; a higher-order operator makes its own
         return node.args[0] if node.target is operator.getitem else None  # type: ignore[return-value]
@@ -65,10 +66,10 @@ def _is_view_in_fact(node: fx.Node, source: fx.Node) -> bool:
     """Whether a reshape, which copies where the layout demands it, does not."""
     if node.target is not torch.ops.aten.reshape.default:
         return True
-    value = source.meta["val"]
+    value = meta(source)["val"]
     if value.is_contiguous():
         return True
-    return _can_be_viewed(tuple(value.shape), value.stride(), tuple(node.meta["val"].shape))
+    return _can_be_viewed(tuple(value.shape), value.stride(), tuple(meta(node)["val"].shape))
 
 
 @functools.lru_cache(maxsize=4096)

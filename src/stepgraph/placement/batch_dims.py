@@ -10,6 +10,7 @@ from stepgraph.placement.presets.data_parallel import ranks_that_divide
 from stepgraph.placement.presets.named import decide_by_preset
 from stepgraph.planning.decisions import PlacementDecision
 from stepgraph.program.layout import MeshShape, blocks_of, data_mesh
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import FORWARD, Program, tensor_arguments
 from stepgraph.program.randomness import RANDOM
 
@@ -31,7 +32,7 @@ def find_batch_dims(
         for node in drawn
     }
     return {
-        node.meta["name"]: (found.dim, blocks_of(found))
+        meta(node)["name"]: (found.dim, blocks_of(found))
         for node, found in slices.items()
         if found is not None
     }
@@ -40,11 +41,11 @@ def find_batch_dims(
 def _slice_of_batch(node: fx.Node, decision: PlacementDecision, mesh: MeshShape) -> Shard | None:
     """How data-parallel ranks divide a random tensor, or what of its shape is made of it."""
     for value in of_one_shape(node):
-        (made,) = decision.operations[value.meta["name"]].outputs
+        (made,) = decision.operations[meta(value)["name"]].outputs
         seen = [made]
-        for user in (user for user in value.users if user.meta.get("phase") == FORWARD):
+        for user in (user for user in value.users if meta(user).get("phase") == FORWARD):
             read = zip(
-                tensor_arguments(user), decision.operations[user.meta["name"]].inputs, strict=True
+                tensor_arguments(user), decision.operations[meta(user)["name"]].inputs, strict=True
             )
             seen += [placements for argument, placements in read if argument is value]
         for placements in seen:

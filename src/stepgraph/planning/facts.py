@@ -15,6 +15,7 @@ from stepgraph.planning.fingerprint import type_of
 from stepgraph.program import roles
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.layout import show
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program, tensor_arguments, tensors_of
 
 _READERS_SHOWN = 3
@@ -64,12 +65,12 @@ def gather_facts(
     found = {}
     labels = _labels(program)
     for node in program.graph.nodes:
-        name = labels.get(node) or node.meta.get("name")
+        name = labels.get(node) or meta(node).get("name")
         if name is not None and node.op in ("placeholder", "call_function"):
-            shown = ", ".join(type_of(tensor) for tensor in tensors_of(node.meta.get("val")))
+            shown = ", ".join(type_of(tensor) for tensor in tensors_of(meta(node).get("val")))
             found[name] = ValueFacts(shown, reads.get(name, ()), moves.get(name, ()))
     for node, role in zip(program.results, program.outputs, strict=True):
-        shown = ", ".join(type_of(tensor) for tensor in tensors_of(node.meta.get("val")))
+        shown = ", ".join(type_of(tensor) for tensor in tensors_of(meta(node).get("val")))
         found[roles.label(role)] = ValueFacts(shown)
     return found
 
@@ -84,7 +85,7 @@ def _reads(program: Program, decision: PlacementDecision) -> dict[str, tuple[Rea
     found: dict[str, dict[str, list[str]]] = {}
     shown: dict[tuple, str] = {}
     for node in program.operations():
-        choice = decision.operations[node.meta["name"]]
+        choice = decision.operations[meta(node)["name"]]
         wanted = iter(choice.inputs)
         for argument in tensor_arguments(node):
             placements = next(wanted, None)
@@ -92,12 +93,12 @@ def _reads(program: Program, decision: PlacementDecision) -> dict[str, tuple[Rea
                 break
             if placements not in shown:
                 shown[placements] = show(placements)
-            name = labels.get(argument) or argument.meta.get("name", "")
+            name = labels.get(argument) or meta(argument).get("name", "")
             readers = found.setdefault(name, {}).setdefault(shown[placements], [])
-            readers.append(node.meta["name"])
+            readers.append(meta(node)["name"])
     for role, node in zip(program.outputs, program.results, strict=True):
         placement = show(decision.outputs[roles.label(role)])
-        name = labels.get(node) or node.meta.get("name", "")
+        name = labels.get(node) or meta(node).get("name", "")
         found.setdefault(name, {}).setdefault(placement, []).append(roles.label(role))
     return {
         name: tuple(
@@ -114,7 +115,7 @@ def _moves(placed: Program, decision: PlacementDecision) -> dict[str, tuple[Move
     for node in placed.operations():
         if is_collective(node):
             kind, size, mesh_dim = collective_of(node)
-            key = (node.meta["phase"], kind, mesh_dim, size)
+            key = (meta(node)["phase"], kind, mesh_dim, size)
             by_kind = counts.setdefault(_cause(node, labels, decision), {})
             by_kind[key] = by_kind.get(key, 0) + 1
     return {
@@ -130,6 +131,6 @@ def _cause(node: fx.Node, labels: dict[fx.Node, str], decision: PlacementDecisio
         source = source.all_input_nodes[0]
         if source in labels:
             return labels[source]
-        name = source.meta.get("recomputed_from", source.meta.get("name", ""))
+        name = meta(source).get("recomputed_from", meta(source).get("name", ""))
         if name in decision.operations or not source.all_input_nodes:
             return name

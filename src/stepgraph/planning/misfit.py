@@ -7,6 +7,7 @@ from torch.distributed.tensor import Shard
 from stepgraph.planning.decisions import PlacementDecision
 from stepgraph.program import roles
 from stepgraph.program.layout import InnerShard, MeshShape, Placements, show
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program, tensor_arguments, tensors_of
 
 
@@ -24,17 +25,17 @@ def misfit(decision: PlacementDecision, program: Program, mesh: MeshShape) -> st
             if problem := _wrong(placed[label], value.shape, mesh):
                 return f"{label} of shape {list(value.shape)} cannot be {problem}"
     for node in program.operations():
-        name = node.meta["name"]
+        name = meta(node)["name"]
         choice = decision.operations[name]
         arguments = tensor_arguments(node)
-        value = node.meta["val"]
+        value = meta(node)["val"]
         results = list(value) if isinstance(value, (tuple, list)) else [value]
         if len(choice.inputs) != len(arguments) or len(choice.outputs) != len(results):
             return (
                 f"{name} has {len(arguments)} tensor arguments and {len(results)} results, "
                 f"the plan places {len(choice.inputs)} and {len(choice.outputs)}"
             )
-        pairs = [*zip(choice.inputs, (a.meta["val"] for a in arguments), strict=True)]
+        pairs = [*zip(choice.inputs, (meta(a)["val"] for a in arguments), strict=True)]
         pairs += [
             (placements, result)
             for placements, result in zip(choice.outputs, results, strict=True)

@@ -22,6 +22,7 @@ from stepgraph.planning.request import Request
 from stepgraph.planning.table import Table, freeze
 from stepgraph.program import roles
 from stepgraph.program.layout import MeshShape, Placements, show
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program
 
 Kind = TypeVar("Kind", bound="Plan")
@@ -200,5 +201,5 @@ def _named_values(program: Program) -> set[str]:
     return {
         *(roles.label(role) for role in program.inputs),
         *(roles.label(role) for role in program.outputs),
-        *(node.meta["name"] for node in program.operations()),
+        *(meta(node)["name"] for node in program.operations()),
     }

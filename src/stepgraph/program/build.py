@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from stepgraph import torch_internals
+from stepgraph.program.metadata import meta, set_meta
 from stepgraph.program.program import Program, tensors_of
 from stepgraph.torch_internals import operators as private
 
@@ -18,7 +19,7 @@ class ShapeRunner:
     """Computes the ``val`` of operations on fake tensors; repeated layers, and passes, cost one run."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        values = (node.meta.get("val") for node in graph.nodes)  # the first few say it
+        values = (meta(node).get("val") for node in graph.nodes)  # the first few say it
         self.mode = torch_internals.fake_mode_of(values) or torch_internals.new_fake_mode()
         self._known = torch_internals.known_shapes(self.mode)
 
@@ -26,7 +27,7 @@ class ShapeRunner:
         """The result of ``target`` on the ``val`` of the nodes among its arguments."""
         key = (target, freeze(args), freeze(kwargs))
         if key not in self._known:
-            fakes, fake_kwargs = fx.node.map_arg((args, kwargs), lambda a: a.meta["val"])
+            fakes, fake_kwargs = fx.node.map_arg((args, kwargs), lambda a: meta(a)["val"])
             with self.mode:
                 self._known[key] = target(*fakes, **fake_kwargs)
         return self._known[key]
@@ -51,16 +52,13 @@ class Builder:
         """Emits one operation."""
         with self.graph.inserting_before(self.point):
             node = self.graph.call_function(target, args, kwargs)
-        node.meta = {
-            "val": self.shapes.run(target, args, kwargs),
-            "phase": self.phase,
-            "module": self.module,
-        }
+        value = self.shapes.run(target, args, kwargs)
+        set_meta(node, {"val": value, "phase": self.phase, "module": self.module})
         return node
 
     def cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         """The node in another type; itself where it has that type."""
-        if node.meta["val"].dtype == dtype:
+        if meta(node)["val"].dtype == dtype:
             return node
         return self(private.TO_COPY, node, dtype=dtype)
 
@@ -71,7 +69,7 @@ class Builder:
             node = self.graph.placeholder(f"input_{len(self.graph.nodes)}")
         node.target = node.name  # the argument's name; only the node's is made unique
         with self.shapes.mode:
-            node.meta = {"val": like(), "name": label}
+            set_meta(node, {"val": like(), "name": label})
         return node
 
 
@@ -80,7 +78,7 @@ def freeze(argument: Any) -> Any:
     if isinstance(argument, fx.Node):
         return tuple(
             (tuple(t.shape), t.stride(), t.dtype, t.device)
-            for t in tensors_of(argument.meta["val"])
+            for t in tensors_of(meta(argument)["val"])
         )
     if isinstance(argument, (tuple, list)):
         return tuple(freeze(item) for item in argument)

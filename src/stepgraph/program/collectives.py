@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph import torch_internals
 from stepgraph.program.layout import InnerShard, chunk_size
+from stepgraph.program.metadata import meta
 
 aten = torch.ops.aten
 
@@ -120,7 +121,7 @@ def _redistribute_in_blocks(
         return redistribute(emit, whole, Replicate(), want, mesh_dim, ranks, size)
     cut = have if isinstance(have, InnerShard) else want
     assert isinstance(cut, InnerShard)
-    shape = list(node.meta["val"].shape)
+    shape = list(meta(node)["val"].shape)
     shape[cut.dim : cut.dim + 1] = [cut.outer, shape[cut.dim] // cut.outer]
     blocks = emit(aten.view.default, node, shape)
     if isinstance(have, InnerShard):
@@ -133,7 +134,7 @@ def _redistribute_in_blocks(
     moved = redistribute(
         emit, blocks, beside_blocks(have), beside_blocks(want), mesh_dim, ranks, size
     )
-    shape = list(moved.meta["val"].shape)
+    shape = list(meta(moved)["val"].shape)
     shape[cut.dim : cut.dim + 2] = [shape[cut.dim] * shape[cut.dim + 1]]
     return emit(aten.view.default, moved, shape)
 
@@ -151,7 +152,7 @@ def _swapped_with_first(emit, node: fx.Node, dim: int) -> fx.Node:
 
 def contiguous(emit, node: fx.Node) -> fx.Node:
     """The node, copied where it does not lie in memory as it is indexed."""
-    if node.meta["val"].is_contiguous():
+    if meta(node)["val"].is_contiguous():
         return node
     return emit(aten.clone.default, node, memory_format=torch.contiguous_format)
 
@@ -160,17 +161,17 @@ def _all_gather(emit, node: fx.Node, dim: int, mesh_dim: str, ranks: int, size: 
     front = contiguous(emit, _swapped_with_first(emit, node, dim))
     gathered = emit(torch_internals.ALL_GATHER, front, ranks, mesh_dim)
     whole = emit(torch_internals.WAIT, gathered)
-    if whole.meta["val"].shape[0] != size:
+    if meta(whole)["val"].shape[0] != size:
         whole = emit(aten.slice.Tensor, whole, 0, 0, size)
     return _swapped_with_first(emit, whole, dim)
 
 
 def _reduce_scatter(emit, node: fx.Node, op: str, dim: int, mesh_dim: str, ranks: int) -> fx.Node:
     front = _swapped_with_first(emit, node, dim)
-    rows = front.meta["val"].shape[0]
+    rows = meta(front)["val"].shape[0]
     missing = chunk_size(rows, ranks) * ranks - rows
     if missing:
-        pads = [0, 0] * (front.meta["val"].dim() - 1) + [0, missing]
+        pads = [0, 0] * (meta(front)["val"].dim() - 1) + [0, missing]
         front = emit(aten.constant_pad_nd.default, front, pads, 0.0)
     front = contiguous(emit, front)
     kind = "sum" if op == "avg" else op
@@ -182,7 +183,7 @@ def _all_to_all(
     emit, node: fx.Node, source: int, target: int, mesh_dim: str, ranks: int, size: int
 ) -> fx.Node:
     """Each rank sends to each other one its part of the new cut: what arrives is not gathered first."""
-    shape = list(node.meta["val"].shape)
+    shape = list(meta(node)["val"].shape)
     rows = chunk_size(shape[target], ranks)
     if missing := rows * ranks - shape[target]:
         pads = [0, 0] * (len(shape) - 1 - target) + [0, missing]
@@ -200,6 +201,6 @@ def _all_to_all(
 
 def _moved(emit, node: fx.Node, dim: int, to: int) -> fx.Node:
     """Dimension ``dim`` at position ``to``, in memory as well."""
-    order = list(range(node.meta["val"].dim()))
+    order = list(range(meta(node)["val"].dim()))
     order.insert(to, order.pop(dim))
     return contiguous(emit, node if dim == to else emit(aten.permute.default, node, order))

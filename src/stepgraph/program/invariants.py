@@ -16,6 +16,7 @@ from stepgraph.program import roles
 from stepgraph.program.build import ShapeRunner
 from stepgraph.program.collectives import ON_FIRST, SHARD_OF, is_collective, mesh_dim_of
 from stepgraph.program.layout import local_shape
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import PHASES, Program, is_write, tensors_of
 
 Check = Callable[[Program], Iterator[tuple[fx.Node | None, str]]]
@@ -37,13 +38,13 @@ def _metadata_is_complete(program: Program):
     names: set[str] = set()
     for node in program.operations():
         for key in ("val", "phase", "module", "name"):
-            if key not in node.meta:
+            if key not in meta(node):
                 yield node, f"meta[{key!r}] is missing"
-        if node.meta.get("phase") not in PHASES:
-            yield node, f"unknown phase {node.meta.get('phase')!r}"
-        if node.meta.get("name") in names:
+        if meta(node).get("phase") not in PHASES:
+            yield node, f"unknown phase {meta(node).get('phase')!r}"
+        if meta(node).get("name") in names:
             yield node, "its stable name is taken"
-        names.add(node.meta.get("name", ""))
+        names.add(meta(node).get("name", ""))
 
 
 def _uses_follow_definitions(program: Program):
@@ -62,9 +63,9 @@ def _phases_are_in_order(program: Program):
     for node in program.operations():
         for source in node.all_input_nodes:
             if source.op == "call_function" and (
-                order[source.meta["phase"]] > order[node.meta["phase"]]
+                order[meta(source)["phase"]] > order[meta(node)["phase"]]
             ):
-                yield node, f"{node.meta['phase']} reads {source.meta['phase']} ({source})"
+                yield node, f"{meta(node)['phase']} reads {meta(source)['phase']} ({source})"
 
 
 def _shapes_agree(program: Program):
@@ -78,7 +79,7 @@ def _shapes_agree(program: Program):
         except Exception as error:
             yield node, f"does not run on its arguments' shapes: {str(error)[:200]}"
             continue
-        for have, want in zip(tensors_of(node.meta["val"]), tensors_of(value), strict=True):
+        for have, want in zip(tensors_of(meta(node)["val"]), tensors_of(value), strict=True):
             if have.shape != want.shape or have.dtype != want.dtype:
                 yield node, f"is {_show(want)}, its metadata says {_show(have)}"
 
@@ -93,7 +94,7 @@ def _interface_matches(program: Program):
         shape = value.shape
         if program.mesh is not None and value.placements is not None:
             shape = local_shape(shape, value.placements, program.mesh)
-        have = node.meta.get("val")
+        have = meta(node).get("val")
         if isinstance(have, torch.Tensor) and (
             tuple(have.shape) != tuple(shape) or have.dtype != value.dtype
         ):
@@ -170,7 +171,7 @@ def check_invariants(program: Program, after: str = "capture") -> None:
     """
     for name, check in INVARIANTS.items():
         for node, problem in check(program):
-            place = "" if node is None else str(node.meta.get("name", node))
+            place = "" if node is None else str(meta(node).get("name", node))
             raise InvariantError(
                 f"after {after}: invariant '{name}' is violated: {problem}",
                 where=f"{place}\n{_around(program, node)}" if node is not None else None,
@@ -185,7 +186,7 @@ def _around(program: Program, node: fx.Node) -> str:
     at = nodes.index(node)
     near = nodes[max(0, at - 5) : at + 5]
     return "\n".join(
-        f"    {'->' if n is node else '  '} {n.meta.get('name', n)} = {n.target}{n.args}"[:160]
+        f"    {'->' if n is node else '  '} {meta(n).get('name', n)} = {n.target}{n.args}"[:160]
         for n in near
     )
 

@@ -12,6 +12,8 @@ from collections import Counter
 
 from torch import fx
 
+from stepgraph.program.metadata import meta
+
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"  # the phases of a step
 
 # Operation names that differ between devices or traces but mean the same.
@@ -41,13 +43,13 @@ def operation_name(node: fx.Node) -> str:
 
 def name_operations(graph: fx.Graph) -> None:
     """Gives every unnamed operation its stable name, in graph order."""
-    taken = {node.meta["name"] for node in graph.nodes if "name" in node.meta}
+    taken = {meta(node)["name"] for node in graph.nodes if "name" in meta(node)}
     counts: Counter[str] = Counter()
     for node in graph.nodes:
-        if node.op not in ("call_function", "get_attr") or "name" in node.meta:
+        if node.op not in ("call_function", "get_attr") or "name" in meta(node):
             continue
-        base = f"{node.meta.get('module', '')}/{operation_name(node)}".lstrip("/")
-        phase = node.meta.get("phase", FORWARD)
+        base = f"{meta(node).get('module', '')}/{operation_name(node)}".lstrip("/")
+        phase = meta(node).get("phase", FORWARD)
         if phase != FORWARD:
             base = f"{base}.{phase}"
         name = base
@@ -55,4 +57,4 @@ def name_operations(graph: fx.Graph) -> None:
             counts[base] += 1
             name = f"{base}.{counts[base]}"
         taken.add(name)
-        node.meta["name"] = name
+        meta(node)["name"] = name

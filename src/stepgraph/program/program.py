@@ -1,18 +1,6 @@
 """The Program: one training step as a functional graph with typed inputs and outputs.
 
-Metadata that every node carries (``node.meta``):
-
-========== =======================================================================================
-``val``     FakeTensor (or a tuple of them): shape, strides, dtype. Local to a rank once placed.
-``phase``   ``forward``, ``backward`` or ``optimizer``
-``module``  path of the module that ran the operation, in the model's own names ("" outside)
-``name``    the stable name: ``layers.3.self_attn.q_proj/mm``
-``source``  the source line of the operation, where capture knew it
-``placements``  tuple of DTensor placements, or a tuple of such tuples for several results; placed only
-``recompute``   a block number if the memory decision says not to keep the value; tagged only
-``traffic``   which arguments come from memory, and whether the result goes there; with ``starts`` and
-            ``dispatched`` set by :mod:`stepgraph.cost.traffic`, where costs were asked for
-========== =======================================================================================
+What nodes carry stands in :mod:`stepgraph.program.metadata`.
 """
 
 from __future__ import annotations
@@ -25,6 +13,7 @@ import torch
 from torch import fx
 
 from stepgraph.program.layout import MeshShape, Placements
+from stepgraph.program.metadata import meta
 from stepgraph.program.names import BACKWARD, FORWARD, OPTIMIZER
 from stepgraph.program.roles import Input, Output
 from stepgraph.program.text import program_text
@@ -77,7 +66,7 @@ class Program:
     def operations(self, phase: str | None = None) -> Iterator[fx.Node]:
         """All call nodes in order, of one phase if given."""
         for node in self.graph.nodes:
-            if node.op == "call_function" and phase in (None, node.meta["phase"]):
+            if node.op == "call_function" and phase in (None, meta(node)["phase"]):
                 yield node
 
     def input_node(self, role: Input) -> fx.Node:
@@ -108,7 +97,7 @@ class Program:
         output = graph.graph_copy(self.graph, val_map={}, return_output_node=True)
         assert output is not None
         value, old_output = output
-        graph.output(value).meta.update(old_output.meta)
+        meta(graph.output(value)).update(meta(old_output))
         module = graph_module(self.module, graph)
         return replace(
             self,

@@ -13,6 +13,7 @@ from torch import fx
 
 from stepgraph.program import roles
 from stepgraph.program.layout import MeshShape, show
+from stepgraph.program.metadata import meta
 from stepgraph.program.names import operation_name
 
 _DTYPES = {
@@ -58,9 +59,9 @@ def program_text(program: Printable, heading: str = "") -> str:
     for node in program.graph.nodes:
         if node.op not in ("call_function", "get_attr"):
             continue
-        names[node] = node.meta["name"]
-        if node.meta["phase"] != phase:
-            phase = node.meta["phase"]
+        names[node] = meta(node)["name"]
+        if meta(node)["phase"] != phase:
+            phase = meta(node)["phase"]
             lines.append(f"    # {phase}")
         lines.append(f"    {names[node]}: {_type(node)} = {_call(node, names)}{_comment(node)}")
     lines.append("    return (")
@@ -84,7 +85,7 @@ def _input_name(role: roles.Input) -> str:
 
 
 def _type(node: fx.Node) -> str:
-    return _type_of(node.meta.get("val"))
+    return _type_of(meta(node).get("val"))
 
 
 def _type_of(value: Any) -> str:
@@ -96,14 +97,14 @@ def _type_of(value: Any) -> str:
 
 
 def _placed(node: fx.Node) -> str:
-    placements = node.meta.get("placements") or ()
+    placements = meta(node).get("placements") or ()
     shown = [show(p) if p is not None else "-" for p in placements]
     return f" {' '.join(shown)}" if shown else ""
 
 
 def _comment(node: fx.Node) -> str:
     notes = _placed(node).strip()
-    if "recomputed_from" in node.meta:
+    if "recomputed_from" in meta(node):
         notes = f"{notes} recomputed".strip()
     return f"  # {notes}" if notes else ""
 

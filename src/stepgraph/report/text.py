@@ -8,6 +8,7 @@ from typing import Any
 from stepgraph.cost.memory import CATEGORIES, memory_timeline
 from stepgraph.planning.plan import Plan
 from stepgraph.program.collectives import KINDS, is_collective
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program, tensors_of
 
 
@@ -17,9 +18,9 @@ def collective_counts(program: Program) -> dict[tuple[str, str], dict[str, int]]
     sizes: Counter[tuple[str, str]] = Counter()
     for node in program.operations():
         if is_collective(node):
-            key = (node.meta["phase"], KINDS[node.target])
+            key = (meta(node)["phase"], KINDS[node.target])
             counts[key] += 1
-            sizes[key] += sum(t.numel() * t.element_size() for t in tensors_of(node.meta["val"]))
+            sizes[key] += sum(t.numel() * t.element_size() for t in tensors_of(meta(node)["val"]))
     return {key: {"count": counts[key], "bytes": sizes[key]} for key in counts}
 
 

@@ -11,6 +11,7 @@ from torch import fx
 from stepgraph import torch_internals
 from stepgraph.operators.collectives import moved_bytes
 from stepgraph.planning.target import Target
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program
 
 
@@ -73,7 +74,7 @@ def find_buckets(program: Program, sizes: Sizes) -> tuple[tuple[str, ...], ...]:
         if not most or size > sizes.large:
             continue
         width = _width(node, sizes.table)
-        key = (node.target, node.args[1:], node.meta["val"].dtype, node.meta["phase"], width)
+        key = (node.target, node.args[1:], meta(node)["val"].dtype, meta(node)["phase"], width)
         bucket = open_buckets.get(key)
         if bucket is None or bucket.size + size > most or not _fits(bucket, node, position):
             if bucket is not None:
@@ -82,7 +83,7 @@ def find_buckets(program: Program, sizes: Sizes) -> tuple[tuple[str, ...], ...]:
         bucket.members.append(node)
         bucket.size += size
     found = (bucket.members for bucket in [*closed, *open_buckets.values()])
-    return tuple(tuple(n.meta["name"] for n in members) for members in found if len(members) > 1)
+    return tuple(tuple(meta(n)["name"] for n in members) for members in found if len(members) > 1)
 
 
 def _width(node: fx.Node, table: int) -> int:
@@ -91,8 +92,8 @@ def _width(node: fx.Node, table: int) -> int:
     A matmul whose result is whole rows of a ``cat`` is computed there by inductor; flattened, it would be
     copied.
     """
-    is_table = node.target is torch_internals.ALL_REDUCE and node.meta["val"].dim() > 1
-    return node.meta["val"].shape[-1] if is_table and moved_bytes(node) >= table else 0
+    is_table = node.target is torch_internals.ALL_REDUCE and meta(node)["val"].dim() > 1
+    return meta(node)["val"].shape[-1] if is_table and moved_bytes(node) >= table else 0
 
 
 def positions(program: Program) -> dict[fx.Node, int]:

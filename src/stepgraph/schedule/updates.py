@@ -14,6 +14,7 @@ from stepgraph import torch_internals
 from stepgraph.operators.views import PARTS_OF_A_RESULT
 from stepgraph.planning.table import Table
 from stepgraph.program.collectives import is_collective
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import OPTIMIZER, Program
 
 
@@ -21,13 +22,13 @@ def find_updates(program: Program) -> Table[str, str]:
     """Values of a placed Program that the update reads -> the operation behind which it may start."""
     operations = list(program.operations())
     position = {node: i for i, node in enumerate(operations)}
-    others = [node for node in operations if node.meta["phase"] != OPTIMIZER]
+    others = [node for node in operations if meta(node)["phase"] != OPTIMIZER]
     place = _awaited(others, position)
     return Table(
         {
-            node.meta["name"]: operations[place[node]].meta["name"]
+            meta(node)["name"]: meta(operations[place[node]])["name"]
             for node in others
-            if any(user.meta.get("phase") == OPTIMIZER for user in node.users)
+            if any(meta(user).get("phase") == OPTIMIZER for user in node.users)
         }
     )
 

@@ -11,6 +11,7 @@ from stepgraph import torch_internals
 from stepgraph.operators.views import PARTS_OF_A_RESULT
 from stepgraph.planning.table import Table
 from stepgraph.program.collectives import is_collective
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program
 
 MOVED = {torch_internals.WAIT, *PARTS_OF_A_RESULT}
@@ -30,7 +31,7 @@ def find_waits(program: Program, overlaps: bool) -> Table[str, str]:
             continue
         point[node] = first
         if node.target is torch_internals.WAIT:
-            found[node.meta["name"]] = first.meta["name"]
+            found[meta(node)["name"]] = meta(first)["name"]
     return Table(found)
 
 

@@ -11,6 +11,7 @@ from stepgraph.capture.precision import cast, replace_gradients
 from stepgraph.planning.request import AS_IT_IS, Precision
 from stepgraph.program import roles
 from stepgraph.program.build import Builder, ShapeRunner
+from stepgraph.program.metadata import meta
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import FORWARD, Program, Value
 from stepgraph.program.record import program_pass
@@ -47,18 +48,18 @@ def cast_parameters(
     for index, (node, role) in enumerate(rows):
         if not isinstance(role, roles.Param):
             continue
-        value, master = node.meta["val"], masters[role.name]
+        value, master = meta(node)["val"], masters[role.name]
         if value.dtype == master:
             continue
         with runner.mode:
-            node.meta["val"] = torch.empty_like(value, dtype=master)
+            meta(node)["val"] = torch.empty_like(value, dtype=master)
         program.input_values[index] = Value(tuple(value.shape), master)
         emit.module = role.name.rpartition(".")[0]
         readers = sorted(node.users, key=position.__getitem__)
         emit.point = readers[0] if readers else program.graph.output_node()
-        emit.phase = emit.point.meta.get("phase", FORWARD)
+        emit.phase = meta(emit.point).get("phase", FORWARD)
         cast = emit(private.TO_COPY, node, dtype=value.dtype)
-        cast.meta["casts_parameter"] = True
+        meta(cast)["casts_parameter"] = True
         for reader in readers:
             reader.replace_input_with(node, cast)
     if accumulate:

@@ -8,6 +8,7 @@ from torch import fx
 from stepgraph.capture.update import MAX_GRAD_NORM
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
+from stepgraph.program.metadata import meta
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import OPTIMIZER, Program, Value
 from stepgraph.program.record import SUMMATION, Results, Values, program_pass
@@ -46,7 +47,7 @@ def clip_gradients(program: Program, clip: bool) -> Program:
         for role, node in zip(program.outputs, program.results, strict=True)
         if isinstance(role, roles.Grad)
     }
-    device = next(iter(gradients.values())).meta["val"].device
+    device = meta(next(iter(gradients.values())))["val"].device
     limit = emit.input(
         roles.label(roles.Scalar(MAX_GRAD_NORM)),
         lambda: torch.empty((), dtype=torch.float64, device=device),
@@ -55,13 +56,13 @@ def clip_gradients(program: Program, clip: bool) -> Program:
     program.input_values.insert(program.placeholders.index(limit), Value((), torch.float64))
     # 0-dim gradients last: they are whole on every rank, unlike the sums before them.
     total = None
-    for gradient in sorted(gradients.values(), key=lambda node: node.meta["val"].dim() == 0):
+    for gradient in sorted(gradients.values(), key=lambda node: meta(node)["val"].dim() == 0):
         wide = gradient
-        if gradient.meta["val"].dtype.itemsize < 4:
+        if meta(gradient)["val"].dtype.itemsize < 4:
             wide = emit(private.TO_COPY, gradient, dtype=torch.float32)
         squares = emit(aten.sum.default, emit(aten.mul.Tensor, wide, wide))
         # Padding of an uneven shard is zero, and so is its square: it may be summed.
-        squares.meta["padding_is_zero"] = True
+        meta(squares)["padding_is_zero"] = True
         total = squares if total is None else emit(aten.add.Tensor, total, squares)
     assert total is not None
     norm = emit(aten.sqrt.default, total)
@@ -70,7 +71,7 @@ def clip_gradients(program: Program, clip: bool) -> Program:
     results = list(program.results)
     factors: dict[torch.dtype, fx.Node] = {}
     for role, gradient in gradients.items():
-        dtype = gradient.meta["val"].dtype  # as the factor's, or a 0-dim gradient is promoted
+        dtype = meta(gradient)["val"].dtype  # as the factor's, or a 0-dim gradient is promoted
         if dtype not in factors:
             factors[dtype] = emit(private.TO_COPY, coefficient, dtype=dtype)
         clipped = emit(aten.mul.Tensor, gradient, factors[dtype])

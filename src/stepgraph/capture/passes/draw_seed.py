@@ -6,6 +6,7 @@ import torch
 
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
+from stepgraph.program.metadata import meta
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import FORWARD, Program
 from stepgraph.program.record import DISTRIBUTION, Results, Values, program_pass
@@ -40,7 +41,7 @@ def draw_seed(program: Program, rank: int) -> Program:
     given = program.placeholders[index]
     first = next(program.operations())
     emit = Builder(program, FORWARD, first)
-    device = given.meta["val"].device
+    device = meta(given)["val"].device
     words = emit(aten.randint.low, 0, 2**62, [3], dtype=torch.int64, device=device)
     given.replace_all_uses_with(emit(aten.add.Scalar, words, rank * _APART))
     program.graph.erase_node(given)

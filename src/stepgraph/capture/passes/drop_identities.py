@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program
 from stepgraph.program.record import program_pass
 
@@ -22,7 +23,7 @@ def copies_alike(node: fx.Node) -> bool:
     """
     if node.target is not aten.copy.default:
         return False
-    old, new = (argument.meta["val"] for argument in node.args)  # type: ignore[union-attr]
+    old, new = (meta(argument)["val"] for argument in node.args)  # type: ignore[union-attr]
     return lie_alike(old, new) and old.dtype == new.dtype
 
 

@@ -10,6 +10,7 @@ from stepgraph.capture.accumulators import accumulate, node_named, replace_bound
 from stepgraph.planning.decisions import Normalisation
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
+from stepgraph.program.metadata import meta
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import BACKWARD, OPTIMIZER, Program
 from stepgraph.program.record import SUMMATION, Results, Values, program_pass
@@ -56,7 +57,7 @@ def finish_accumulation(
         replace_boundary_by_one(program, boundary, normalisation)
     sums = accumulate(program, normalisation)
     emit = Builder(program, BACKWARD)
-    by_name = {node.meta.get("name"): node for node in program.operations()}
+    by_name = {meta(node).get("name"): node for node in program.operations()}
     totals: dict[fx.Node, fx.Node] = {}
     for name, kind in normalisation.totals.items():
         total = sums[f"total:{name}"]
@@ -74,8 +75,8 @@ def finish_accumulation(
         if isinstance(role, roles.Grad):
             total = sums[f"grad:{role.name}"]
             if factor is not None:
-                dtype = total.meta["val"].dtype
-                same = factor.meta["val"].dtype == dtype
+                dtype = meta(total)["val"].dtype
+                same = meta(factor)["val"].dtype == dtype
                 scale = factor if same else emit(private.TO_COPY, factor, dtype=dtype)
                 total = emit(aten.mul.Tensor, total, scale)
             node = emit(aten.div.Scalar, total, micro_batches) if averaged else total
@@ -91,9 +92,9 @@ def _move_tail(
     """Copies the tail behind the totals, in order, reading them; returns old -> new."""
     emit = Builder(program, BACKWARD)
     moved: dict[fx.Node, fx.Node] = dict(totals)
-    tail = [node for node in program.operations() if node.meta.get("name") in normalisation.tail]
+    tail = [node for node in program.operations() if meta(node).get("name") in normalisation.tail]
     for node in tail:
-        emit.module = node.meta["module"]
+        emit.module = meta(node)["module"]
         args, kwargs = map_arg((node.args, node.kwargs), lambda a: moved.get(a, a))
         moved[node] = emit(node.target, *args, **kwargs)
     return moved

@@ -9,6 +9,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from stepgraph.program.build import Builder
+from stepgraph.program.metadata import meta
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
 from stepgraph.program.record import program_pass
@@ -38,21 +39,21 @@ def index_rows_in_place(program: Program) -> Program:
         ):
             continue
         rows, columns = indices
-        shape = node.meta["val"].shape
-        size = x.meta["val"].shape  # type: ignore[union-attr]
+        shape = meta(node)["val"].shape
+        size = meta(x)["val"].shape  # type: ignore[union-attr]
         if len(size) != 2 or not shape or shape[0] != size[0] or size[0] == 1:
             continue
         counter = _constant(rows)
         if counter is None or tuple(counter.shape) != (size[0],) + (1,) * (len(shape) - 1):
             continue
-        column_shape = columns.meta["val"].shape  # type: ignore[union-attr]
+        column_shape = meta(columns)["val"].shape  # type: ignore[union-attr]
         leading = len(shape) - len(column_shape)
         if not torch.equal(counter.flatten(), torch.arange(size[0])) or (
             leading == 0 and column_shape[0] != 1
         ):
             continue
-        emit = Builder(program, node.meta["phase"], node)
-        emit.module = node.meta["module"]
+        emit = Builder(program, meta(node)["phase"], node)
+        emit.module = meta(node)["module"]
         flat = emit(aten.view.default, columns, [column_shape.numel()])
         picked = emit(aten.index_select.default, x, 1, flat)
         result = emit(aten.view.default, picked, list(shape))

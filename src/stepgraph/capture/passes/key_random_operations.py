@@ -19,6 +19,7 @@ from stepgraph.capture.known_draws import known_draw
 from stepgraph.errors import RandomOperationError
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
+from stepgraph.program.metadata import meta
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program, Value
 from stepgraph.program.randomness import BITS, EXPONENTIAL, NORMAL, RANDOM
@@ -33,7 +34,7 @@ def _expected(values: Values, before: Program, after: Program) -> Results:
     if not drawn:
         return values.execute(before)
     draw = known_draw(values.given(after)[roles.Seed()])
-    return values.execute(before, {node.meta["name"]: draw for node in drawn})
+    return values.execute(before, {meta(node)["name"]: draw for node in drawn})
 
 
 @program_pass(
@@ -66,10 +67,10 @@ class _Draw:
     """Emits what one random operation is replaced by, before it."""
 
     def __init__(self, program: Program, node: fx.Node, seed: fx.Node, operation: int) -> None:
-        self.emit = Builder(program, node.meta["phase"], node)
-        self.emit.module = node.meta["module"]
+        self.emit = Builder(program, meta(node)["phase"], node)
+        self.emit.module = meta(node)["module"]
         self.node, self.seed, self.operation = node, seed, operation
-        value = node.meta["val"]
+        value = meta(node)["val"]
         self.value: torch.Tensor = value[0] if isinstance(value, (tuple, list)) else value
 
     def numbers(self, kind: str, sizes: Any = None) -> fx.Node:
@@ -166,7 +167,7 @@ def _choice(draw: _Draw, weights: fx.Node, count: int, replacement: bool = False
     """The largest of weight / exponential is a draw by weight; the next ones, without it."""
     if replacement and count > 1:
         raise _error(draw.node, "several draws with replacement have no keyed version")
-    race = draw.numbers(EXPONENTIAL, weights.meta["val"].shape)
+    race = draw.numbers(EXPONENTIAL, meta(weights)["val"].shape)
     race = draw.emit(aten.div.Tensor, weights, race)
     if count == 1:
         return draw.emit(aten.argmax.default, race, -1, True)
@@ -236,7 +237,7 @@ def _check(node: fx.Node) -> None:
 def _error(node: fx.Node, why: str) -> RandomOperationError:
     return RandomOperationError(
         f"random operation {node.target} in the training step",
-        where=": ".join(filter(None, (node.meta["name"], node.meta.get("source")))),
+        where=": ".join(filter(None, (meta(node)["name"], meta(node).get("source")))),
         why=why,
         do="draw with torch.rand, randn, randint, bernoulli or dropout, or pass the numbers in the batch",
     )
@@ -250,7 +251,7 @@ def _plain(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _number_of(node: fx.Node, taken: set[int]) -> int:
     """A number made of the stable name, so that another operation's coming or going changes nothing."""
-    number = zlib.crc32(node.meta["name"].encode())
+    number = zlib.crc32(meta(node)["name"].encode())
     while number in taken:
         number = (number + 1) % 2**32
     taken.add(number)
@@ -258,9 +259,9 @@ def _number_of(node: fx.Node, taken: set[int]) -> int:
 
 
 def _seed_input(program: Program, node: fx.Node) -> fx.Node:
-    value = node.meta["val"]
+    value = meta(node)["val"]
     device = (value[0] if isinstance(value, (tuple, list)) else value).device
-    emit = Builder(program, node.meta["phase"], node)
+    emit = Builder(program, meta(node)["phase"], node)
     seed = emit.input(
         roles.label(roles.Seed()), lambda: torch.empty(3, dtype=torch.int64, device=device)
     )

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program
 from stepgraph.program.record import SUMMATION, program_pass
 from stepgraph.torch_internals import operators as private
@@ -54,7 +55,7 @@ def recognise_masks(program: Program) -> Program:
         found = constants.of(mask)
         if found in (Shape.BIAS, Shape.CAUSAL):
             where.rewrite(node, causal=True)
-        elif found is Shape.ALL or _everywhere(found, mask.meta["val"].dtype == torch.bool):
+        elif found is Shape.ALL or _everywhere(found, meta(mask)["val"].dtype == torch.bool):
             where.rewrite(node, causal=False)
     return program.finish()
 
@@ -133,7 +134,7 @@ def _read(node: fx.Node) -> list[fx.Node]:
 
 def _computed(node: fx.Node, operands: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """The operator's own result, on operands that are narrowed to one where all of them repeat."""
-    result = node.meta["val"]
+    result = meta(node)["val"]
     along = node.args[1] if node.target in _ALONG else None
     if node.target is aten.cat.default:
         along = node.args[1] if len(node.args) > 1 else 0
@@ -168,8 +169,8 @@ def _distinct(x: torch.Tensor) -> list[int]:
 def _view_rule(node: fx.Node, x: torch.Tensor | Shape) -> torch.Tensor | Shape | None:
     """A square stays one while its last two dimensions stay."""
     if isinstance(x, Shape):
-        source = node.all_input_nodes[0].meta["val"].shape
-        return x if node.meta["val"].shape[-2:] == source[-2:] else None
+        source = meta(node.all_input_nodes[0])["val"].shape
+        return x if meta(node)["val"].shape[-2:] == source[-2:] else None
     try:
         return node.target(x, *node.args[1:])  # type: ignore[operator]
     except RuntimeError:  # what repeats has no view of this shape
@@ -177,7 +178,7 @@ def _view_rule(node: fx.Node, x: torch.Tensor | Shape) -> torch.Tensor | Shape |
 
 
 def _factory_rule(node: fx.Node) -> torch.Tensor | None:
-    result = node.meta["val"]
+    result = meta(node)["val"]
     if node.target in _COUNTERS:
         if result.numel() > LARGEST_VECTOR:
             return None
@@ -190,7 +191,7 @@ def _comparison_rule(node: fx.Node, *operands: Any) -> torch.Tensor | Shape | No
     """Two vectors, one along the keys and one along the queries; anything else is computed."""
     if len(operands) != 2 or any(isinstance(operand, Shape) for operand in operands):
         return _vector_rule(node, *operands)
-    result = node.meta["val"]
+    result = meta(node)["val"]
     square = result.dim() >= 2 and result.shape[-1] == result.shape[-2] > 1
     found = [_along(x) for x in operands] if square else []
     if set(found) != {-1, -2}:
@@ -245,7 +246,7 @@ def _not_rule(node: fx.Node, x: Any) -> Any:
 
 def _where_rule(node: fx.Node, condition: Any, *values: Any) -> Any:
     if len(values) == 2 and condition is Shape.ALL:
-        return values[0].expand(node.meta["val"].shape)
+        return values[0].expand(meta(node)["val"].shape)
     if isinstance(condition, torch.Tensor):
         return _vector_rule(node, condition, *values)
     if len(values) != 2 or condition not in (Shape.CAUSAL, Shape.LATER):
@@ -274,7 +275,7 @@ def _triangle_rule(node: fx.Node, x: Any) -> Shape | None:
 def _cast_rule(node: fx.Node, x: Any) -> Any:
     if not isinstance(x, Shape):
         return _vector_rule(node, x)
-    dtype = node.meta["val"].dtype
+    dtype = meta(node)["val"].dtype
     return x if dtype.is_floating_point == (x is Shape.BIAS) else None
 
 

@@ -7,6 +7,7 @@ from torch import fx
 
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
+from stepgraph.program.metadata import meta
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import BACKWARD, Program
 from stepgraph.program.record import program_pass
@@ -25,7 +26,7 @@ def start_backward_at_one(program: Program) -> Program:
     tangent = program.input_node(roles.Tangent())
     first = next((n for n in program.graph.nodes if n in tangent.users), None)
     emit = Builder(program, BACKWARD, first)
-    value = tangent.meta["val"]
+    value = meta(tangent)["val"]
     one = emit(aten.full.default, [], 1.0, dtype=value.dtype, device=value.device)
     tangent.replace_all_uses_with(one)
     _drop_input(program, tangent)

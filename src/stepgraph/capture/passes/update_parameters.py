@@ -18,6 +18,7 @@ from stepgraph.capture.optimizer import FunctionalOptimizer, UpdateRule
 from stepgraph.errors import OptimizerError
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
+from stepgraph.program.metadata import meta
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import OPTIMIZER, Program, Value
 from stepgraph.program.record import SUMMATION, Results, Values, program_pass
@@ -84,7 +85,7 @@ class _Updates:
     def update(self, name: str, gradient: fx.Node) -> None:
         """Instantiates the rule of one parameter."""
         parameter = self.inputs[roles.Param(name)]
-        value = parameter.meta["val"]
+        value = meta(parameter)["val"]
         rule = self.optimizer.rule(name, value)
         group = f"group{self.optimizer.group_of[name]}"
         owners = {key: self.counters.owner(name, key) for key in rule.states}
@@ -106,7 +107,7 @@ class _Updates:
                 self._set(role, result)
 
     def _set(self, role: roles.Output, node: fx.Node) -> None:
-        value = node.meta["val"]
+        value = meta(node)["val"]
         self.new[role] = (node, Value(tuple(value.shape), value.dtype))
 
     def _input(self, role: roles.Input, shape: Sequence[int], dtype, device) -> fx.Node:
@@ -139,7 +140,7 @@ class _Updates:
         return self._scalar(aten.full.default, ([], value.item()), like)
 
     def _operation(self, node: fx.Node, args: tuple, kwargs: dict) -> fx.Node:
-        if node.meta["val"].dim():
+        if meta(node)["val"].dim():
             return self.emit(node.target, *args, **kwargs)
         return self._scalar(node.target, args, kwargs)
 
@@ -159,7 +160,7 @@ class _Updates:
         )
         program.inputs = [roles_of[node] for node in program.placeholders]
         program.input_values = [
-            values.get(node) or Value(tuple(node.meta["val"].shape), node.meta["val"].dtype)
+            values.get(node) or Value(tuple(meta(node)["val"].shape), meta(node)["val"].dtype)
             for node in program.placeholders
         ]
         kept = [

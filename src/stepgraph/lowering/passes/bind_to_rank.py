@@ -8,6 +8,7 @@ from torch import fx
 from stepgraph.program.build import Builder
 from stepgraph.program.collectives import ON_FIRST, SHARD_OF, mesh_dim_of
 from stepgraph.program.layout import chunk_size
+from stepgraph.program.metadata import meta
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
 from stepgraph.program.randomness import RANDOM, bound_to
@@ -46,26 +47,26 @@ def bind_to_rank(program: Program, rank: int) -> Program:
 def _first_only(program: Program, node: fx.Node, index: int) -> None:
     value = node.args[0]
     if index:
-        emit = Builder(program, node.meta["phase"], node)
-        emit.module = node.meta["module"]
+        emit = Builder(program, meta(node)["phase"], node)
+        emit.module = meta(node)["module"]
         value = emit(aten.zeros_like.default, value)
-        value.meta["placements"] = node.meta.get("placements", ())
+        meta(value)["placements"] = meta(node).get("placements", ())
     node.replace_all_uses_with(value)  # type: ignore[arg-type]
 
 
 def _slice(program: Program, node: fx.Node, index: int) -> None:
     value, dim, ranks, _ = node.args
-    size = value.meta["val"].shape[dim]  # type: ignore[union-attr,index]
+    size = meta(value)["val"].shape[dim]  # type: ignore[union-attr,index]
     rows = chunk_size(size, ranks)  # type: ignore[arg-type]
     start, stop = min(index * rows, size), min((index + 1) * rows, size)
-    emit = Builder(program, node.meta["phase"], node)
-    emit.module = node.meta["module"]
+    emit = Builder(program, meta(node)["phase"], node)
+    emit.module = meta(node)["module"]
     part = emit(aten.slice.Tensor, value, dim, start, stop)
     if stop - start < rows:
-        after = value.meta["val"].dim() - 1 - dim  # type: ignore[union-attr,operator]
+        after = meta(value)["val"].dim() - 1 - dim  # type: ignore[union-attr,operator]
         pads = [0, 0] * after + [0, rows - (stop - start)]
         part = emit(aten.constant_pad_nd.default, part, pads, 0)
-    if not part.meta["val"].is_contiguous():
+    if not meta(part)["val"].is_contiguous():
         part = emit(aten.clone.default, part, memory_format=torch.contiguous_format)
-    part.meta["placements"] = node.meta.get("placements", ())
+    meta(part)["placements"] = meta(node).get("placements", ())
     node.replace_all_uses_with(part)

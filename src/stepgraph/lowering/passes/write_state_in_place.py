@@ -9,8 +9,9 @@ from stepgraph import torch_internals
 from stepgraph.operators.views import storage_roots
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
+from stepgraph.program.metadata import meta, set_meta
 from stepgraph.program.names import name_operations
-from stepgraph.program.program import FORWARD, Program
+from stepgraph.program.program import FORWARD, OPTIMIZER, Program
 from stepgraph.program.record import program_pass
 
 aten = torch.ops.aten
@@ -51,11 +52,9 @@ def write_state_in_place(program: Program) -> Program:
         if not _gather_into(program, node, target, position, last_read):
             with program.graph.inserting_after(order[behind]):
                 copy = program.graph.call_function(torch_internals.mutable_copy, (target, node))
-            copy.meta = {
-                key: node.meta[key] for key in ("val", "phase", "module") if key in node.meta
-            }
-            copy.meta.setdefault("phase", "optimizer")
-            copy.meta["name"] = f"{roles.label(written)}/write"
+            same = {key: v for key, v in meta(node).items() if key in ("val", "phase", "module")}
+            set_meta(copy, {"phase": OPTIMIZER, **same})
+            meta(copy)["name"] = f"{roles.label(written)}/write"
     program.outputs = [role for role, _, _ in kept]
     program.output_values = [value for _, _, value in kept]
     program.graph.output_node().args = (tuple(node for _, node, _ in kept),)
@@ -77,7 +76,7 @@ def _keep_old_values(
         if node is target or root[node] not in overwritten:
             continue
         point = first if node.op == "placeholder" else node.next
-        emit = Builder(program, node.meta.get("phase", FORWARD), point)
+        emit = Builder(program, meta(node).get("phase", FORWARD), point)
         copy = results[i] = emit(aten.clone.default, node)
         root[copy] = copy
     if results != program.results:

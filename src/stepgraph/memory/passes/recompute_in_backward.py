@@ -6,6 +6,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from stepgraph.planning.decisions import MemoryDecision
+from stepgraph.program.metadata import meta, set_meta
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import BACKWARD, FORWARD, Program
 from stepgraph.program.record import program_pass
@@ -22,7 +23,7 @@ from stepgraph.program.record import program_pass
 def recompute_in_backward(program: Program, decision: MemoryDecision) -> Program:
     """Duplicates what the decision does not keep; see the module docstring."""
     dropped = {
-        node for node in program.operations(FORWARD) if node.meta["name"] in decision.recompute
+        node for node in program.operations(FORWARD) if meta(node)["name"] in decision.recompute
     }
     copies: dict[fx.Node, fx.Node] = {}
     for node in list(program.operations(BACKWARD)):
@@ -56,8 +57,7 @@ def _copy_before(
             stack.pop()
             with graph.inserting_before(reader):
                 copy = graph.node_copy(node, lambda a: copies.get(a, a))
-            copy.meta = {
-                key: v for key, v in node.meta.items() if key not in ("name", "checkpoint")
-            }
-            copy.meta |= {"phase": BACKWARD, "recomputed_from": node.meta["name"]}
+            kept = {k: v for k, v in meta(node).items() if k not in ("name", "checkpoint")}
+            again = {"phase": BACKWARD, "recomputed_from": meta(node)["name"]}
+            set_meta(copy, kept | again)
             copies[node] = copy

@@ -14,6 +14,7 @@ from stepgraph.placement.rules.vocabulary import (
     share_traffic,
 )
 from stepgraph.program.build import Builder
+from stepgraph.program.metadata import meta
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
 from stepgraph.program.record import program_pass
@@ -43,17 +44,17 @@ def compare_with_classes(program: Program) -> Program:
 
 def _compared(program: Program, node: fx.Node) -> fx.Node:
     """What stands for a scatter of one number a row."""
-    builder = Builder(program, node.meta["phase"], node)
-    builder.module = node.meta["module"]
+    builder = Builder(program, meta(node)["phase"], node)
+    builder.module = meta(node)["module"]
     made: list[fx.Node] = []
 
     def emit(*args: Any, **kwargs: Any) -> fx.Node:
         made.append(builder(*args, **kwargs))
         return made[-1]
 
-    value = node.meta["val"]
+    value = meta(node)["val"]
     classes = emit(aten.arange.default, value.shape[class_dim(node)], device=value.device)
     new = chosen_by_class(emit, classes, node.args)
-    new.meta["placements"] = node.meta.get("placements", ())
+    meta(new)["placements"] = meta(node).get("placements", ())
     share_traffic(node, made, node.args[2])  # type: ignore[arg-type]
     return new

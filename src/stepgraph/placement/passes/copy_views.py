@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from stepgraph.operators.views import REARRANGES
+from stepgraph.program.metadata import meta, set_meta
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import OPTIMIZER, Program
 from stepgraph.program.record import program_pass
@@ -18,13 +19,13 @@ def copy_views(program: Program, views_apart: bool) -> Program:
         return program
     results = set(program.results)
     for node in reversed(list(program.operations())):
-        if node.target not in REARRANGES or node in results or node.meta["phase"] == OPTIMIZER:
+        if node.target not in REARRANGES or node in results or meta(node)["phase"] == OPTIMIZER:
             continue
         for reader in list(node.users)[1:]:
             with program.graph.inserting_before(reader):
                 copy = program.graph.node_copy(node)
-            copy.meta = {k: v for k, v in node.meta.items() if k != "name"}
-            copy.meta["phase"] = reader.meta["phase"]
+            unnamed = {key: v for key, v in meta(node).items() if key != "name"}
+            set_meta(copy, unnamed | {"phase": meta(reader)["phase"]})
             reader.replace_input_with(node, copy)
     name_operations(program.graph)
     return program.finish()

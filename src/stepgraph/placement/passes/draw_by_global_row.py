@@ -11,6 +11,7 @@ from torch.distributed.tensor import Shard
 from stepgraph.planning.decisions import PlacementDecision
 from stepgraph.program import roles
 from stepgraph.program.layout import MeshShape, Placements, local_shape
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program
 from stepgraph.program.randomness import RANDOM
 from stepgraph.program.record import DISTRIBUTION, Results, Values, program_pass
@@ -30,7 +31,7 @@ def _expected(
     seed, step, micro_batch = values.given(before)[roles.Seed()].tolist()
 
     def draw(node: fx.Node, args: tuple, kwargs: dict) -> torch.Tensor:
-        dim, blocks = decision.batch_dims[node.meta["name"]]
+        dim, blocks = decision.batch_dims[meta(node)["name"]]
         _, kind, operation, sizes, whole, *_ = args
         whole = list(whole)
         whole[dim] *= micro_batches
@@ -42,7 +43,7 @@ def _expected(
         return parts.select(dim + 2, micro_batch).flatten(dim, dim + 2)
 
     drawn = [n for n in before.operations() if n.target is RANDOM]
-    names = [n.meta["name"] for n in drawn if n.meta["name"] in decision.batch_dims]
+    names = [meta(n)["name"] for n in drawn if meta(n)["name"] in decision.batch_dims]
     return values.execute(before, dict.fromkeys(names, draw))
 
 
@@ -63,9 +64,9 @@ def draw_by_global_row(
     if micro_batches == 1:
         return program
     for node in program.operations():
-        if node.target is not RANDOM or node.meta["name"] not in decision.batch_dims:
+        if node.target is not RANDOM or meta(node)["name"] not in decision.batch_dims:
             continue
-        dim, blocks = decision.batch_dims[node.meta["name"]]
+        dim, blocks = decision.batch_dims[meta(node)["name"]]
         seed, kind, operation, sizes, whole, starts, _, shards = node.args
         rows = [dim, mesh.data_size, micro_batches, blocks]
         whole = list(whole)  # type: ignore[arg-type]

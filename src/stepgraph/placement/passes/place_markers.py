@@ -10,6 +10,7 @@ from stepgraph.program.build import Builder
 from stepgraph.program.collectives import redistribute
 from stepgraph.program.layout import chunk_size
 from stepgraph.program.markers import REDUCE_GRAD, UNSHARD
+from stepgraph.program.metadata import meta
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
 from stepgraph.program.record import SUMMATION, program_pass
@@ -31,8 +32,8 @@ def place_markers(program: Program) -> Program:
     for node in list(program.operations()):
         if node.target not in (UNSHARD, REDUCE_GRAD):
             continue
-        emit = Builder(program, node.meta["phase"], node)
-        emit.module = node.meta["module"]
+        emit = Builder(program, meta(node)["phase"], node)
+        emit.module = meta(node)["module"]
         if node.target is REDUCE_GRAD:
             placed = _reduced(emit, *node.args)
         elif (
@@ -62,7 +63,7 @@ def _reduced(
     node = emit.cast(gradient, reduce_dtype)
     target = Shard(0) if in_parts else Replicate()
     node = redistribute(emit, node, Partial("avg"), target, mesh_dim, ranks, 0)
-    if in_parts and gradient.meta["val"].shape[0] % ranks:
+    if in_parts and meta(gradient)["val"].shape[0] % ranks:
         node = emit(aten.slice.Tensor, node, 0, 0, shape[0])
     return emit.cast(node, dtype)
 
@@ -71,6 +72,6 @@ def _padded(emit: Builder, part: fx.Node, rows: int, ranks: int) -> fx.Node:
     """This rank's rows as long as any rank's. All ranks pad, if one must: their programs stay alike."""
     if rows % ranks == 0:
         return part
-    value = part.meta["val"]
+    value = meta(part)["val"]
     pads = [0, 0] * (value.dim() - 1) + [0, chunk_size(rows, ranks) - value.shape[0]]
     return emit(aten.constant_pad_nd.default, part, pads, 0.0)

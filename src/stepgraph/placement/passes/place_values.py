@@ -7,6 +7,7 @@ and cuts stand right before their first reader, so that the whole value is born 
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from stepgraph.program.layout import (
     replicated,
     to_torch,
 )
+from stepgraph.program.metadata import meta, set_meta
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import FORWARD, Program, Value, tensor_arguments, tensors_of
 from stepgraph.program.randomness import RANDOM
@@ -106,7 +108,7 @@ class _Placer:
         for node in self.program.operations():
             if node.target is operator.getitem:
                 continue
-            choice = self.decision.operations[node.meta["name"]]
+            choice = self.decision.operations[meta(node)["name"]]
             for argument, placements in zip(tensor_arguments(node), choice.inputs, strict=True):
                 wanted.setdefault(argument, {})[placements] = None
         for role, node in zip(self.program.outputs, self.program.results, strict=True):
@@ -114,9 +116,7 @@ class _Placer:
         return wanted
 
     def _copy(self, node: fx.Node) -> fx.Node:
-        new = self.graph.node_copy(node)
-        new.meta = dict(node.meta)
-        return new
+        return self.graph.node_copy(node)
 
     def _input(self, node: fx.Node, role: roles.Input, value: Value) -> Value:
         stored = self.decision.inputs[roles.label(role)]
@@ -124,15 +124,15 @@ class _Placer:
         if any(isinstance(placement, Shard) for placement in stored):
             shape = local_shape(value.shape, stored, self.mesh)
             with self.shapes.mode:
-                new.meta["val"] = torch.empty(
-                    shape, dtype=value.dtype, device=node.meta["val"].device
+                meta(new)["val"] = torch.empty(
+                    shape, dtype=value.dtype, device=meta(node)["val"].device
                 )
         self._set(node, new, (stored,))
         return Value(value.shape, value.dtype, stored)
 
     def _set(self, old: fx.Node, new: fx.Node, placements: tuple) -> None:
         self.new[old] = new
-        new.meta["placements"] = placements
+        meta(new)["placements"] = placements
         if len(placements) != 1 or placements[0] is None:
             return
         self.placed[old, placements[0]] = new
@@ -141,7 +141,7 @@ class _Placer:
                 self._as(old, wanted, None)
 
     def _operation(self, node: fx.Node) -> None:
-        choice = self.decision.operations[node.meta["name"]]
+        choice = self.decision.operations[meta(node)["name"]]
         if node.target is operator.getitem:
             args: tuple = (self.new[node.args[0]], node.args[1])  # type: ignore[index]
             kwargs: dict = {}
@@ -154,23 +154,22 @@ class _Placer:
             self._set(node, self._on_own_rows(node, tuple(args), *cut), choice.outputs)
             return
         target, args = self._localise(node, tuple(args), dict(kwargs), choice)
-        self._set(node, self._emit(target, args, dict(kwargs), node.meta), choice.outputs)
+        self._set(node, self._emit(target, args, dict(kwargs), meta(node)), choice.outputs)
 
     def _on_own_rows(self, node: fx.Node, args: tuple, axis: int, size: int) -> fx.Node:
         """What a rank does alone where the rows of a table are cut."""
         made: list[fx.Node] = []
+        unnamed = {"placements": (), **{k: v for k, v in meta(node).items() if k != "name"}}
 
         def emit(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-            new = self._emit(target, args, kwargs, {"placements": (), **node.meta})
-            del new.meta["name"]
-            made.append(new)
-            return new
+            made.append(self._emit(target, args, kwargs, unnamed))
+            return made[-1]
 
         name, ranks = self.mesh.dims[axis]
-        rows = Rows(emit, size, name, ranks, tensors_of(node.meta["val"])[0].device)
+        rows = Rows(emit, size, name, ranks, tensors_of(meta(node)["val"])[0].device)
         new = LOCAL_FORMS[node.target](rows, node, args)
         share_traffic(node, made, args[2] if node.target is aten.scatter.value else args[1])
-        new.meta["name"] = node.meta["name"]
+        meta(new)["name"] = meta(node)["name"]
         return new
 
     def _localise(self, node: fx.Node, args: tuple, kwargs: dict, choice) -> tuple[Any, tuple]:
@@ -190,7 +189,7 @@ class _Placer:
         if position is None:
             position = torch_internals.shape_argument(target)
         if position is not None:
-            shape = local_shape(node.meta["val"].shape, choice.outputs[0], self.mesh)
+            shape = local_shape(meta(node)["val"].shape, choice.outputs[0], self.mesh)
             args = (*args[:position], list(shape), *args[position + 1 :])
         return target, args
 
@@ -198,7 +197,7 @@ class _Placer:
         mesh = torch_internals.planning_mesh(self.mesh.sizes)
         specs = [
             torch_internals.tensor_spec(
-                mesh, tuple(map(to_torch, placements)), argument.meta["val"]
+                mesh, tuple(map(to_torch, placements)), meta(argument)["val"]
             )
             for argument, placements in zip(tensor_arguments(node), choice.inputs, strict=True)
         ]
@@ -212,16 +211,16 @@ class _Placer:
             for size, arg in zip(sizes, args, strict=True)
         )
 
-    def _emit(self, target: Any, args: tuple, kwargs: dict, meta: dict) -> fx.Node:
+    def _emit(self, target: Any, args: tuple, kwargs: dict, about: Mapping) -> fx.Node:
         value = self._value(target, args, kwargs)
         if value is None:  # a view that the local strides do not allow
-            extra = {key: meta[key] for key in ("phase", "module") if key in meta}
+            extra = {key: about[key] for key in ("phase", "module") if key in about}
             contiguous = {"memory_format": torch.contiguous_format}
             whole = self._emit(aten.clone.default, args[:1], contiguous, extra)
             args = (whole, *args[1:])
             value = self._value(target, args, kwargs)
         new = self.graph.call_function(target, args, kwargs)
-        new.meta = {**meta, "val": value}
+        set_meta(new, {**about, "val": value})
         return new
 
     def _value(self, target: Any, args: tuple, kwargs: dict) -> Any:
@@ -238,29 +237,30 @@ class _Placer:
         if (node, wanted) in self.placed:
             return self.placed[node, wanted]
         new = self.new[node]
-        (current,) = new.meta["placements"]
-        shape = tuple(node.meta["val"].shape)
-        name = new.meta["name"]
-        meta = {
-            "phase": reader.meta["phase"] if reader is not None else new.meta.get("phase", FORWARD),
+        (current,) = meta(new)["placements"]
+        assert current is not None
+        shape = tuple(meta(node)["val"].shape)
+        name = meta(new)["name"]
+        about = {
+            "phase": meta(new if reader is None else reader).get("phase", FORWARD),
             "module": getattr(self.role_of.get(node), "name", None) or name.split("/")[0],
         }
 
         def emit(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-            emitted = self._emit(target, args, kwargs, meta)
-            emitted.meta["placements"] = ()  # set below for the last one
+            emitted = self._emit(target, args, kwargs, about)
+            meta(emitted)["placements"] = ()  # set below for the last one
             return emitted
 
         value = redistribute_over(emit, new, shape, current, wanted, self.mesh)
         if value is not new:
-            value.meta["placements"] = (wanted,)
+            meta(value)["placements"] = (wanted,)
         self.placed[node, wanted] = value
         return value
 
 
 def _squeezed_dims(node: fx.Node) -> list[int]:
     """The dimensions a squeeze removes, read off the global shape: a local size of 1 is no reason."""
-    shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    shape = meta(node.args[0])["val"].shape  # type: ignore[union-attr]
     if node.target is aten.squeeze.default:
         dims = list(range(len(shape)))
     else:

@@ -8,6 +8,7 @@ from torch import fx
 from stepgraph.program.build import Builder
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.mesh_roles import Role
+from stepgraph.program.metadata import meta
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
 from stepgraph.program.record import SUMMATION, program_pass
@@ -28,8 +29,8 @@ def spell_out_log_softmax(program: Program, mesh: MeshShape) -> Program:
     for node in list(program.operations()):
         if node.target not in (private.LOG_SOFTMAX, private.LOG_SOFTMAX_BACKWARD):
             continue
-        emit = Builder(program, node.meta["phase"], node)
-        emit.module = node.meta["module"]
+        emit = Builder(program, meta(node)["phase"], node)
+        emit.module = meta(node)["module"]
         node.replace_all_uses_with(_SPELLED[node.target](emit, node))
     name_operations(program.graph)
     return program.finish()
@@ -37,11 +38,11 @@ def spell_out_log_softmax(program: Program, mesh: MeshShape) -> Program:
 
 def _log_softmax(emit: Builder, node: fx.Node) -> fx.Node:
     x, dim, _ = node.args
-    x = emit.cast(x, torch.promote_types(torch.float32, x.meta["val"].dtype))  # type: ignore[union-attr]
+    x = emit.cast(x, torch.promote_types(torch.float32, meta(x)["val"].dtype))  # type: ignore[union-attr]
     shifted = emit(aten.sub.Tensor, x, emit(aten.amax.default, x, [dim], True))
     total = emit(aten.sum.dim_IntList, emit(aten.exp.default, shifted), [dim], True)
     result = emit(aten.sub.Tensor, shifted, emit(aten.log.default, total))
-    return emit.cast(result, node.meta["val"].dtype)
+    return emit.cast(result, meta(node)["val"].dtype)
 
 
 def _log_softmax_backward(emit: Builder, node: fx.Node) -> fx.Node:

@@ -15,6 +15,7 @@ from torch import fx
 
 from stepgraph.program.build import Builder
 from stepgraph.program.layout import MeshShape
+from stepgraph.program.metadata import meta
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
 from stepgraph.program.record import SUMMATION, program_pass
@@ -35,8 +36,8 @@ def spell_out_norms(program: Program, mesh: MeshShape) -> Program:
     for node in list(program.operations()):
         if node.target not in _SPELLED:
             continue
-        emit = Builder(program, node.meta["phase"], node)
-        emit.module = node.meta["module"]
+        emit = Builder(program, meta(node)["phase"], node)
+        emit.module = meta(node)["module"]
         results = _SPELLED[node.target](emit, *node.args, **node.kwargs)
         for reader in list(node.users):
             reader.replace_all_uses_with(results[reader.args[1]])  # type: ignore[arg-type]
@@ -48,7 +49,7 @@ def spell_out_norms(program: Program, mesh: MeshShape) -> Program:
 
 
 def _value(node: fx.Node) -> torch.Tensor:
-    return node.meta["val"]
+    return meta(node)["val"]
 
 
 def _wide(emit: Builder, node: fx.Node) -> fx.Node:

@@ -20,6 +20,7 @@ from stepgraph.program import roles
 from stepgraph.program.build import Builder
 from stepgraph.program.collectives import redistribute
 from stepgraph.program.layout import MeshShape
+from stepgraph.program.metadata import meta
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import BACKWARD, FORWARD, Program
 from stepgraph.program.record import SUMMATION, Results, Values, program_pass
@@ -51,24 +52,24 @@ def _expected(
     def read(node: fx.Node, args: tuple, kwargs: dict[str, Any]) -> Any:
         given = []
         for source, value in zip(node.args, args, strict=True):
-            name = source.meta.get("name") if isinstance(source, fx.Node) else None
-            if name in whole and node.meta["name"] in tail:
+            name = meta(source).get("name") if isinstance(source, fx.Node) else None
+            if name in whole and meta(node)["name"] in tail:
                 value = whole[name]
-            if name is not None and name == scaled and node.meta["name"] not in tail:
+            if name is not None and name == scaled and meta(node)["name"] not in tail:
                 value = value * mesh.world_size
             given.append(value)
         return node.target(*given, **kwargs)  # type: ignore[operator]
 
     special = {*whole, scaled}
     readers = [
-        node.meta["name"]
+        meta(node)["name"]
         for node in before.operations()
-        if any(source.meta.get("name") in special for source in node.all_input_nodes)
+        if any(meta(source).get("name") in special for source in node.all_input_nodes)
     ]
     results = dict(values.execute(before, dict.fromkeys(readers, read), inputs))
     for role, node in zip(before.outputs, before.results, strict=True):
-        if node.meta.get("name") in sums.totals:
-            results[role] = whole[node.meta["name"]]
+        if meta(node).get("name") in sums.totals:
+            results[role] = whole[meta(node)["name"]]
     return results
 
 
@@ -96,7 +97,7 @@ class _Sum:
         self.program = program
         ((self.mesh_dim, self.ranks),) = mesh.dims
         nodes = [*program.placeholders, *program.operations()]
-        self.nodes = {node.meta["name"]: node for node in nodes}
+        self.nodes = {meta(node)["name"]: node for node in nodes}
         self.first = next(program.operations(), program.graph.output_node())
 
     def apply(self, found: Normalisation, tangent: fx.Node) -> None:
@@ -116,7 +117,7 @@ class _Sum:
         """Inserts sums (or what else, by name) over ranks of values, for some who read them."""
         for name, kind in totals.items():
             total = self.nodes[name]
-            others = {u for u in total.users if u.meta.get("name", u.op) not in readers}
+            others = {u for u in total.users if meta(u).get("name", u.op) not in readers}
             point = self.first if total.op == "placeholder" else total.next
             emit = Builder(self.program, FORWARD, point)
             _replace(total, self._sum(emit, total, kind), others)

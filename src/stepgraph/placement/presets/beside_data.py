@@ -17,6 +17,7 @@ from stepgraph.placement.presets.walk import REPLICATE, Walk
 from stepgraph.placement.presets.zero_stages import Storage
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.mesh_roles import Role
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program
 
 TENSOR_PARALLEL, SEQUENCE_PARALLEL = "tp", "sp"
@@ -64,7 +65,7 @@ def _sequence_dims(program: Program) -> dict[fx.Node, int]:
     walk = DataParallel(program, ranks, ranks, Storage(False, False, False)).decide()
     found = {}
     for node, placements in walk.now.items():
-        value, placement = node.meta["val"], placements[0]
+        value, placement = meta(node)["val"], placements[0]
         batched = isinstance(placement, Shard) and isinstance(value, torch.Tensor)
         if (
             batched

@@ -27,6 +27,7 @@ from stepgraph.placement.presets.walk import (
 )
 from stepgraph.placement.presets.zero_stages import Storage
 from stepgraph.program import roles
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import OPTIMIZER, Program, tensor_arguments, tensors_of
 
 
@@ -104,12 +105,12 @@ class DataParallel(Walk):
 
     def reduced_before(self, node: fx.Node) -> bool:
         """Also for an accumulator that is sharded."""
-        each = self.storage.accumulate_sharded and "accumulated_next" in node.meta
+        each = self.storage.accumulate_sharded and "accumulated_next" in meta(node)
         return each or super().reduced_before(node)
 
     def crossing(self, node: fx.Node) -> Placement:
         """Reduced on the way into the update, once."""
-        value = node.meta["val"]
+        value = meta(node)["val"]
         if not isinstance(value, torch.Tensor):
             return self.now[node][0] or REPLICATE
         return self._cut(self.storage.shard_optimizer, node, tuple(value.shape))
@@ -121,7 +122,7 @@ class DataParallel(Walk):
         """
         wanted: dict[fx.Node, set[Placement]] = {}
         for node, strategy in self.chosen.items():
-            if node.meta["phase"] != OPTIMIZER:
+            if meta(node)["phase"] != OPTIMIZER:
                 for argument, placement in zip(
                     tensor_arguments(node), strategy.inputs, strict=True
                 ):
@@ -154,18 +155,18 @@ class DataParallel(Walk):
         """Bytes moved between ranks, plus a little for bytes touched and work done on every rank."""
         cost = 0.0
         for argument, have, want in zip(arguments, placements, strategy.inputs, strict=True):
-            joins = node.meta.get("accumulates") and want == SUM and have != SUM
+            joins = meta(node).get("accumulates") and want == SUM and have != SUM
             if joins:  # a gradient that is whole, or cut, already: zero on all ranks but one
                 have, want = SUM, REPLICATE
-            cost += redistribution_bytes(argument.meta["val"], have, want, self.ranks)
+            cost += redistribution_bytes(meta(argument)["val"], have, want, self.ranks)
         # A preset may want the update done on every rank; work on the batch never.
-        update = node.meta["phase"] == OPTIMIZER or self.reduced_before(node)
+        update = meta(node)["phase"] == OPTIMIZER or self.reduced_before(node)
         repeated = node in self.from_batch and not update
         if repeated and not any(isinstance(p, Shard) for p in strategy.outputs):
             if any(isinstance(p, Partial) for p in strategy.outputs):
                 return cost
-            cost += 1e-2 * sum(size_in_bytes(value) for value in tensors_of(node.meta["val"]))
-            cost += 1e-2 * sum(size_in_bytes(argument.meta["val"]) for argument in arguments)
+            cost += 1e-2 * sum(size_in_bytes(value) for value in tensors_of(meta(node)["val"]))
+            cost += 1e-2 * sum(size_in_bytes(meta(argument)["val"]) for argument in arguments)
         return cost
 
 

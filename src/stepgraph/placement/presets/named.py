@@ -23,6 +23,7 @@ from stepgraph.planning.request import AUTO
 from stepgraph.program import roles
 from stepgraph.program.layout import MeshShape, Placements
 from stepgraph.program.mesh_roles import Role
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import OPTIMIZER, Program
 
 NOTHING_KNOWN: Mapping[str, Placements] = {}
@@ -151,7 +152,7 @@ def _sharded_by_rows(walk: Walk) -> frozenset:
     nodes = {
         node
         for node in walk.chosen
-        if node.meta["phase"] != OPTIMIZER and walk.now[node] == (Shard(0),)
+        if meta(node)["phase"] != OPTIMIZER and walk.now[node] == (Shard(0),)
     }
     return frozenset(names | nodes)
 
@@ -164,7 +165,7 @@ def record(program: Program, walks: Sequence[Walk], decision: PlacementDraft) ->
         decision.outputs[roles.label(role)] = tuple(walk.outputs[role] for walk in walks)
     for node in walks[0].chosen:
         each = [walk.chosen[node] for walk in walks]
-        decision.operations[node.meta["name"]] = OperationPlacement(
+        decision.operations[meta(node)["name"]] = OperationPlacement(
             tuple(zip(*(strategy.inputs for strategy in each), strict=True)),
             tuple(
                 None if None in placements else tuple(p or REPLICATE for p in placements)

@@ -33,6 +33,7 @@ from stepgraph.placement.presets.walk import (
 )
 from stepgraph.placement.rules.vocabulary import STRATEGIES
 from stepgraph.program import roles
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import (
     BACKWARD,
     FORWARD,
@@ -125,7 +126,7 @@ class TensorParallel(Walk):
         """Also notes which parameters a value is made of."""
         super().place(node)
         if any(self._joins_sequence(argument) for argument in tensor_arguments(node)):
-            self.unruled.pop(node.meta["name"], None)  # meant, not a fallback
+            self.unruled.pop(meta(node)["name"], None)  # meant, not a fallback
         made_of = [self.of_parameters.get(argument, set()) for argument in tensor_arguments(node)]
         if node not in self.from_batch and any(made_of):
             self.of_parameters[node] = set().union(*made_of)
@@ -174,9 +175,9 @@ class TensorParallel(Walk):
     ) -> float:
         """Bytes moved between ranks, and a little for work that every rank repeats."""
         rows = list(zip(arguments, placements, strategy.inputs, strict=True))
-        if node.meta["phase"] == OPTIMIZER:
+        if meta(node)["phase"] == OPTIMIZER:
             return sum(
-                redistribution_bytes(argument.meta["val"], have, want, self.ranks)
+                redistribution_bytes(meta(argument)["val"], have, want, self.ranks)
                 for argument, have, want in rows
             )
         if not self._table_is_cut_so(node, strategy):
@@ -189,8 +190,8 @@ class TensorParallel(Walk):
         if any(isinstance(p, (Shard, Partial)) for p in strategy.outputs):
             return cost
         if node in self.from_batch:
-            cost += 1e-2 * sum(size_in_bytes(value) for value in tensors_of(node.meta["val"]))
-            cost += 1e-2 * sum(size_in_bytes(argument.meta["val"]) for argument in arguments)
+            cost += 1e-2 * sum(size_in_bytes(value) for value in tensors_of(meta(node)["val"]))
+            cost += 1e-2 * sum(size_in_bytes(meta(argument)["val"]) for argument in arguments)
         return cost
 
     def _table_is_cut_so(self, node: fx.Node, strategy: Strategy) -> bool:
@@ -199,7 +200,7 @@ class TensorParallel(Walk):
             return strategy.inputs[0] != Shard(1)
         if node.target is not aten.embedding_dense_backward.default:
             return True
-        shape = tuple(node.meta["val"].shape)
+        shape = tuple(meta(node)["val"].shape)
         cuts = {self.layout[name] for name in self.layout if self.shapes[name] == shape}
         return not isinstance(strategy.outputs[0], Shard) or strategy.outputs[0] in cuts
 
@@ -211,7 +212,7 @@ class TensorParallel(Walk):
         want: Placement,
         strategy: Strategy,
     ) -> float:
-        value = argument.meta["val"]
+        value = meta(argument)["val"]
         if self._joins_sequence(argument) and isinstance(want, Shard):
             stays = all(p in (have, None) or isinstance(p, Partial) for p in strategy.outputs)
             # Norms and sums are done in parts, products are not.
@@ -223,7 +224,7 @@ class TensorParallel(Walk):
             # What is added to several pending gradients joins them, so that they are reduced once.
             joins = (
                 node.target is aten.add.Tensor
-                and node.meta["phase"] == BACKWARD
+                and meta(node)["phase"] == BACKWARD
                 and any(self.now[other] == (SUM,) for other in tensor_arguments(node))
             )
             added = joins or (bias and argument in self.of_parameters)
@@ -268,7 +269,7 @@ class _Search(TensorParallel):
         for node in self.program.graph.nodes:
             if node.op == "get_attr":
                 self.now[node] = (REPLICATE,)
-            elif node.op == "call_function" and node.meta["phase"] == FORWARD:
+            elif node.op == "call_function" and meta(node)["phase"] == FORWARD:
                 self.place(node)
 
     def offers(self, node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
@@ -276,7 +277,7 @@ class _Search(TensorParallel):
         found = super().offers(node, placements)
         for position, argument in enumerate(tensor_arguments(node)):
             if placements[position] == REPLICATE and self.may_cut_weight(node, argument):
-                for dim in range(argument.meta["val"].dim()):
+                for dim in range(meta(argument)["val"].dim()):
                     asked = (*placements[:position], Shard(dim), *placements[position + 1 :])
                     found = [*found, *self.rules.strategies(node, asked)]
         return list(dict.fromkeys(found))

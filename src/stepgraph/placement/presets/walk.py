@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from stepgraph.operators.sharding import Rules, Strategy
 from stepgraph.program import roles
 from stepgraph.program.layout import InnerShard
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import FORWARD, OPTIMIZER, Program, tensor_arguments, tensors_of
 
 REPLICATE, SUM = Replicate(), Partial("sum")
@@ -120,7 +121,7 @@ class Walk(abc.ABC):
             if node.op == "get_attr":
                 self.now[node] = (REPLICATE,)
             elif node.op == "call_function":
-                if node.meta["phase"] != FORWARD:
+                if meta(node)["phase"] != FORWARD:
                     self.place_tangents()
                 self.place(node)
 
@@ -138,10 +139,10 @@ class Walk(abc.ABC):
 
     def placement_of(self, argument: fx.Node, reader: fx.Node) -> Placement:
         """Where a reader finds a value."""
-        if reader.meta["phase"] == OPTIMIZER:
+        if meta(reader)["phase"] == OPTIMIZER:
             if argument in self.in_update:
                 return self.in_update[argument]
-            if argument.op == "call_function" and argument.meta["phase"] != OPTIMIZER:
+            if argument.op == "call_function" and meta(argument)["phase"] != OPTIMIZER:
                 return self.crossing(argument)
         if self.reduced_before(reader):
             return self.crossing(argument)
@@ -151,7 +152,7 @@ class Walk(abc.ABC):
 
     def reduced_before(self, node: fx.Node) -> bool:
         """Whether an operation of the backward reads a gradient that is reduced already."""
-        return "reduced_before" in node.meta
+        return "reduced_before" in meta(node)
 
     def _place_cast(self, node: fx.Node, parameter: fx.Node) -> None:
         """A parameter is cast where it is stored; readers find it as they would the parameter."""
@@ -166,7 +167,7 @@ class Walk(abc.ABC):
     def place(self, node: fx.Node) -> None:
         """Chooses an operation's strategy."""
         arguments = tensor_arguments(node)
-        if node.meta.get("casts_parameter"):
+        if meta(node).get("casts_parameter"):
             self._place_cast(node, arguments[0])
             return
         if any(argument in self.from_batch for argument in arguments):
@@ -178,7 +179,7 @@ class Walk(abc.ABC):
             return
         placements = tuple(self.placement_of(argument, node) for argument in arguments)
         strategies = self.offers(node, placements)
-        if node.meta["phase"] == OPTIMIZER or any(tag in node.meta for tag in _ELEMENTWISE):
+        if meta(node)["phase"] == OPTIMIZER or any(tag in meta(node) for tag in _ELEMENTWISE):
             strategies = [*self.rules.element_by_element(node, placements), *strategies]
         best = min(strategies, key=lambda s: self.cost(node, arguments, placements, s))
         self.chosen[node] = best
@@ -186,14 +187,14 @@ class Walk(abc.ABC):
         replicates = all(isinstance(p, Replicate) for p in best.inputs)
         gathers = any(isinstance(placement, Shard) for placement in placements)
         if replicates and gathers and len(strategies) == 1:
-            self.unruled[node.meta["name"]] = str(node.target)
+            self.unruled[meta(node)["name"]] = str(node.target)
 
     def cut_through(self, node: fx.Node, target: Shard) -> list[tuple[fx.Node, Placement]]:
         """How the argument of a view would be cut, were its result cut as ``target``."""
         arguments = tensor_arguments(node)
-        if len(arguments) != 1 or not isinstance(arguments[0].meta["val"], torch.Tensor):
+        if len(arguments) != 1 or not isinstance(meta(arguments[0])["val"], torch.Tensor):
             return []
-        for dim in range(arguments[0].meta["val"].dim()):
+        for dim in range(meta(arguments[0])["val"].dim()):
             cut = Strategy((Shard(dim),), (target,))
             if cut in self.rules.strategies(node, cut.inputs):
                 return [(arguments[0], cut.inputs[0])]
@@ -206,7 +207,7 @@ class Walk(abc.ABC):
             constant = node not in self.from_batch or node in self.cut_by_some
             if node not in self.chosen or not constant or node in results:
                 continue
-            if self.now[node] != (REPLICATE,) or not isinstance(node.meta["val"], torch.Tensor):
+            if self.now[node] != (REPLICATE,) or not isinstance(meta(node)["val"], torch.Tensor):
                 continue
             wanted = {
                 self.chosen[user].inputs[position]
@@ -230,13 +231,13 @@ class Walk(abc.ABC):
 
     def _cut_like(self, argument: fx.Node, node: fx.Node, target: Shard) -> Placement:
         """The same cut on an argument that broadcasting aligns at the right, if it can be had."""
-        if not isinstance(argument.meta["val"], torch.Tensor):
+        if not isinstance(meta(argument)["val"], torch.Tensor):
             return REPLICATE  # several results, of which one is read
         if isinstance(target, InnerShard):
-            return target if argument.meta["val"].shape == node.meta["val"].shape else REPLICATE
-        own = target.dim - (node.meta["val"].dim() - argument.meta["val"].dim())
-        value = argument.meta["val"]
-        fits = 0 <= own < value.dim() and value.shape[own] == node.meta["val"].shape[target.dim]
+            return target if meta(argument)["val"].shape == meta(node)["val"].shape else REPLICATE
+        own = target.dim - (meta(node)["val"].dim() - meta(argument)["val"].dim())
+        value = meta(argument)["val"]
+        fits = 0 <= own < value.dim() and value.shape[own] == meta(node)["val"].shape[target.dim]
         return Shard(own) if fits else REPLICATE
 
     def _place_outputs(self) -> None:

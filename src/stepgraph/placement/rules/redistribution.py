@@ -25,6 +25,7 @@ from stepgraph.program.layout import (
     chunk_size,
     local_shape,
 )
+from stepgraph.program.metadata import meta
 
 aten = torch.ops.aten
 
@@ -240,7 +241,7 @@ class Moves:
 
         def emit(target: Any, node: _Sketch, *args: Any, **kwargs: Any) -> _Sketch:
             nonlocal once, again, kept, temporary, wires, last
-            before = node.meta["val"]
+            before = meta(node)["val"]
             after = _result(target, before, args)
             seconds = 0.0
             if target in KINDS or target in _COPIES:

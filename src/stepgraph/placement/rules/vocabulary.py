@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph.operators.sharding import Entry, Strategy
 from stepgraph.program.collectives import SHARD_OF
+from stepgraph.program.metadata import meta, set_meta
 from stepgraph.program.program import tensor_arguments
 
 aten = torch.ops.aten
@@ -29,16 +30,17 @@ def share_traffic(old: fx.Node, nodes: list[fx.Node], index: fx.Node) -> None:
 
     By the same operator if it is among them, else by what reads the index and by the last.
     """
-    if "traffic" not in old.meta:
+    if "traffic" not in meta(old):
         return
-    reads, writes = old.meta["traffic"]
+    reads, writes = meta(old)["traffic"]
     same = any(node.target is old.target for node in nodes)
     for node in nodes:
-        node.meta |= {key: old.meta[key] for key in ("dispatched", "kernel") if key in old.meta}
+        kept = {key: v for key, v in meta(old).items() if key in ("dispatched", "kernel")}
+        set_meta(node, {**meta(node), **kept})
         stands_for = node.target is old.target if same else node is nodes[-1]
         mine = tuple(not same and a is index and reads[1] for a in tensor_arguments(node))
-        node.meta["traffic"] = (reads if same and stands_for else mine, stands_for and writes)
-        node.meta["starts"] = stands_for and old.meta["starts"]
+        meta(node)["traffic"] = (reads if same and stands_for else mine, stands_for and writes)
+        meta(node)["starts"] = stands_for and meta(old)["starts"]
 
 
 # ------------------------------------------------------------------------------------- strategies
@@ -66,13 +68,13 @@ def _scatter(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]
 def one_a_row(node: fx.Node) -> bool:
     """Whether a gather or scatter picks one class a row."""
     dim = class_dim(node)
-    whole, index = (argument.meta["val"].shape for argument in tensor_arguments(node))
+    whole, index = (meta(argument)["val"].shape for argument in tensor_arguments(node))
     return index == (*whole[:dim], 1, *whole[dim + 1 :])
 
 
 def class_dim(node: fx.Node) -> int:
     """The dimension of a gather or scatter that classes lie in."""
-    return node.args[1] % tensor_arguments(node)[0].meta["val"].dim()  # type: ignore[operator]
+    return node.args[1] % meta(tensor_arguments(node)[0])["val"].dim()  # type: ignore[operator]
 
 
 STRATEGIES: dict[Any, Entry] = {
@@ -143,9 +145,9 @@ def _local_scatter(rows: Rows, node: fx.Node, args: tuple) -> fx.Node:
 def chosen_by_class(emit: Any, classes: fx.Node, args: tuple) -> fx.Node:
     """``table`` with a number where a row's index is the class; zeros need not be there first."""
     table, dim, index, number = args
-    value = table.meta["val"]
+    value = meta(table)["val"]
     shape = [1] * value.dim()
-    shape[dim] = classes.meta["val"].shape[0]
+    shape[dim] = meta(classes)["val"].shape[0]
     chosen = emit(aten.eq.Tensor, index, emit(aten.view.default, classes, shape))
     if table.target is not aten.zeros_like.default:
         return emit(aten.masked_fill.Scalar, table, chosen, number)
@@ -172,7 +174,7 @@ def rows_cut(node: fx.Node, inputs: tuple, outputs: tuple) -> tuple[int, int] | 
     """
     if node.target not in LOCAL_FORMS:
         return None
-    first = tensor_arguments(node)[0].meta["val"]
+    first = meta(tensor_arguments(node)[0])["val"]
     match node.target:
         case aten.embedding.default:
             placements, dim, size = inputs[0], 0, first.shape[0]

@@ -32,6 +32,7 @@ from stepgraph.planning.decisions import PlacementDecision, PlacementDraft, Reas
 from stepgraph.planning.request import AUTO
 from stepgraph.program import roles
 from stepgraph.program.layout import MeshShape, Placements, show
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program
 
 REPLICATE = Replicate()
@@ -65,7 +66,7 @@ def decide_automatically(
         UsageError: a constraint that names nothing, or that cannot be had.
         BudgetError: parameters, gradients and states do not fit the limit however they are cut.
     """
-    if any("traffic" not in node.meta for node in program.operations()):
+    if any("traffic" not in meta(node) for node in program.operations()):
         assign_traffic(program, fused=True)
     asked = Constraints(constraints or {}, program, mesh)
     pins = {**_pins(program, mesh), **asked.inputs}
@@ -220,7 +221,7 @@ class Chosen(DataParallel):
     def crossing(self, node: fx.Node) -> Placement:
         """A gradient is reduced to where its parameter is updated; anything else is whole."""
         if node in self.gradient_of:
-            return self._updated(self.gradient_of[node], node.meta["val"].shape)
+            return self._updated(self.gradient_of[node], meta(node)["val"].shape)
         return REPLICATE
 
 
@@ -258,7 +259,7 @@ def _named(choice: Choice, option: int) -> dict[str, str]:
         for ways in choice.strategies(choice.groups[0], option).values()
     ]
     return {
-        node.meta["name"]: text
+        meta(node)["name"]: text
         for group in choice.groups
         for node, text in zip(group.nodes, texts, strict=True)
     }

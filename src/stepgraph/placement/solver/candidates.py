@@ -19,6 +19,7 @@ from stepgraph.operators.sharding import TABLE, Rules, Strategy
 from stepgraph.operators.views import REARRANGES
 from stepgraph.placement.rules.vocabulary import STRATEGIES
 from stepgraph.program.layout import InnerShard
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import tensor_arguments
 from stepgraph.torch_internals import operators as private
 
@@ -58,11 +59,11 @@ class Candidates:
                 turned = (_in_blocks(node, s, outer, blocks) for s in list(found))
                 found |= dict.fromkeys(s for s in turned if s is not None)
         if node.target in _CONSTANTS:
-            value = node.meta["val"]
+            value = meta(node)["val"]
             found |= {Strategy((), (Shard(dim),)): None for dim in range(value.dim())}
         # A pending sum is worth carrying on only through what gradients are added up by.
         # And through a loss's division by a count: nothing waits for what is added up after it.
-        quotient = node.target is aten.div.Tensor and not node.meta["val"].dim()
+        quotient = node.target is aten.div.Tensor and not meta(node)["val"].dim()
         carries = quotient or node.target in _CARRY_SUMS or node.target in REARRANGES
         return [
             strategy
@@ -77,7 +78,7 @@ class Candidates:
         yield whole
         if node.target in TABLE:  # its answers do not depend on the question
             return
-        values = [argument.meta["val"] for argument in arguments]
+        values = [meta(argument)["val"] for argument in arguments]
         ranks = [value.dim() if isinstance(value, torch.Tensor) else 0 for value in values]
         for dim in range(max(ranks)):
             asked = tuple(Shard(dim) if dim < rank else REPLICATE for rank in ranks)

@@ -22,6 +22,7 @@ from stepgraph.placement.solver.storages import Storage
 from stepgraph.planning.placements import parse_placements
 from stepgraph.program import roles
 from stepgraph.program.layout import MeshShape, Placements, data_mesh, show
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import FORWARD, Program
 
 _INPUT, _OUTPUT = "input:", "/output"
@@ -100,7 +101,7 @@ class Constraints:
             self._check_even(pattern, name, shapes[name], wanted)
             self.stored[name] = wanted
         for name in values:
-            self._check_even(pattern, name, nodes[name].meta["val"].shape, wanted)
+            self._check_even(pattern, name, meta(nodes[name])["val"].shape, wanted)
             self.made[nodes[name]] = wanted
 
     def _check_even(self, pattern: str, name: str, shape: Any, wanted: Placements) -> None:
@@ -181,9 +182,9 @@ def _results(program: Program) -> dict[str, fx.Node]:
     """Operations by stable name, and under ``module/output`` the last one of each module's forward."""
     found: dict[str, fx.Node] = {}
     for node in program.operations():
-        found[node.meta["name"]] = node
-        if node.meta["phase"] == FORWARD:
-            path = node.meta.get("module", "")
+        found[meta(node)["name"]] = node
+        if meta(node)["phase"] == FORWARD:
+            path = meta(node).get("module", "")
             while path:
                 found[path + _OUTPUT] = node
                 path = path.rpartition(".")[0]

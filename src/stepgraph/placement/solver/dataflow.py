@@ -10,6 +10,7 @@ from torch import fx
 from stepgraph.operators.views import viewed
 from stepgraph.placement.solver.groups import decided_here
 from stepgraph.program import roles
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import BACKWARD, Program
 
 
@@ -30,12 +31,12 @@ def find_gradients(program: Program) -> dict[fx.Node, str]:
         name = _parameter_of(role)
         if name is None:
             continue
-        shape = result.meta["val"].shape
+        shape = meta(result)["val"].shape
         seen: set[fx.Node] = set()
         stack = [result]
         while stack:
             node = stack.pop()
-            value = node.meta.get("val")
+            value = meta(node).get("val")
             same = isinstance(value, torch.Tensor) and value.shape == shape
             if node in seen or node.op != "call_function" or not same:
                 continue
@@ -58,7 +59,7 @@ def update_operations(program: Program) -> dict[str, list[fx.Node]]:
         stack = [result]
         while stack:
             node = stack.pop()
-            value = node.meta.get("val")
+            value = meta(node).get("val")
             if node.op != "call_function" or decided_here(node) or node in known:
                 continue
             if is_stored_cast(node) or not isinstance(value, torch.Tensor) or not value.dim():
@@ -87,18 +88,18 @@ def needed_by_backward(program: Program, recomputed: Collection[str]) -> set[fx.
         source
         for node in program.operations(BACKWARD)
         for source in node.all_input_nodes
-        if source.op == "call_function" and source.meta["phase"] != BACKWARD
+        if source.op == "call_function" and meta(source)["phase"] != BACKWARD
     ]
     while stack:
         node = stack.pop()
         if node in needed:
             continue
         needed.add(node)
-        if node.meta["name"] in dropped or viewed(node) is not None:
+        if meta(node)["name"] in dropped or viewed(node) is not None:
             stack += [n for n in node.all_input_nodes if n.op == "call_function"]
     return needed
 
 
 def is_stored_cast(node: fx.Node) -> bool:
     """Whether an operation casts a parameter where it is stored."""
-    return bool(node.meta.get("casts_parameter"))
+    return bool(meta(node).get("casts_parameter"))

@@ -26,6 +26,7 @@ from stepgraph.operators.views import REARRANGES
 from stepgraph.placement.solver.candidates import Candidates
 from stepgraph.program.build import freeze
 from stepgraph.program.layout import InnerShard
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import OPTIMIZER, Program, tensor_arguments
 
 
@@ -63,9 +64,9 @@ def decided_here(node: fx.Node) -> bool:
     """Whether an operation's placement is the solver's to choose: not the update's, nor a stored cast's."""
     return (
         node.op == "call_function"
-        and node.meta["phase"] != OPTIMIZER
-        and not any(tag in node.meta for tag in _OF_GRADIENTS)
-        and not node.meta.get("casts_parameter")
+        and meta(node)["phase"] != OPTIMIZER
+        and not any(tag in meta(node) for tag in _OF_GRADIENTS)
+        and not meta(node).get("casts_parameter")
     )
 
 
@@ -104,7 +105,7 @@ def find_groups(program: Program, strategies: dict[fx.Node, list[Strategy]]) -> 
     kernels: dict[Any, Group] = {}
     spans = _spans(strategies)
     for node in strategies:
-        kernel = node.meta.get("kernel")
+        kernel = meta(node).get("kernel")
         # Reading the same mask is no reason to place all layers at once.
         if spans.get(kernel, 0) > 2:
             kernel = (kernel, _numbers(node))
@@ -194,13 +195,13 @@ def _spans(nodes: Iterable[fx.Node]) -> dict[Any, int]:
     """How many layers each kernel has operations of."""
     layers: dict[Any, set] = {}
     for node in nodes:
-        if node.meta.get("kernel") is not None and _numbers(node):
-            layers.setdefault(node.meta["kernel"], set()).add(_numbers(node))
+        if meta(node).get("kernel") is not None and _numbers(node):
+            layers.setdefault(meta(node)["kernel"], set()).add(_numbers(node))
     return {kernel: len(numbers) for kernel, numbers in layers.items()}
 
 
 def _numbers(node: fx.Node) -> tuple[str, ...]:
-    return tuple(part for part in node.meta.get("module", "").split(".") if part.isdigit())
+    return tuple(part for part in meta(node).get("module", "").split(".") if part.isdigit())
 
 
 def _best_of(
@@ -311,8 +312,8 @@ def share(
     classes: dict[Any, list[Group]] = {}
     for group in groups:
         modules = tuple(
-            (folded(str(node.meta.get("module", ""))), node.meta["phase"]) for node in group.nodes
+            (folded(str(meta(node).get("module", ""))), meta(node)["phase"]) for node in group.nodes
         )
-        traffic = tuple((n.meta.get("traffic"), n.meta.get("starts", True)) for n in group.nodes)
+        traffic = tuple((meta(n).get("traffic"), meta(n).get("starts", True)) for n in group.nodes)
         classes.setdefault((_signature(group), modules, traffic, apart(group)), []).append(group)
     return list(classes.values())

@@ -19,6 +19,7 @@ from stepgraph.placement.rules.redistribution import Cost, Moves
 from stepgraph.placement.rules.vocabulary import LOCAL_FORMS, rows_cut
 from stepgraph.placement.solver.dataflow import needed_by_backward, values_that_vary
 from stepgraph.placement.solver.groups import Group
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program, tensor_arguments, tensors_of
 
 REPLICATE = Replicate()
@@ -83,7 +84,7 @@ class Options:
 
     def runs_again(self, node: fx.Node) -> bool:
         """Whether an operation is recomputed in the backward."""
-        return node.meta["name"] in self._recomputed and node in self.needed
+        return meta(node)["name"] in self._recomputed and node in self.needed
 
     def _is_whole(self, group: Group, option: tuple[int, ...]) -> bool:
         ways = [group.options[o] for o in option]
@@ -93,7 +94,7 @@ class Options:
         """What depends on nothing and is small is made whole on every rank, without a thought."""
         if any(node in self._varying for node in group.nodes):
             return False
-        return sum(_nbytes(node.meta["val"]) for node in group.nodes) <= _SMALL
+        return sum(_nbytes(meta(node)["val"]) for node in group.nodes) <= _SMALL
 
     def _fit(self, group: Group, options: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
         """Which of many options cut every value evenly."""
@@ -101,7 +102,7 @@ class Options:
         seen = set()
         for node in group.nodes:
             ways = [option[node] for option in group.options]
-            values = [argument.meta["val"] for argument in tensor_arguments(node)]
+            values = [meta(argument)["val"] for argument in tensor_arguments(node)]
             columns = [(v, tuple(w.inputs[i] for w in ways)) for i, v in enumerate(values)]
             results = results_of(node)
             columns += [(v, tuple(w.outputs[i] for w in ways)) for i, v in enumerate(results)]
@@ -126,21 +127,21 @@ class Options:
         picked, sizes = np.array(options), np.array(self.mesh.sizes)
         divided = [any(isinstance(p, Shard) for p in (*w.inputs, *w.outputs)) for w in ways]
         work = node_flops(node) / np.where(np.array(divided)[picked], sizes, 1).prod(axis=1)
-        reads, writes = node.meta["traffic"]
+        reads, writes = meta(node)["traffic"]
         result = np.zeros(len(options))
         for i, value in enumerate(results_of(node)):
             if isinstance(value, torch.Tensor):
                 result += self._bytes(value, [w.outputs[i] for w in ways], picked)
         moved = result * writes
         for i, (argument, read) in enumerate(zip(tensor_arguments(node), reads, strict=True)):
-            if read and isinstance(argument.meta["val"], torch.Tensor):
-                size = self._bytes(argument.meta["val"], [w.inputs[i] for w in ways], picked)
+            if read and isinstance(meta(argument)["val"], torch.Tensor):
+                size = self._bytes(meta(argument)["val"], [w.inputs[i] for w in ways], picked)
                 moved += np.minimum(size, result) if i == 0 and looks_up(node) else size
-        starts = node.meta.get("starts", True)
+        starts = meta(node).get("starts", True)
         return self.device.seconds(work, moved, matmul_dtype(node), starts)
 
     def _is_kept(self, node: fx.Node) -> bool:
-        stays = node in self.needed and node.meta["name"] not in self._recomputed
+        stays = node in self.needed and meta(node)["name"] not in self._recomputed
         return stays and viewed(node) is None
 
     def temporary_bytes(
@@ -159,7 +160,7 @@ class Options:
                 if not self._is_kept(node)
             ]
             values += [
-                (argument.meta["val"], [w.inputs[i] for w in ways])
+                (meta(argument)["val"], [w.inputs[i] for w in ways])
                 for i, argument in enumerate(tensor_arguments(node))
                 if argument.op == "call_function" and not self._is_kept(argument)
             ]
@@ -214,7 +215,7 @@ class Options:
                     changes[argument, made, wanted] = None
             costs = []
             for argument, made, wanted in changes:
-                value = argument.meta["val"]
+                value = meta(argument)["val"]
                 cost = self.moves.cost(
                     tuple(value.shape), value.dtype, made, wanted, value.stride()
                 )

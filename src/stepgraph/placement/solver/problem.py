@@ -43,6 +43,7 @@ from stepgraph.placement.solver.options import Options
 from stepgraph.placement.solver.storages import Storage, Storages
 from stepgraph.program import roles
 from stepgraph.program.layout import MeshShape, Placements, replicated
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import BACKWARD as BACKWARD_PHASE
 from stepgraph.program.program import OPTIMIZER, Program, tensor_arguments
 
@@ -133,7 +134,7 @@ class Model:
             last = [group.nodes[-1] for group in groups]
             later = self.hiding.later(last, begins=False)
             temporary = self.ways.temporary_bytes(first, options, inside)
-            block = Block(last[0].meta["name"], cost, memory, later, temporary)
+            block = Block(meta(last[0])["name"], cost, memory, later, temporary)
             choice = Choice(block, groups, options)
             self.choices.append(choice)
             if options:
@@ -193,7 +194,7 @@ class Model:
         for node in self.program.graph.nodes:
             if node.op not in ("placeholder", "get_attr", "call_function"):
                 continue
-            if node not in self.choice_of or not isinstance(node.meta["val"], torch.Tensor):
+            if node not in self.choice_of or not isinstance(meta(node)["val"], torch.Tensor):
                 continue
             readers = self._readers(node)
             if not readers:
@@ -201,7 +202,7 @@ class Model:
             choice = self.choice_of[node]
             keys = tuple(dict.fromkeys((id(c), place, phase) for c, place, phase, _ in readers))
             position = self._position(node)
-            key = (id(choice), position, node.meta["val"].shape, node.meta["val"].dtype, keys)
+            key = (id(choice), position, meta(node)["val"].shape, meta(node)["val"].dtype, keys)
             kinds.setdefault(key, ([], readers))[0].append(node)
         return [self._link(nodes, readers) for nodes, readers in kinds.values()]
 
@@ -233,7 +234,7 @@ class Model:
             elif node in self.gradient_of:
                 add(self._storage_of[self.gradient_of[node]], "gradient", (BACKWARD,), "gradient")
             elif (
-                user.meta["phase"] == OPTIMIZER
+                meta(user)["phase"] == OPTIMIZER
                 and node.op == "call_function"
                 and not is_stored_cast(node)
             ):
@@ -250,13 +251,13 @@ class Model:
             add(self._pinned(placements), ("result", placements), self._phases(node), None)
 
     def _phases(self, node: fx.Node) -> Phases:
-        if node.meta.get("phase") == BACKWARD_PHASE:
+        if meta(node).get("phase") == BACKWARD_PHASE:
             return (BACKWARD,)
         return (FORWARD, BACKWARD) if self.ways.runs_again(node) else (FORWARD,)
 
     def _link(self, nodes: list[fx.Node], readers: list) -> Link:
         node, count = nodes[0], len(nodes)
-        choice, value = self.choice_of[node], node.meta["val"]
+        choice, value = self.choice_of[node], meta(node)["val"]
         made = self._made(node, choice)
         wanted = []
         for reader, _, phase, wants in readers:
@@ -295,7 +296,7 @@ class Model:
                 temporary[p, q] = cost.temporary
                 wires[:, p, q], last[:, p, q] = count * np.array((cost.wires, cost.last))
         hidden: Hidden = {}
-        if node.meta.get("phase") == BACKWARD_PHASE:
+        if meta(node).get("phase") == BACKWARD_PHASE:
             once, again = once + again, np.zeros_like(again)  # it is read in one phase alone
             is_gradient = any(w == "gradient" for *_, w in readers)
             hidden = self.hiding.of_backward(nodes, last, wires, is_gradient)
@@ -303,7 +304,7 @@ class Model:
             own = self._group_of[node].nodes
             hidden = self.hiding.of_forward(nodes, last, np.where(again > 0, 0.0, once), own)
         return Link(
-            node.meta.get("name", node.name),
+            meta(node).get("name", node.name),
             choice.block,
             np.array([index[p] for p in made]),
             [

@@ -18,6 +18,7 @@ from stepgraph.placement.solver.dataflow import is_stored_cast, update_operation
 from stepgraph.placement.solver.groups import folded
 from stepgraph.program import roles
 from stepgraph.program.layout import Placements, local_shape
+from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program, Value, tensor_arguments
 
 REPLICATE = Replicate()
@@ -73,7 +74,7 @@ class Storages:
                 continue
             casts = tuple(user for user in node.users if is_stored_cast(user))
             kind = (
-                folded(role.name), value.shape, value.dtype, tuple(c.meta["val"].dtype for c in casts),
+                folded(role.name), value.shape, value.dtype, tuple(meta(c)["val"].dtype for c in casts),
                 role.name in self.learned, tuple(self.states.get(role.name, ())),
                 len(self.updates.get(role.name, ())),
             )  # fmt: skip
@@ -105,7 +106,7 @@ class Storages:
             seconds = self._update_seconds(name, part / max(1, math.prod(shape)))
             seconds += self.moves.cost(shape, value.dtype, storage.updated, storage.stored).seconds
             for cast in casts:
-                moved = own + own // itemsize * cast.meta["val"].dtype.itemsize
+                moved = own + own // itemsize * meta(cast)["val"].dtype.itemsize
                 seconds += self.device.seconds(0.0, moved, value.dtype)
             stored.ways.append(storage)
             stored.cost.append(seconds)
@@ -125,11 +126,11 @@ class Storages:
         for node in self.updates.get(name, ()):
             if runs_no_kernel(node):
                 continue
-            reads, writes = node.meta["traffic"]
-            moved = node.meta["val"].nbytes if writes else 0
+            reads, writes = meta(node)["traffic"]
+            moved = meta(node)["val"].nbytes if writes else 0
             for argument, read in zip(tensor_arguments(node), reads, strict=True):
-                moved += argument.meta["val"].nbytes if read else 0
-            starts = node.meta.get("starts", True)
+                moved += meta(argument)["val"].nbytes if read else 0
+            starts = meta(node).get("starts", True)
             total += self.device.seconds(
                 node_flops(node) * part, moved * part, matmul_dtype(node), starts
             )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from stepgraph import torch_internals
 from stepgraph.planning.decisions import ScheduleDecision
+from stepgraph.program.metadata import meta
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
 from stepgraph.program.record import program_pass
@@ -19,11 +20,11 @@ from stepgraph.schedule.waits import moved_last_first
 )
 def delay_waits(program: Program, decision: ScheduleDecision, overlaps: bool) -> Program:
     """Puts each wait where it was decided, and the slices behind it before their first reader."""
-    named = {node.meta["name"]: node for node in program.operations()}
+    named = {meta(node)["name"]: node for node in program.operations()}
     for node, following in moved_last_first(program) if decision.waits else ():
         points = set(node.users)
         if node.target is torch_internals.WAIT:
-            points.add(named.get(decision.waits.get(node.meta["name"], ""), node.next))
+            points.add(named.get(decision.waits.get(meta(node)["name"], ""), node.next))
             if following is not None and not overlaps:
                 points.add(following)
         first = min(points, default=node.next)

@@ -15,6 +15,7 @@ from stepgraph import torch_internals
 from stepgraph.planning.decisions import ScheduleDecision
 from stepgraph.program.build import Builder
 from stepgraph.program.collectives import contiguous
+from stepgraph.program.metadata import meta
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
 from stepgraph.program.record import program_pass
@@ -33,7 +34,7 @@ aten = torch.ops.aten
 )
 def merge_small_collectives(program: Program, decision: ScheduleDecision) -> Program:
     """Runs the collectives of each bucket as one flat collective."""
-    named = {node.meta["name"]: node for node in program.operations()}
+    named = {meta(node)["name"]: node for node in program.operations()}
     position = positions(program)
     for names in decision.buckets:
         members = [named[name] for name in names]
@@ -51,11 +52,11 @@ def _merge(program: Program, members: list[fx.Node], position: dict[fx.Node, int
         anchor = members[0]
     else:
         return False
-    emit = Builder(program, anchor.meta["phase"], anchor)
+    emit = Builder(program, meta(anchor)["phase"], anchor)
     flat = _FLAT[anchor.target](emit, members)
     for member, part in zip(members, flat, strict=True):
         (wait,) = member.users
-        part.meta["placements"] = wait.meta.get("placements", ())
+        meta(part)["placements"] = meta(wait).get("placements", ())
         wait.replace_all_uses_with(part)
         program.graph.erase_node(wait)
         program.graph.erase_node(member)
@@ -70,12 +71,12 @@ def _collective(emit: Builder, members: list[fx.Node], flat: fx.Node) -> fx.Node
 def _reduce_all(emit: Builder, members: list[fx.Node]) -> list[fx.Node]:
     # Whole rows of a ``cat`` are computed there; what is flattened first is copied.
     widths = {
-        member.meta["val"].shape[-1] if member.meta["val"].dim() > 1 else 0 for member in members
+        meta(member)["val"].shape[-1] if meta(member)["val"].dim() > 1 else 0 for member in members
     }
     shape = [-1, *widths] if len(widths) == 1 and widths != {0} else [-1]
     rows = [emit(aten.reshape.default, member.args[0], shape) for member in members]
     flat = _collective(emit, members, emit(aten.cat.default, rows))
-    return _slices(emit, flat, [list(member.meta["val"].shape) for member in members], 0)
+    return _slices(emit, flat, [list(meta(member)["val"].shape) for member in members], 0)
 
 
 def _scatter(emit: Builder, members: list[fx.Node]) -> list[fx.Node]:
@@ -83,7 +84,7 @@ def _scatter(emit: Builder, members: list[fx.Node]) -> list[fx.Node]:
     rows = [emit(aten.reshape.default, member.args[0], [ranks, -1]) for member in members]
     flat = _collective(emit, members, emit(aten.cat.default, rows, 1))
     line = emit(aten.reshape.default, flat, [-1])
-    return _slices(emit, line, [list(member.meta["val"].shape) for member in members], 0)
+    return _slices(emit, line, [list(meta(member)["val"].shape) for member in members], 0)
 
 
 def _gather(emit: Builder, members: list[fx.Node]) -> list[fx.Node]:
@@ -91,13 +92,13 @@ def _gather(emit: Builder, members: list[fx.Node]) -> list[fx.Node]:
     rows = [emit(aten.reshape.default, member.args[0], [-1]) for member in members]
     flat = _collective(emit, members, emit(aten.cat.default, rows))
     table = emit(aten.reshape.default, flat, [ranks, -1])
-    return _slices(emit, table, [list(member.meta["val"].shape) for member in members], 1)
+    return _slices(emit, table, [list(meta(member)["val"].shape) for member in members], 1)
 
 
 def _slices(emit: Builder, flat: fx.Node, shapes: list[list[int]], dim: int) -> list[fx.Node]:
     """Slices of a flat result along ``dim``, in the members' shapes."""
     parts, start = [], 0
-    across = math.prod(size for i, size in enumerate(flat.meta["val"].shape) if i != dim)
+    across = math.prod(size for i, size in enumerate(meta(flat)["val"].shape) if i != dim)
     for shape in shapes:
         length = torch.Size(shape).numel() // across
         piece = emit(aten.slice.Tensor, flat, dim, start, start + length)

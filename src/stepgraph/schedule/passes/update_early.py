@@ -16,6 +16,7 @@ from stepgraph.operators.views import storage_roots
 from stepgraph.planning.decisions import ScheduleDecision
 from stepgraph.program import roles
 from stepgraph.program.collectives import is_collective
+from stepgraph.program.metadata import meta
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import OPTIMIZER, Program
 from stepgraph.program.record import program_pass
@@ -31,17 +32,17 @@ def update_early(program: Program, decision: ScheduleDecision) -> Program:
         return program
     operations = list(program.operations())
     position = {node: i for i, node in enumerate(operations)}
-    named = {node.meta["name"]: i for node, i in position.items()}
-    others = [node for node in operations if node.meta["phase"] != OPTIMIZER]
+    named = {meta(node)["name"]: i for node, i in position.items()}
+    others = [node for node in operations if meta(node)["phase"] != OPTIMIZER]
     starts = decision.updates
     # Inputs and constants are there before all of them.
     place = {
-        node: named.get(starts[node.meta["name"]], position[node])
+        node: named.get(starts[meta(node)["name"]], position[node])
         for node in others
-        if node.meta["name"] in starts
+        if meta(node)["name"] in starts
     }
     not_before = _last_readers(program, position)
-    updates = [node for node in operations if node.meta["phase"] == OPTIMIZER]
+    updates = [node for node in operations if meta(node)["phase"] == OPTIMIZER]
     for node in updates:
         after = [place.get(source, -1) for source in node.all_input_nodes]
         early = max([*after, not_before.get(node, -1)], default=-1)
@@ -62,7 +63,7 @@ def _last_readers(program: Program, position: dict[fx.Node, int]) -> dict[fx.Nod
     root = storage_roots(program)
     last: dict[fx.Node, int] = {}
     for node, place in position.items():
-        if node.meta["phase"] != OPTIMIZER:
+        if meta(node)["phase"] != OPTIMIZER:
             last |= dict.fromkeys((root[source] for source in node.all_input_nodes), place)
     inputs = dict(zip(program.inputs, program.placeholders, strict=True))
     return {

@@ -13,7 +13,6 @@ from torch import nn
 from stepgraph.capture.module import capture, default_loss
 from stepgraph.capture.step import Source
 from stepgraph.equivalence.comparing import relative_difference, tolerance
-from stepgraph.equivalence.one_process import OneProcessRun
 from stepgraph.equivalence.values import AS_USUAL, GlobalValues
 from stepgraph.lowering.passes.bind_to_rank import bind_to_rank
 from stepgraph.pipeline import ALL_RANKS, Made, capture_of, make
@@ -29,6 +28,7 @@ from stepgraph.program.record import Pass
 from stepgraph.program.text import program_text
 from stepgraph.runtime.batches import flatten_batch, global_spec
 from stepgraph.runtime.ranks import parse_mesh
+from tests.one_process import OneProcessRun
 
 CPU = torch.device("cpu")
 HOST = usual_target("cpu")

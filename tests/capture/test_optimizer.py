@@ -10,8 +10,8 @@ from torch import nn, optim
 
 from stepgraph.capture.counters import SharedCounters
 from stepgraph.capture.optimizer import FIRST_STEP, functionalize_optimizer, group_numbers
-from stepgraph.equivalence.one_process import OneProcessRun
 from stepgraph.errors import OptimizerError
+from tests.one_process import OneProcessRun
 from tests.support import mlp, regression_batch
 
 STEPS = 4

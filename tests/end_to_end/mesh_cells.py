@@ -12,7 +12,6 @@ import torch
 
 import stepgraph
 from stepgraph.capture.step import Captured
-from stepgraph.equivalence.one_process import OneProcessRun
 from stepgraph.planning.request import AS_IT_IS, Precision
 from stepgraph.program.layout import MeshShape
 from stepgraph.runtime.ranks import parse_mesh
@@ -25,6 +24,7 @@ from tests.end_to_end.training import (
     llama_batch,
     tiny_llama,
 )
+from tests.one_process import OneProcessRun
 
 VOCABULARY = 104  # divides over 2 and 4 ranks
 BF16_RATE = 0.5

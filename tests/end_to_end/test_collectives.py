@@ -7,7 +7,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from stepgraph.capture.step import Captured
-from stepgraph.equivalence.one_process import OneProcessRun
 from stepgraph.planning.plan import preset_plan
 from stepgraph.program import roles
 from stepgraph.program.collectives import KINDS, is_collective
@@ -15,6 +14,7 @@ from stepgraph.program.layout import chunk_size
 from stepgraph.report.text import collective_counts
 from stepgraph.runtime.ranks import parse_mesh
 from tests.end_to_end.training import CLIP, TOKENS, adamw, llama_batch, tiny_llama
+from tests.one_process import OneProcessRun
 
 RANKS = 4
 # On one worker: what takes time is made once.

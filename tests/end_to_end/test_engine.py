@@ -523,7 +523,7 @@ def test_a_tensor_that_is_neither_parameter_nor_buffer_is_named():
 
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "zero3"])
 def test_batch_norm_accumulates_over_micro_batches(plan):
-    from stepgraph.equivalence.one_process import OneProcessRun
+    from tests.one_process import OneProcessRun
 
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
     run = OneProcessRun(
@@ -540,7 +540,7 @@ def test_batch_norm_accumulates_over_micro_batches(plan):
 
 @pytest.mark.parametrize("plan", ["ddp", "zero3"])
 def test_a_transformer_layer_and_a_recurrent_net_are_right_on_three_ranks(plan):
-    from stepgraph.equivalence.one_process import OneProcessRun
+    from tests.one_process import OneProcessRun
 
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)

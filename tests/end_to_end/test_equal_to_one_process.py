@@ -3,8 +3,8 @@
 import pytest
 
 from stepgraph.capture.step import Captured
-from stepgraph.equivalence.one_process import OneProcessRun
 from tests.end_to_end.training import CLIP, STEPS, adamw, compare, llama_batch, tiny_llama
+from tests.one_process import OneProcessRun
 from tests.support import notes_of
 
 PRESETS, RANKS = ("ddp", "zero1", "zero2", "zero3"), (1, 2, 4)

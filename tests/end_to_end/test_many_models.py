@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from stepgraph.capture.module import default_loss
-from stepgraph.equivalence.one_process import OneProcessRun
 from tests.end_to_end.many_models import ARCHITECTURES, make
 from tests.end_to_end.many_modules import MODULES
+from tests.one_process import OneProcessRun
 
 STEPS = 2
 # As in test_unmodified_models: gradients are summed up in another order.

@@ -8,11 +8,11 @@ import torch
 
 from stepgraph.capture.step import Captured
 from stepgraph.cost.memory import memory_timeline
-from stepgraph.equivalence.one_process import OneProcessRun
 from stepgraph.planning.plan import preset_plan
 from stepgraph.program import roles
 from stepgraph.runtime.ranks import parse_mesh
 from tests.end_to_end.training import CLIP, adamw, llama_batch, tiny_llama
+from tests.one_process import OneProcessRun
 
 captured: dict[int, Captured] = {}
 

@@ -7,12 +7,12 @@ import pytest
 import stepgraph
 from stepgraph.cli.launcher import launch
 from stepgraph.equivalence.check import check_model
-from stepgraph.equivalence.one_process import OneProcessRun
 from stepgraph.errors import MeshError, UsageError
 from stepgraph.program import roles
 from stepgraph.runtime.ranks import parse_mesh
 from tests.end_to_end.mesh_cells import ALL, PAIRS, VOCABULARY, Cell, run_in_one_process
 from tests.end_to_end.training import CLIP, STEPS, adamw, compare, llama_batch, tiny_llama
+from tests.one_process import OneProcessRun
 from tests.support import notes_of
 
 # The dimensions of a mesh may come in any order.

@@ -12,7 +12,6 @@ import stepgraph
 from stepgraph.capture.step import Captured
 from stepgraph.cli.launcher import launch
 from stepgraph.equivalence.check import check_model
-from stepgraph.equivalence.one_process import OneProcessRun
 from stepgraph.errors import UsageError
 from stepgraph.planning.plan import preset_plan
 from stepgraph.planning.request import Precision
@@ -20,6 +19,7 @@ from stepgraph.program.collectives import KINDS, is_collective
 from stepgraph.runtime.ranks import parse_mesh
 from tests.end_to_end.mesh_cells import BF16_RATE, compare_in_bf16
 from tests.end_to_end.training import adamw, llama_batch, tiny_llama
+from tests.one_process import OneProcessRun
 
 BF16 = Precision(torch.bfloat16)
 STEPS = 5

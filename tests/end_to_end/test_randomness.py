@@ -12,8 +12,8 @@ from stepgraph.capture.step import Captured
 from stepgraph.cli.launcher import launch
 from stepgraph.equivalence.check import check_model
 from stepgraph.equivalence.comparing import relative_difference, tolerance
-from stepgraph.equivalence.one_process import OneProcessRun
 from stepgraph.program.record import DISTRIBUTION
+from tests.one_process import OneProcessRun
 
 STEPS = 3
 # On one worker: what takes time is made once.

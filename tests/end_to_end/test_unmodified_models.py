@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from stepgraph.capture.step import Captured
-from stepgraph.equivalence.one_process import OneProcessRun
 from stepgraph.pipeline import ALL_RANKS, make
 from stepgraph.planning.plan import preset_plan
 from stepgraph.program import roles
 from stepgraph.program.collectives import is_collective
 from stepgraph.runtime.ranks import parse_mesh
 from tests.end_to_end.models import MODELS, bring
+from tests.one_process import OneProcessRun
 from tests.support import HOST, notes_of
 
 STEPS, RATE = 3, 0.1

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from stepgraph.equivalence.one_process import OneProcessRun
 from stepgraph.runtime.ranks import parse_mesh
 from tests.equivalence.random_layers import DRAWS, LAYERS, Residual
+from tests.one_process import OneProcessRun
 from tests.support import notes_of
 
 RATE, STEPS, CLASSES, IGNORED, DIVERGED = 0.05, 2, 5, -100, 1e4

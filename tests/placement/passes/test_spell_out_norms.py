@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from stepgraph.equivalence.one_process import OneProcessRun
 from stepgraph.placement.passes.spell_out_norms import spell_out_norms
 from stepgraph.planning.plan import preset_plan
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.invariants import check_invariants
 from stepgraph.runtime.ranks import parse_mesh
+from tests.one_process import OneProcessRun
 from tests.support import assert_golden, assert_summation, captured, values
 
 aten = torch.ops.aten

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from stepgraph.equivalence.one_process import OneProcessRun
 from stepgraph.placement.presets import beside_data as policies
 from stepgraph.planning.plan import preset_plan
 from stepgraph.program.collectives import KINDS, is_collective
 from stepgraph.runtime.ranks import parse_mesh
+from tests.one_process import OneProcessRun
 from tests.support import (
     ROWS,
     captured,

@@ -14,7 +14,7 @@ from stepgraph.planning.decisions import Normalisation
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
 from stepgraph.program.metadata import meta
-from stepgraph.program.program import BACKWARD, Program, Value
+from stepgraph.program.program import BACKWARD, Program
 
 aten = torch.ops.aten
 
@@ -42,28 +42,12 @@ def accumulate(program: Program, normalisation: Normalisation) -> dict[str, fx.N
     """Adds gradients and the loss's partial results to accumulators; returns the new sums."""
     emit = Builder(program, BACKWARD)
     by_name = {meta(node).get("name"): node for node in program.operations()}
-    parts = {
-        f"grad:{role.name}": node
-        for role, node in zip(program.outputs, program.results, strict=True)
-        if isinstance(role, roles.Grad)
-    }
+    parts = {f"grad:{name}": node for name, node in program.gradients.items()}
     parts |= {f"total:{name}": by_name[name] for name in normalisation.totals}
     sums = {}
     for name, node in parts.items():
         value = meta(node)["val"]
-        accumulator = emit.input(
-            roles.label(roles.Accumulator(name)),
-            lambda value=value: torch.empty(value.shape, dtype=value.dtype, device=value.device),
-        )
-        index = program.placeholders.index(accumulator)
-        program.inputs.insert(index, roles.Accumulator(name))
-        program.input_values.insert(index, describe(node))
+        accumulator = emit.input(roles.Accumulator(name), value.shape, value.dtype, value.device)
         sums[name] = emit(aten.add.Tensor, accumulator, node)
         meta(sums[name])["accumulates"] = True
     return sums
-
-
-def describe(node: fx.Node) -> Value:
-    """The description of a node as an input or output."""
-    value = meta(node)["val"]
-    return Value(tuple(value.shape), value.dtype)

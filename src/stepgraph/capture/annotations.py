@@ -5,23 +5,19 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import torch
 from torch import fx
 
-from stepgraph.capture.phases import tagged_phase
-from stepgraph.program.program import Value
-
-
-def value_of(node: fx.Node | None) -> Value:
-    """Shape and type of a node's result; those of a number where it is no tensor."""
-    tensor = None if node is None else node.meta.get("val")
-    if not isinstance(tensor, torch.Tensor):
-        return Value((), torch.float32)
-    return Value(tuple(tensor.shape), tensor.dtype)
-
+from stepgraph.program import roles
+from stepgraph.program.metadata import meta
+from stepgraph.program.program import BACKWARD, FORWARD, Program
 
 # How dynamo spells a submodule that Python reached through ``__getattr__`` (peft's wrappers do).
 _STORED_MODULE = re.compile(r"\.__dict__\['_modules'\]\['([^']+)'\]")
+
+
+# What is not in it is told by settle_phases: the backward of a custom function, some views of results.
+_TAGS = {"is_forward": FORWARD, "is_backward": BACKWARD}
+_TANGENTS = (roles.Tangent, roles.ResultTangent)
 
 
 def annotate(node: fx.Node, root: re.Pattern) -> None:
@@ -30,20 +26,20 @@ def annotate(node: fx.Node, root: re.Pattern) -> None:
     Args:
         root: how dynamo's path of a submodule begins.
     """
-    meta = node.meta
-    stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack") or {}
+    metadata = node.meta
+    stack = metadata.get("nn_module_stack") or metadata.get("fwd_nn_module_stack") or {}
     path = next(reversed(stack.values()))[0] if stack else ""
     path = _STORED_MODULE.sub(r".\1", path)
-    kept: dict[str, Any] = {"val": meta.get("val")}
-    if "name" in meta:
-        kept["name"] = meta["name"]
+    kept: dict[str, Any] = {"val": metadata.get("val")}
+    if "name" in metadata:
+        kept["name"] = metadata["name"]
     if node.op in ("call_function", "get_attr"):
-        kept["phase"] = tagged_phase(node)
+        kept["phase"] = _TAGS.get(str(metadata.get("partitioner_tag")))
         kept["module"] = root.sub("", path) if root.match(path) else ""
-        if meta.get("stack_trace"):
-            kept["source"] = _source_line(meta["stack_trace"])
-        if "recompute" in meta and "RECOMPUTE" in str(meta["recompute"]):
-            kept["checkpoint"] = meta.get("ac_graph_id", 0)
+        if metadata.get("stack_trace"):
+            kept["source"] = _source_line(metadata["stack_trace"])
+        if "recompute" in metadata and "RECOMPUTE" in str(metadata["recompute"]):
+            kept["checkpoint"] = metadata.get("ac_graph_id", 0)
     node.meta = kept
 
 
@@ -55,3 +51,23 @@ def _source_line(stack_trace: str) -> str:
             code = lines[index + 1] if index + 1 < len(lines) else ""
             return f"{match[1].rsplit('/', 1)[-1]}:{match[2]} in {match[3]}: {code}"
     return ""
+
+
+def settle_phases(program: Program) -> None:
+    """Gives every operation a phase.
+
+    One without a tag belongs to the backward if it reads from there, or if all that reads it is there.
+    """
+    late = {node for role, node, _ in program.input_rows if isinstance(role, _TANGENTS)}
+    nodes = [node for node in program.graph.nodes if "phase" in meta(node)]
+    for node in nodes:
+        untold = meta(node)["phase"] is None
+        if meta(node)["phase"] == BACKWARD or (
+            untold and not late.isdisjoint(node.all_input_nodes)
+        ):
+            late.add(node)
+    for node in reversed(nodes):
+        computed = node.op == "call_function" and bool(node.users)
+        if meta(node)["phase"] is None and computed and late.issuperset(node.users):
+            late.add(node)
+        meta(node)["phase"] = meta(node)["phase"] or (BACKWARD if node in late else FORWARD)

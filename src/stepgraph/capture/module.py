@@ -17,10 +17,9 @@ import torch
 from torch import fx, nn
 
 from stepgraph import torch_internals
-from stepgraph.capture.annotations import annotate, value_of
+from stepgraph.capture.annotations import annotate, settle_phases
 from stepgraph.capture.decompositions import decomposition_table
 from stepgraph.capture.loss import check_loss, loss_of
-from stepgraph.capture.phases import settle_phases
 from stepgraph.capture.refusals import (
     check_assigned_buffers,
     check_hooks,
@@ -30,8 +29,7 @@ from stepgraph.capture.refusals import (
 from stepgraph.errors import CaptureError, LossError
 from stepgraph.program import roles
 from stepgraph.program.metadata import meta
-from stepgraph.program.names import name_operations
-from stepgraph.program.program import Program
+from stepgraph.program.program import Program, Value
 from stepgraph.torch_internals import effects, pytree
 from stepgraph.torch_internals.export import export_graph
 
@@ -276,7 +274,7 @@ def _describe(
         role = input_role(torch_internals.describe(descriptor))
         meta(node)["name"] = roles.label(role)
         inputs.append(role)
-        input_values.append(value_of(node))
+        input_values.append(Value.of(node))
     for node, descriptor in pairs_out:
         if node is None:
             continue
@@ -290,7 +288,7 @@ def _describe(
             continue
         outputs.append(role)
         results.append(node)
-        output_values.append(value_of(node))
+        output_values.append(Value.of(node))
     _set_results(joint.graph, results)
     if result is None:
         losses = [x for x, role in zip(output_values, outputs, strict=True) if role == roles.Loss()]
@@ -301,10 +299,12 @@ def _describe(
     for node in joint.graph.nodes:
         annotate(node, _STEP_PATH)
     settle_phases(program)
-    _drop_unused_inputs(program)
-    program.finish()
-    name_operations(program.graph)
-    return program
+    written = {roles.written_input(role) for role in program.outputs}
+    program.keep_inputs(
+        lambda role, node: bool(node.users) or role in written or isinstance(role, roles.UserInput)
+    )
+    program.drop_dead()  # before anything is named
+    return program.finish()
 
 
 def _output_role(description, input_role, result) -> roles.Output | None:
@@ -331,13 +331,3 @@ def _set_results(graph: fx.Graph, results: list[fx.Node]) -> None:
     # The plain code generator returns the tuple as it stands; the joint graph's nests it.
     graph.set_codegen(fx.graph.CodeGen())
     graph.output(tuple(results))
-
-
-def _drop_unused_inputs(program: Program) -> None:
-    written = {roles.written_input(role) for role in program.outputs}
-    program.keep_inputs(
-        [
-            bool(node.users) or role in written or isinstance(role, roles.UserInput)
-            for node, role in zip(program.placeholders, program.inputs, strict=True)
-        ]
-    )

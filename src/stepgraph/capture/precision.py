@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import fx
 
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
 from stepgraph.program.metadata import meta
-from stepgraph.program.program import BACKWARD, Program, Value
+from stepgraph.program.program import BACKWARD, Program
 
 aten = torch.ops.aten
 
@@ -23,13 +25,12 @@ def cast(emit: Builder, node: fx.Node, dtype: torch.dtype | None, tag: str = "")
 
 def replace_gradients(program: Program, cast) -> None:
     """Puts ``cast(emit, name, gradient)`` in the place of each gradient."""
-    results = []
-    rows = zip(program.outputs, program.results, program.output_values, strict=True)
-    for index, (role, node, value) in enumerate(list(rows)):
+    rows = []
+    for role, node, value in program.output_rows:
         if isinstance(role, roles.Grad):
             emit = Builder(program, BACKWARD)
             emit.module = role.name.rpartition(".")[0]
             node = cast(emit, role.name, node)
-            program.output_values[index] = Value(value.shape, meta(node)["val"].dtype)
-        results.append(node)
-    program.graph.output_node().args = (tuple(results),)
+            value = replace(value, dtype=meta(node)["val"].dtype)
+        rows.append((role, node, value))
+    program.set_outputs(rows)

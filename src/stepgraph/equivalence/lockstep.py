@@ -20,7 +20,7 @@ from stepgraph.program.markers import REDUCE_GRAD, UNSHARD
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program, runnable
 from stepgraph.program.randomness import RANDOM, bound_to
-from stepgraph.program.shards import REDUCTIONS, cut
+from stepgraph.program.shards import REDUCTIONS, slice_of
 
 EXCHANGE = "exchange"  # what markers do: each rank gets what all bring
 
@@ -136,7 +136,7 @@ def _interpret(
         elif node.target is SHARD_OF:
             value, dim, ranks, mesh_dim = node.args
             index = mesh.position(rank)[mesh_dim]
-            values[node] = cut(values[value], dim, ranks, index)
+            values[node] = slice_of(values[value], dim, ranks, index)
         elif node.target is ON_FIRST:
             index = mesh.position(rank)[node.args[1]]
             values[node] = torch.zeros_like(values[node.args[0]]) if index else values[node.args[0]]

@@ -1,4 +1,4 @@
-"""Global values to run programs on, and running them: cut for every rank, joined again."""
+"""Global values to run programs on, and running them: sliced for every rank, joined again."""
 
 from __future__ import annotations
 

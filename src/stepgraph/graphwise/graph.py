@@ -16,14 +16,13 @@ from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
 from stepgraph import torch_internals
-from stepgraph.capture.annotations import annotate, value_of
-from stepgraph.capture.phases import settle_phases
+from stepgraph.capture.annotations import annotate, settle_phases
 from stepgraph.program import roles
 from stepgraph.program.layout import Spread
 from stepgraph.program.markers import UNSHARD
 from stepgraph.program.metadata import meta, set_meta
 from stepgraph.program.names import name_operations
-from stepgraph.program.program import Program
+from stepgraph.program.program import Program, Value
 
 _ATTRIBUTE = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]|\.([A-Za-z_]\w*)")
 aten = torch.ops.aten
@@ -119,8 +118,8 @@ class GraphProgram:
             joint,
             inputs,
             outputs,
-            [*map(value_of, placeholders)],
-            [*map(value_of, tensors)],
+            [*map(Value.of, placeholders)],
+            [*map(Value.of, tensors)],
         )
         kept = {node: dict(meta(node)) for node in [*placeholders, self._output]}
         for node in joint.graph.nodes:

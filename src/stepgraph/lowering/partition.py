@@ -1,4 +1,4 @@
-"""Cuts a lowered Program of forward and backward where a caller stands between the two."""
+"""Splits a lowered Program of forward and backward where a caller stands between the two."""
 
 from __future__ import annotations
 
@@ -23,12 +23,8 @@ def forward_and_backward(program: Program) -> tuple[Program, Program]:
     """
     nodes = [node for node in program.graph.nodes if node.op in ("call_function", "get_attr")]
     late = _backward_nodes(nodes)
-    gradients = {
-        node
-        for role, node in zip(program.outputs, program.results, strict=True)
-        if isinstance(role, roles.Grad)
-    }
-    role_of = dict(zip(program.placeholders, program.inputs, strict=True))
+    gradients = set(program.gradients.values())
+    role_of = {node: role for role, node, _ in program.input_rows}
     saved = [
         node
         for node in program.graph.nodes
@@ -41,9 +37,8 @@ def forward_and_backward(program: Program) -> tuple[Program, Program]:
         forward.take(node, role_of[node])
     forward.compute()
     for index, node in enumerate(saved):
-        forward.give(
-            roles.Saved(index), node, _described(node), isinstance(role_of.get(node), roles.Seed)
-        )
+        drawn = isinstance(role_of.get(node), roles.Seed)
+        forward.give(roles.Saved(index), node, Value.of(node), drawn)
     backward = _Side(program, [node for node in nodes if node in late or node.op == "get_attr"])
     for index, node in enumerate(saved):
         backward.take(node, roles.Saved(index))
@@ -51,9 +46,7 @@ def forward_and_backward(program: Program) -> tuple[Program, Program]:
         if node not in saved:
             backward.take(node, role_of[node])
     backward.compute()
-    for role, node, value in zip(
-        program.outputs, program.results, program.output_values, strict=True
-    ):
+    for role, node, value in program.output_rows:
         side = backward if isinstance(role, roles.Grad) else forward
         side.give(role, node, value)
     return forward.finish(), backward.finish()
@@ -72,11 +65,6 @@ def _backward_nodes(nodes: list[fx.Node]) -> set[fx.Node]:
 def _is_replaced(role: roles.Input | None) -> bool:
     """Whether the next forward brings another tensor, or writes into this one."""
     return isinstance(role, (roles.UserInput, roles.Seed))
-
-
-def _described(node: fx.Node) -> Value:
-    value = meta(node)["val"]
-    return Value(tuple(value.shape), value.dtype)
 
 
 class _Side:
@@ -117,9 +105,9 @@ class _Side:
             graph_module(self.program.module, self.graph),
             self.inputs,
             [role for role, _, _ in self.results],
-            [_described(node) for node in placeholders],
+            [*map(Value.of, placeholders)],
             [value for _, _, value in self.results],
             self.program.mesh,
         ).finish()
-        side.keep_inputs([bool(node.users) for node in placeholders])
+        side.keep_inputs(lambda _, node: bool(node.users))
         return side

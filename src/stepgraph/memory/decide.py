@@ -131,8 +131,7 @@ def _draws(node: fx.Node) -> bool:
 
 def _gathered(program: Program, parameters_too: bool) -> list[str]:
     """What was gathered, and what is only a view, copy or cast of it, is not kept: ranks have parts."""
-    rows = zip(program.placeholders, program.inputs, strict=True)
-    parameters = {node for node, role in rows if isinstance(role, roles.Param)}
+    parameters = {node for role, node, _ in program.input_rows if isinstance(role, roles.Param)}
     chain: set[fx.Node] = set()
     for node in program.operations(FORWARD):
         if is_collective(node) and _comes_from(node.args[0], parameters):

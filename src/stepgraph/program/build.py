@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ from torch import fx
 
 from stepgraph import torch_internals
 from stepgraph.program.metadata import meta, set_meta
-from stepgraph.program.program import Program, tensors_of
+from stepgraph.program.program import Program, Value, tensors_of
+from stepgraph.program.roles import Input, label
 from stepgraph.torch_internals import operators as private
 
 aten = torch.ops.aten
@@ -43,7 +45,7 @@ class Builder:
     """
 
     def __init__(self, program: Program, phase: str, point: fx.Node | None = None) -> None:
-        self.graph, self.phase = program.graph, phase
+        self.program, self.graph, self.phase = program, program.graph, phase
         self.point = point or program.graph.output_node()
         self.shapes = ShapeRunner(program.graph)
         self.module = ""
@@ -62,14 +64,17 @@ class Builder:
             return node
         return self(private.TO_COPY, node, dtype=dtype)
 
-    def input(self, label: str, like: Any) -> fx.Node:
-        """Adds a placeholder behind the last one; ``like`` gives shape, dtype and device."""
+    def input(self, role: Input, shape: Sequence[int], dtype: torch.dtype, device: Any) -> fx.Node:
+        """Adds an input behind the last one."""
         first = next(node for node in self.graph.nodes if node.op != "placeholder")
         with self.graph.inserting_before(first):
             node = self.graph.placeholder(f"input_{len(self.graph.nodes)}")
         node.target = node.name  # the argument's name; only the node's is made unique
         with self.shapes.mode:
-            set_meta(node, {"val": like(), "name": label})
+            made = torch.empty(tuple(shape), dtype=dtype, device=device)
+        set_meta(node, {"val": made, "name": label(role)})
+        self.program.inputs.append(role)
+        self.program.input_values.append(Value.of(node))
         return node
 
 

@@ -1,7 +1,7 @@
-"""Redistribution as graph nodes: collectives over a named mesh dimension, and local cuts.
+"""Redistribution as graph nodes: collectives over a named mesh dimension, and local slices.
 
 A group is written as the name of its mesh dimension, so one Program serves every rank; lowering
-binds names to process groups and cuts to this rank's position. Every collective is followed by the
+binds names to process groups and slices to this rank's position. Every collective is followed by the
 ``wait_tensor`` that completes it.
 """
 
@@ -69,7 +69,7 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def mesh_dim_of(node: fx.Node) -> str:
-    """The mesh dimension that a collective or a cut runs over: always its last argument."""
+    """The mesh dimension that a collective or a slice runs over: always its last argument."""
     return str(node.args[-1])
 
 
@@ -113,29 +113,29 @@ def redistribute(
 def _redistribute_in_blocks(
     emit, node: fx.Node, have: Placement, want: Placement, mesh_dim: str, ranks: int, size: int
 ) -> fx.Node:
-    """Where blocks of a dimension are cut: their own dimension for the while, an ordinary shard."""
-    cuts = [p for p in (have, want) if isinstance(p, Shard)]
-    alike = len({p.dim for p in cuts}) < len(cuts)
+    """Where blocks of a dimension are sharded: their own dimension for the while, an ordinary shard."""
+    shards = [p for p in (have, want) if isinstance(p, Shard)]
+    alike = len({p.dim for p in shards}) < len(shards)
     if alike or all(isinstance(p, InnerShard) for p in (have, want)):
         whole = redistribute(emit, node, have, Replicate(), mesh_dim, ranks, size)
         return redistribute(emit, whole, Replicate(), want, mesh_dim, ranks, size)
-    cut = have if isinstance(have, InnerShard) else want
-    assert isinstance(cut, InnerShard)
+    inner = have if isinstance(have, InnerShard) else want
+    assert isinstance(inner, InnerShard)
     shape = list(meta(node)["val"].shape)
-    shape[cut.dim : cut.dim + 1] = [cut.outer, shape[cut.dim] // cut.outer]
+    shape[inner.dim : inner.dim + 1] = [inner.outer, shape[inner.dim] // inner.outer]
     blocks = emit(aten.view.default, node, shape)
     if isinstance(have, InnerShard):
-        size //= cut.outer
+        size //= inner.outer
 
     def beside_blocks(placement: Placement) -> Placement:
-        behind = isinstance(placement, Shard) and placement.dim >= cut.dim
+        behind = isinstance(placement, Shard) and placement.dim >= inner.dim
         return Shard(placement.dim + 1) if behind else placement  # type: ignore[attr-defined]
 
     moved = redistribute(
         emit, blocks, beside_blocks(have), beside_blocks(want), mesh_dim, ranks, size
     )
     shape = list(meta(moved)["val"].shape)
-    shape[cut.dim : cut.dim + 2] = [shape[cut.dim] * shape[cut.dim + 1]]
+    shape[inner.dim : inner.dim + 2] = [shape[inner.dim] * shape[inner.dim + 1]]
     return emit(aten.view.default, moved, shape)
 
 
@@ -182,7 +182,7 @@ def _reduce_scatter(emit, node: fx.Node, op: str, dim: int, mesh_dim: str, ranks
 def _all_to_all(
     emit, node: fx.Node, source: int, target: int, mesh_dim: str, ranks: int, size: int
 ) -> fx.Node:
-    """Each rank sends to each other one its part of the new cut: what arrives is not gathered first."""
+    """Each rank sends to each other one its part of the new shard: what arrives is not gathered first."""
     shape = list(meta(node)["val"].shape)
     rows = chunk_size(shape[target], ranks)
     if missing := rows * ranks - shape[target]:

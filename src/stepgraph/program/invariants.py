@@ -133,7 +133,7 @@ def _waits_complete_collectives(program: Program):
 
 
 def _groups_exist(program: Program):
-    """Collectives and cuts run over dimensions of the Program's mesh."""
+    """Collectives and slices run over dimensions of the Program's mesh."""
     for node in program.operations():
         if not is_collective(node) and node.target not in (SHARD_OF, ON_FIRST):
             continue

@@ -30,9 +30,9 @@ Spread = Placement | Apart  # how slices of a batch have a value
 
 
 class InnerShard(Shard):
-    """A cut of the inner part of a dimension that is two flattened into one, (outer, inner).
+    """A shard of the inner part of a dimension that is two flattened into one, (outer, inner).
 
-    So is a batch that is cut once (sequence, batch) has been flattened, and heads once (batch, heads)
+    So is a batch that is sharded once (sequence, batch) has been flattened, and heads once (batch, heads)
     has: each rank holds its slice of every one of the ``outer`` blocks. torch calls it ``_StridedShard``.
     """
 
@@ -68,12 +68,12 @@ def to_torch(placement: Placement) -> Placement:
 
 
 def blocks_of(placement: Placement) -> int:
-    """How many blocks a cut takes its slices from: 1, or the outer size of an :class:`InnerShard`."""
+    """How many blocks a shard takes its slices from: 1, or the outer size of an :class:`InnerShard`."""
     return placement.outer if isinstance(placement, InnerShard) else 1
 
 
 class SplitBlockError(ValueError):
-    """Two mesh dimensions would cut one dimension so that a block of one lies on several of the other."""
+    """Two mesh dimensions would shard one dimension so that a block of one lies on several of the other."""
 
 
 def blocks_held(placement: Placement, others: Sequence[tuple[Placement, int]]) -> int:

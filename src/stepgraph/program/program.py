@@ -5,7 +5,7 @@ What nodes carry stands in :mod:`stepgraph.program.metadata`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,8 +14,8 @@ from torch import fx
 
 from stepgraph.program.layout import MeshShape, Placements
 from stepgraph.program.metadata import meta
-from stepgraph.program.names import BACKWARD, FORWARD, OPTIMIZER
-from stepgraph.program.roles import Input, Output
+from stepgraph.program.names import BACKWARD, FORWARD, OPTIMIZER, name_operations
+from stepgraph.program.roles import Grad, Input, Output
 from stepgraph.program.text import program_text
 from stepgraph.torch_internals.code import graph_module
 
@@ -29,6 +29,14 @@ class Value:
     shape: tuple[int, ...]
     dtype: torch.dtype
     placements: Placements | None = None
+
+    @classmethod
+    def of(cls, node: fx.Node | None) -> Value:
+        """That of a node's result, not placed; that of a number where it is no tensor."""
+        tensor = None if node is None else meta(node).get("val")
+        if not isinstance(tensor, torch.Tensor):
+            return cls((), torch.float32)
+        return cls(tuple(tensor.shape), tensor.dtype)
 
 
 @dataclass
@@ -63,6 +71,21 @@ class Program:
         """Result nodes, aligned with ``outputs``."""
         return list(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
+    @property
+    def input_rows(self) -> list[tuple[Input, fx.Node, Value]]:
+        """Role, node and description of each input."""
+        return list(zip(self.inputs, self.placeholders, self.input_values, strict=True))
+
+    @property
+    def output_rows(self) -> list[tuple[Output, fx.Node, Value]]:
+        """Role, node and description of each output."""
+        return list(zip(self.outputs, self.results, self.output_values, strict=True))
+
+    @property
+    def gradients(self) -> dict[str, fx.Node]:
+        """The results that are gradients, by parameter."""
+        return {role.name: node for role, node, _ in self.output_rows if isinstance(role, Grad)}
+
     def operations(self, phase: str | None = None) -> Iterator[fx.Node]:
         """All call nodes in order, of one phase if given."""
         for node in self.graph.nodes:
@@ -77,14 +100,21 @@ class Program:
         """The result node of a role."""
         return self.results[self.outputs.index(role)]
 
-    def keep_inputs(self, kept: Sequence[bool]) -> None:
-        """Drops the inputs for which ``kept`` is False: placeholders that nothing reads."""
-        rows = [*zip(self.placeholders, self.inputs, self.input_values, kept, strict=True)]
-        for node, _, _, keep in rows:
-            if not keep:
-                self.graph.erase_node(node)
-        self.inputs = [role for _, role, _, keep in rows if keep]
-        self.input_values = [value for _, _, value, keep in rows if keep]
+    def keep_inputs(self, keeps: Callable[[Input, fx.Node], bool]) -> None:
+        """Drops the inputs that are not kept: placeholders that nothing reads."""
+        rows = self.input_rows
+        kept = [(role, node, value) for role, node, value in rows if keeps(role, node)]
+        self.inputs = [role for role, _, _ in kept]
+        self.input_values = [value for _, _, value in kept]
+        for node in {node for _, node, _ in rows}.difference(node for _, node, _ in kept):
+            self.graph.erase_node(node)
+
+    def set_outputs(self, rows: Iterable[tuple[Output, fx.Node, Value]]) -> None:
+        """Role, node and description of each output from here on."""
+        rows = list(rows)
+        self.outputs = [role for role, _, _ in rows]
+        self.output_values = [value for _, _, value in rows]
+        self.graph.output_node().args = (tuple(node for _, node, _ in rows),)
 
     def note(self, text: str) -> None:
         """Adds a line to the report, once."""
@@ -110,7 +140,13 @@ class Program:
         )
 
     def finish(self) -> Program:
-        """Drops operations without effect; passes end with it, and lowering generates the code."""
+        """Names new operations, drops those without effect; passes end with it."""
+        name_operations(self.graph)
+        self.drop_dead()
+        return self
+
+    def drop_dead(self) -> None:
+        """Drops operations without effect."""
         for node in reversed(list(self.graph.nodes)):
             if (
                 node.op in ("call_function", "get_attr")
@@ -118,7 +154,6 @@ class Program:
                 and not _has_effect(node)
             ):
                 self.graph.erase_node(node)
-        return self
 
     def __str__(self) -> str:
         return program_text(self)

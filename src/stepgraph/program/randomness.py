@@ -117,7 +117,7 @@ def random(
         starts: where the part begins.
         rows: (dimension of the batch, ranks whose rows this part holds, micro-batches, blocks: how often
             the batch repeats along the dimension), or empty.
-        shards: ``"0:dp 1:tp"``: mesh dimensions that the part is cut along; binding to a rank turns
+        shards: ``"0:dp 1:tp"``: mesh dimensions that it is sharded along; binding to a rank turns
             them into ``starts``.
 
     Returns:

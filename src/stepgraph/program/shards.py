@@ -1,4 +1,4 @@
-"""Cutting tensors into ranks' parts and joining them again, on real values."""
+"""Slicing tensors into ranks' parts and joining them again, on real values."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def local_part(
         index = mesh.coordinate(rank)[axis]
         if isinstance(placement, InnerShard):
             blocks = blocks_held(placement, list(zip(placements[:axis], mesh.sizes, strict=False)))
-            parts = cut(
+            parts = slice_of(
                 _in_blocks(value, placement.dim, blocks), placement.dim + 1, mesh.sizes[axis], index
             )
             value = parts.flatten(placement.dim, placement.dim + 1)
         elif isinstance(placement, Shard):
-            value = cut(value, placement.dim, mesh.sizes[axis], index)
+            value = slice_of(value, placement.dim, mesh.sizes[axis], index)
         elif isinstance(placement, Partial) and index:
             value = torch.zeros_like(value)
     return value
@@ -52,7 +52,7 @@ def rows_held(size: int, ranks: int, index: int) -> int:
     return max(0, min(rows, size - index * rows))
 
 
-def cut(value: torch.Tensor, dim: int, ranks: int, index: int) -> torch.Tensor:
+def slice_of(value: torch.Tensor, dim: int, ranks: int, index: int) -> torch.Tensor:
     """Rank ``index``'s part of a whole tensor: equal rows of ``dim``, zero-padded at the end."""
     rows = chunk_size(value.shape[dim], ranks)
     start = min(index * rows, value.shape[dim])

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from stepgraph.capture.accumulators import accumulate, describe, node_named, replace_boundary_by_one
+from stepgraph.capture.accumulators import accumulate, node_named, replace_boundary_by_one
 from stepgraph.planning.decisions import Normalisation
 from stepgraph.program import roles
-from stepgraph.program.names import name_operations
-from stepgraph.program.program import Program
+from stepgraph.program.program import Program, Value
 from stepgraph.program.record import SUMMATION, Results, Values, program_pass
 
 
@@ -44,23 +43,7 @@ def accumulate_gradients(program: Program, normalisation: Normalisation) -> Prog
     if boundary is not None:
         replace_boundary_by_one(program, boundary, normalisation)
     accumulated = accumulate(program, normalisation)
-    kept = [
-        (role, node, value)
-        for role, node, value in zip(
-            program.outputs, program.results, program.output_values, strict=True
-        )
-        if not isinstance(role, (roles.Grad, roles.Loss))
-    ]
-    kept += [
-        (roles.NewAccumulator(name), node, describe(node)) for name, node in accumulated.items()
-    ]
-    _set_outputs(program, kept)
-    return program
-
-
-def _set_outputs(program: Program, rows: list) -> None:
-    program.outputs = [role for role, _, _ in rows]
-    program.output_values = [value for _, _, value in rows]
-    program.graph.output_node().args = (tuple(node for _, node, _ in rows),)
-    name_operations(program.graph)
-    program.finish()
+    kept = [row for row in program.output_rows if not isinstance(row[0], (roles.Grad, roles.Loss))]
+    grown = [(roles.NewAccumulator(name), n, Value.of(n)) for name, n in accumulated.items()]
+    program.set_outputs(kept + grown)
+    return program.finish()

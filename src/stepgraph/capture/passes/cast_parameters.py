@@ -12,7 +12,6 @@ from stepgraph.planning.request import AS_IT_IS, Precision
 from stepgraph.program import roles
 from stepgraph.program.build import Builder, ShapeRunner
 from stepgraph.program.metadata import meta
-from stepgraph.program.names import name_operations
 from stepgraph.program.program import FORWARD, Program, Value
 from stepgraph.program.record import program_pass
 from stepgraph.torch_internals import operators as private
@@ -42,10 +41,9 @@ def cast_parameters(
     if precision == AS_IT_IS:
         return program
     runner = ShapeRunner(program.graph)
-    rows = list(zip(program.placeholders, program.inputs, strict=True))
     position = {node: i for i, node in enumerate(program.graph.nodes)}
     emit = Builder(program, FORWARD)
-    for index, (node, role) in enumerate(rows):
+    for index, (role, node, _) in enumerate(program.input_rows):
         if not isinstance(role, roles.Param):
             continue
         value, master = meta(node)["val"], masters[role.name]
@@ -66,7 +64,6 @@ def cast_parameters(
         replace_gradients(
             program, lambda emit, name, node: _into(emit, node, masters[name], precision)
         )
-    name_operations(program.graph)
     return program.finish()
 
 

@@ -9,8 +9,7 @@ from stepgraph.capture.update import MAX_GRAD_NORM
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
 from stepgraph.program.metadata import meta
-from stepgraph.program.names import name_operations
-from stepgraph.program.program import OPTIMIZER, Program, Value
+from stepgraph.program.program import OPTIMIZER, Program
 from stepgraph.program.record import SUMMATION, Results, Values, program_pass
 from stepgraph.torch_internals import operators as private
 
@@ -42,18 +41,9 @@ def clip_gradients(program: Program, clip: bool) -> Program:
     if not clip:
         return program
     emit = Builder(program, OPTIMIZER)
-    gradients = {
-        role: node
-        for role, node in zip(program.outputs, program.results, strict=True)
-        if isinstance(role, roles.Grad)
-    }
+    gradients = program.gradients
     device = meta(next(iter(gradients.values())))["val"].device
-    limit = emit.input(
-        roles.label(roles.Scalar(MAX_GRAD_NORM)),
-        lambda: torch.empty((), dtype=torch.float64, device=device),
-    )
-    program.inputs.insert(program.placeholders.index(limit), roles.Scalar(MAX_GRAD_NORM))
-    program.input_values.insert(program.placeholders.index(limit), Value((), torch.float64))
+    limit = emit.input(roles.Scalar(MAX_GRAD_NORM), (), torch.float64, device)
     # 0-dim gradients last: they are whole on every rank, unlike the sums before them.
     total = None
     for gradient in sorted(gradients.values(), key=lambda node: meta(node)["val"].dim() == 0):
@@ -70,12 +60,11 @@ def clip_gradients(program: Program, clip: bool) -> Program:
     coefficient = emit(aten.clamp.default, wanted, None, 1.0)
     results = list(program.results)
     factors: dict[torch.dtype, fx.Node] = {}
-    for role, gradient in gradients.items():
+    for name, gradient in gradients.items():
         dtype = meta(gradient)["val"].dtype  # as the factor's, or a 0-dim gradient is promoted
         if dtype not in factors:
             factors[dtype] = emit(private.TO_COPY, coefficient, dtype=dtype)
         clipped = emit(aten.mul.Tensor, gradient, factors[dtype])
-        results[program.outputs.index(role)] = clipped
+        results[program.outputs.index(roles.Grad(name))] = clipped
     program.graph.output_node().args = (tuple(results),)
-    name_operations(program.graph)
     return program.finish()

@@ -7,7 +7,6 @@ import torch
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
 from stepgraph.program.metadata import meta
-from stepgraph.program.names import name_operations
 from stepgraph.program.program import FORWARD, Program
 from stepgraph.program.record import DISTRIBUTION, Results, Values, program_pass
 
@@ -37,14 +36,11 @@ def draw_seed(program: Program, rank: int) -> Program:
     """The seed of a graph's random operations comes out of torch's generator, once a forward."""
     if roles.Seed() not in program.inputs:
         return program
-    index = program.inputs.index(roles.Seed())
-    given = program.placeholders[index]
+    given = program.input_node(roles.Seed())
     first = next(program.operations())
     emit = Builder(program, FORWARD, first)
     device = meta(given)["val"].device
     words = emit(aten.randint.low, 0, 2**62, [3], dtype=torch.int64, device=device)
     given.replace_all_uses_with(emit(aten.add.Scalar, words, rank * _APART))
-    program.graph.erase_node(given)
-    del program.inputs[index], program.input_values[index]
-    name_operations(program.graph)
+    program.keep_inputs(lambda role, _: role != roles.Seed())
     return program.finish()

@@ -11,7 +11,6 @@ from stepgraph.planning.decisions import Normalisation
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
 from stepgraph.program.metadata import meta
-from stepgraph.program.names import name_operations
 from stepgraph.program.program import BACKWARD, OPTIMIZER, Program
 from stepgraph.program.record import SUMMATION, Results, Values, program_pass
 from stepgraph.torch_internals import operators as private
@@ -71,7 +70,7 @@ def finish_accumulation(
     averaged = normalisation.gradient_kind == "avg"
     emit = Builder(program, OPTIMIZER)
     results = []
-    for role, node in zip(program.outputs, program.results, strict=True):
+    for role, node, _ in program.output_rows:
         if isinstance(role, roles.Grad):
             total = sums[f"grad:{role.name}"]
             if factor is not None:
@@ -82,7 +81,6 @@ def finish_accumulation(
             node = emit(aten.div.Scalar, total, micro_batches) if averaged else total
         results.append(loss if isinstance(role, roles.Loss) else node)
     program.graph.output_node().args = (tuple(results),)
-    name_operations(program.graph)
     return program.finish()
 
 

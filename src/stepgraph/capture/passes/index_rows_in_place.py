@@ -10,7 +10,6 @@ from torch.fx.node import map_arg
 
 from stepgraph.program.build import Builder
 from stepgraph.program.metadata import meta
-from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
 from stepgraph.program.record import program_pass
 from stepgraph.torch_internals import operators as private
@@ -58,7 +57,6 @@ def index_rows_in_place(program: Program) -> Program:
         picked = emit(aten.index_select.default, x, 1, flat)
         result = emit(aten.view.default, picked, list(shape))
         node.replace_all_uses_with(result)
-    name_operations(program.graph)
     return program.finish()
 
 

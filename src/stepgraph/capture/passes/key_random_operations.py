@@ -20,8 +20,7 @@ from stepgraph.errors import RandomOperationError
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
 from stepgraph.program.metadata import meta
-from stepgraph.program.names import name_operations
-from stepgraph.program.program import Program, Value
+from stepgraph.program.program import Program
 from stepgraph.program.randomness import BITS, EXPONENTIAL, NORMAL, RANDOM
 from stepgraph.program.record import DISTRIBUTION, Results, Values, program_pass
 
@@ -59,7 +58,6 @@ def key_random_operations(program: Program) -> Program:
         _check(node)
         results = TABLE[node.target](draw, *node.args, **_plain(node.kwargs))
         _replace(node, results)
-    name_operations(program.graph)
     return program.finish()
 
 
@@ -262,13 +260,7 @@ def _seed_input(program: Program, node: fx.Node) -> fx.Node:
     value = meta(node)["val"]
     device = (value[0] if isinstance(value, (tuple, list)) else value).device
     emit = Builder(program, meta(node)["phase"], node)
-    seed = emit.input(
-        roles.label(roles.Seed()), lambda: torch.empty(3, dtype=torch.int64, device=device)
-    )
-    index = program.placeholders.index(seed)
-    program.inputs.insert(index, roles.Seed())
-    program.input_values.insert(index, Value((3,), torch.int64))
-    return seed
+    return emit.input(roles.Seed(), (3,), torch.int64, device)
 
 
 def _replace(node: fx.Node, results: Made) -> None:

@@ -11,7 +11,6 @@ from stepgraph.capture.precision import cast, replace_gradients
 from stepgraph.planning.request import AS_IT_IS, Precision
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
-from stepgraph.program.names import name_operations
 from stepgraph.program.program import BACKWARD, Program
 from stepgraph.program.record import SUMMATION, program_pass
 
@@ -41,7 +40,7 @@ def reduce_gradients_in(
 
     totals = {
         role.name.removeprefix("grad:"): node
-        for node, role in zip(program.placeholders, program.inputs, strict=True)
+        for role, node, _ in program.input_rows
         if isinstance(role, roles.Accumulator) and role.name.startswith("grad:")
     }
     for name, accumulator in totals.items():
@@ -52,7 +51,6 @@ def reduce_gradients_in(
             reader.replace_input_with(total, new)
     if not totals:
         replace_gradients(program, reduced)
-    name_operations(program.graph)
     return program.finish()
 
 

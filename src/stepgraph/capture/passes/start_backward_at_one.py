@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import fx
 
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
 from stepgraph.program.metadata import meta
-from stepgraph.program.names import name_operations
 from stepgraph.program.program import BACKWARD, Program
 from stepgraph.program.record import program_pass
 
@@ -29,12 +27,5 @@ def start_backward_at_one(program: Program) -> Program:
     value = meta(tangent)["val"]
     one = emit(aten.full.default, [], 1.0, dtype=value.dtype, device=value.device)
     tangent.replace_all_uses_with(one)
-    _drop_input(program, tangent)
-    name_operations(program.graph)
+    program.keep_inputs(lambda role, _: role != roles.Tangent())
     return program.finish()
-
-
-def _drop_input(program: Program, node: fx.Node) -> None:
-    index = program.placeholders.index(node)
-    program.graph.erase_node(node)
-    del program.inputs[index], program.input_values[index]

@@ -19,7 +19,6 @@ from stepgraph.errors import OptimizerError
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
 from stepgraph.program.metadata import meta
-from stepgraph.program.names import name_operations
 from stepgraph.program.program import OPTIMIZER, Program, Value
 from stepgraph.program.record import SUMMATION, Results, Values, program_pass
 
@@ -60,12 +59,7 @@ def update_parameters(
     if optimizer is None:
         return program
     adder = _Updates(program, optimizer, counters)
-    gradients = [
-        (role.name, node)
-        for role, node in zip(program.outputs, program.results, strict=True)
-        if isinstance(role, roles.Grad)
-    ]
-    for name, gradient in gradients:
+    for name, gradient in program.gradients.items():
         if name in optimizer.group_of:
             adder.update(name, gradient)
     adder.finish()
@@ -78,8 +72,8 @@ class _Updates:
     ) -> None:
         self.program, self.optimizer, self.counters = program, optimizer, counters
         self.emit = Builder(program, OPTIMIZER)
-        self.inputs = dict(zip(program.inputs, program.placeholders, strict=True))
-        self.new: dict[roles.Output, tuple[fx.Node, Value]] = {}
+        self.inputs = {role: node for role, node, _ in program.input_rows}
+        self.new: dict[roles.Output, fx.Node] = {}
         self.scalars: dict[Any, fx.Node] = {}
 
     def update(self, name: str, gradient: fx.Node) -> None:
@@ -100,21 +94,13 @@ class _Updates:
         ]
         self.emit.module = name.rpartition(".")[0]
         results = self._instantiate(rule, [parameter, gradient, *states, *numbers])
-        self._set(roles.NewParam(name), results[0])
+        self.new[roles.NewParam(name)] = results[0]
         for key, result in zip(rule.states, results[1:], strict=True):
-            role = roles.NewOptimizerState(owners[key], key)
-            if role not in self.new:
-                self._set(role, result)
-
-    def _set(self, role: roles.Output, node: fx.Node) -> None:
-        value = meta(node)["val"]
-        self.new[role] = (node, Value(tuple(value.shape), value.dtype))
+            self.new.setdefault(roles.NewOptimizerState(owners[key], key), result)
 
     def _input(self, role: roles.Input, shape: Sequence[int], dtype, device) -> fx.Node:
         if role not in self.inputs:
-            self.inputs[role] = self.emit.input(
-                roles.label(role), lambda: torch.empty(shape, dtype=dtype, device=device)
-            )
+            self.inputs[role] = self.emit.input(role, shape, dtype, device)
         return self.inputs[role]
 
     def _instantiate(self, rule: UpdateRule, arguments: list[fx.Node]) -> list[fx.Node]:
@@ -152,30 +138,15 @@ class _Updates:
         return self.scalars[key]
 
     def finish(self) -> None:
-        """Rewrites inputs and outputs of the Program."""
-        program = self.program
-        roles_of = {node: role for role, node in self.inputs.items()}
-        values = dict(
-            zip(program.placeholders[: len(program.inputs)], program.input_values, strict=False)
-        )
-        program.inputs = [roles_of[node] for node in program.placeholders]
-        program.input_values = [
-            values.get(node) or Value(tuple(meta(node)["val"].shape), meta(node)["val"].dtype)
-            for node in program.placeholders
-        ]
+        """New parameters stand in the place of their gradients."""
         kept = [
-            (role, node, value)
-            for role, node, value in zip(
-                program.outputs, program.results, program.output_values, strict=True
-            )
-            if not (isinstance(role, roles.Grad) and roles.NewParam(role.name) in self.new)
+            row
+            for row in self.program.output_rows
+            if not (isinstance(row[0], roles.Grad) and roles.NewParam(row[0].name) in self.new)
         ]
-        kept += [(role, node, value) for role, (node, value) in self.new.items()]
-        program.outputs = [role for role, _, _ in kept]
-        program.output_values = [value for _, _, value in kept]
-        program.graph.output_node().args = (tuple(node for _, node, _ in kept),)
-        name_operations(program.graph)
-        program.finish()
+        made = [(role, node, Value.of(node)) for role, node in self.new.items()]
+        self.program.set_outputs(kept + made)
+        self.program.finish()
 
 
 def _key(argument: Any) -> Any:

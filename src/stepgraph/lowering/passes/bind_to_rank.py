@@ -9,7 +9,6 @@ from stepgraph.program.build import Builder
 from stepgraph.program.collectives import ON_FIRST, SHARD_OF, mesh_dim_of
 from stepgraph.program.layout import chunk_size
 from stepgraph.program.metadata import meta
-from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
 from stepgraph.program.randomness import RANDOM, bound_to
 from stepgraph.program.record import program_pass
@@ -40,7 +39,6 @@ def bind_to_rank(program: Program, rank: int) -> Program:
             _first_only(program, node, coordinate[mesh_dim_of(node)])
         elif node.target is RANDOM:
             node.args = bound_to(node, coordinate, dict(program.mesh.dims))
-    name_operations(program.graph)
     return program.finish()
 
 

@@ -28,7 +28,7 @@ def write_state_in_place(program: Program) -> Program:
     Not before the last reader of the input's old value (or of a view of it). Where the new value is an
     all-gather, the gather writes straight into the input: no buffer, no copy.
     """
-    inputs = dict(zip(program.inputs, program.placeholders, strict=True))
+    inputs = {role: node for role, node, _ in program.input_rows}
     root = storage_roots(program)
     _keep_old_values(program, inputs, root)
     position = {node: i for i, node in enumerate(program.graph.nodes)}
@@ -38,9 +38,7 @@ def write_state_in_place(program: Program) -> Program:
         for source in node.all_input_nodes:
             last_read[root[source]] = position[node]
     kept = []
-    for role, node, value in zip(
-        program.outputs, program.results, program.output_values, strict=True
-    ):
+    for role, node, value in program.output_rows:
         written = roles.written_input(role)
         if written is None or written not in inputs:
             kept.append((role, node, value))
@@ -55,9 +53,7 @@ def write_state_in_place(program: Program) -> Program:
             same = {key: v for key, v in meta(node).items() if key in ("val", "phase", "module")}
             set_meta(copy, {"phase": OPTIMIZER, **same})
             meta(copy)["name"] = f"{roles.label(written)}/write"
-    program.outputs = [role for role, _, _ in kept]
-    program.output_values = [value for _, _, value in kept]
-    program.graph.output_node().args = (tuple(node for _, node, _ in kept),)
+    program.set_outputs(kept)
     return program.finish()
 
 

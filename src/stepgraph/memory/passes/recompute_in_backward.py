@@ -7,7 +7,6 @@ from torch.fx.node import map_arg
 
 from stepgraph.planning.decisions import MemoryDecision
 from stepgraph.program.metadata import meta, set_meta
-from stepgraph.program.names import name_operations
 from stepgraph.program.program import BACKWARD, FORWARD, Program
 from stepgraph.program.record import program_pass
 
@@ -33,7 +32,6 @@ def recompute_in_backward(program: Program, decision: MemoryDecision) -> Program
         node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda a: copies.get(a, a))
     for note in decision.notes:
         program.note(note)
-    name_operations(program.graph)
     return program.finish()
 
 

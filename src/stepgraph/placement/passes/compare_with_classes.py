@@ -15,7 +15,6 @@ from stepgraph.placement.rules.vocabulary import (
 )
 from stepgraph.program.build import Builder
 from stepgraph.program.metadata import meta
-from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
 from stepgraph.program.record import program_pass
 
@@ -38,7 +37,6 @@ def compare_with_classes(program: Program) -> Program:
     for node in list(program.operations()):
         if node.target is aten.scatter.value and one_a_row(node):
             node.replace_all_uses_with(_compared(program, node))
-    name_operations(program.graph)
     return program.finish()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from stepgraph.operators.views import REARRANGES
 from stepgraph.program.metadata import meta, set_meta
-from stepgraph.program.names import name_operations
 from stepgraph.program.program import OPTIMIZER, Program
 from stepgraph.program.record import program_pass
 
@@ -27,5 +26,4 @@ def copy_views(program: Program, views_apart: bool) -> Program:
             unnamed = {key: v for key, v in meta(node).items() if key != "name"}
             set_meta(copy, unnamed | {"phase": meta(reader)["phase"]})
             reader.replace_input_with(node, copy)
-    name_operations(program.graph)
     return program.finish()

@@ -11,7 +11,6 @@ from stepgraph.program.collectives import redistribute
 from stepgraph.program.layout import chunk_size
 from stepgraph.program.markers import REDUCE_GRAD, UNSHARD
 from stepgraph.program.metadata import meta
-from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
 from stepgraph.program.record import SUMMATION, program_pass
 
@@ -43,7 +42,6 @@ def place_markers(program: Program) -> Program:
         if any(user.op == "output" for user in node.users) and placed.op == "placeholder":
             placed = emit(aten.clone.default, placed)  # a result of the graph is no input of it
         node.replace_all_uses_with(placed)
-    name_operations(program.graph)
     return program.finish()
 
 

@@ -9,7 +9,6 @@ from stepgraph.program.build import Builder
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.mesh_roles import Role
 from stepgraph.program.metadata import meta
-from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
 from stepgraph.program.record import SUMMATION, program_pass
 from stepgraph.torch_internals import operators as private
@@ -32,7 +31,6 @@ def spell_out_log_softmax(program: Program, mesh: MeshShape) -> Program:
         emit = Builder(program, meta(node)["phase"], node)
         emit.module = meta(node)["module"]
         node.replace_all_uses_with(_SPELLED[node.target](emit, node))
-    name_operations(program.graph)
     return program.finish()
 
 

@@ -16,7 +16,6 @@ from torch import fx
 from stepgraph.program.build import Builder
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.metadata import meta
-from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
 from stepgraph.program.record import SUMMATION, program_pass
 from stepgraph.torch_internals import operators as private
@@ -44,7 +43,6 @@ def spell_out_norms(program: Program, mesh: MeshShape) -> Program:
             program.graph.erase_node(reader)
         program.graph.erase_node(node)
     program.graph.eliminate_dead_code()
-    name_operations(program.graph)
     return program.finish()
 
 

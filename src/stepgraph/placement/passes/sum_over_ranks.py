@@ -21,7 +21,6 @@ from stepgraph.program.build import Builder
 from stepgraph.program.collectives import redistribute
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.metadata import meta
-from stepgraph.program.names import name_operations
 from stepgraph.program.program import BACKWARD, FORWARD, Program
 from stepgraph.program.record import SUMMATION, Results, Values, program_pass
 from stepgraph.program.shards import REDUCTIONS
@@ -88,7 +87,6 @@ def sum_over_ranks(program: Program, mesh: MeshShape, sums: Sums) -> Program:
     summed.add_up(sums.totals, {*sums.tail, "output"})
     for note in sums.notes:
         program.note(note)
-    name_operations(program.graph)
     return program.finish()
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from stepgraph import torch_internals
 from stepgraph.planning.decisions import ScheduleDecision
 from stepgraph.program.metadata import meta
-from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
 from stepgraph.program.record import program_pass
 from stepgraph.schedule.waits import moved_last_first
@@ -30,5 +29,4 @@ def delay_waits(program: Program, decision: ScheduleDecision, overlaps: bool) ->
         first = min(points, default=node.next)
         if first is not node.next and first.op == "call_function":
             first.prepend(node)
-    name_operations(program.graph)
     return program.finish()

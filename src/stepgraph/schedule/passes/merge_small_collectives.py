@@ -16,7 +16,6 @@ from stepgraph.planning.decisions import ScheduleDecision
 from stepgraph.program.build import Builder
 from stepgraph.program.collectives import contiguous
 from stepgraph.program.metadata import meta
-from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program
 from stepgraph.program.record import program_pass
 from stepgraph.schedule.buckets import can_run_first, can_run_last, positions
@@ -40,7 +39,6 @@ def merge_small_collectives(program: Program, decision: ScheduleDecision) -> Pro
         members = [named[name] for name in names]
         if _merge(program, members, position):
             position = positions(program)
-    name_operations(program.graph)
     return program.finish()
 
 

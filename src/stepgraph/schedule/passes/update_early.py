@@ -17,7 +17,6 @@ from stepgraph.planning.decisions import ScheduleDecision
 from stepgraph.program import roles
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.metadata import meta
-from stepgraph.program.names import name_operations
 from stepgraph.program.program import OPTIMIZER, Program
 from stepgraph.program.record import program_pass
 
@@ -54,7 +53,6 @@ def update_early(program: Program, decision: ScheduleDecision) -> Program:
     output = program.graph.output_node()
     for node in sorted(operations, key=lambda node: order.get(node) or (place[node], 1)):
         output.prepend(node)
-    name_operations(program.graph)
     return program.finish()
 
 
@@ -65,9 +63,9 @@ def _last_readers(program: Program, position: dict[fx.Node, int]) -> dict[fx.Nod
     for node, place in position.items():
         if meta(node)["phase"] != OPTIMIZER:
             last |= dict.fromkeys((root[source] for source in node.all_input_nodes), place)
-    inputs = dict(zip(program.inputs, program.placeholders, strict=True))
+    inputs = {role: node for role, node, _ in program.input_rows}
     return {
         node: last.get(inputs[written], -1)
-        for role, node in zip(program.outputs, program.results, strict=True)
+        for role, node, _ in program.output_rows
         if (written := roles.written_input(role)) in inputs
     }

@@ -133,9 +133,8 @@ class _Checker:
                 for ranks in self.bound.values():
                     self._check_lowering(ranks, lowerings)
             except InvariantError as error:
-                # Its result cannot even be run.
-                name = str(error).split(":")[0].removeprefix("after ")
-                self.report.fail(name, "", str(error).splitlines()[0])
+                last = self.driver.runs[-1]  # its result cannot even be run
+                self.report.fail(last.name, last.program, error.what)
             if not self.report.ok:
                 break
         return self.report

@@ -116,7 +116,7 @@ def check_graphs(
         if not isinstance(inner, InvariantError):
             raise
         # A pass's result cannot even be run.
-        report.fail(inner.what.split(":")[0].removeprefix("after "), "graph", inner.what)
+        report.fail(graphs.driver.runs[-1].name, "graph", inner.what)
         return report
     for number, record in enumerate(recorder.records):
         _check(report, f"graph {number}", record, ranks.rank, ranks.groups)

@@ -19,10 +19,19 @@ from tests.end_to_end.models import ROWS, bring
 from tests.support import CPU
 
 MODELS = ("llama", "gpt2", "vit", "mixtral", "convolutional")
-PRESETS = {
+MESHES = {
     2: {"ddp": "dp=2", "zero1": "dp=2", "zero2": "dp=2", "zero3": "dp=2", "auto": "dp=2"},
     4: {"hsdp": "replicate=2,shard=2", "tp+zero3": "dp=2,tp=2", "tp+sp+zero3": "dp=2,tp=2"},
 }
+ALL = {ranks: [(m, p) for m in MODELS for p in presets] for ranks, presets in MESHES.items()}
+# Every model and every preset once; the others are slow.
+QUICK = {
+    2: [
+        ("llama", "ddp"), ("gpt2", "zero1"), ("vit", "zero2"), ("mixtral", "zero3"),
+        ("convolutional", "auto"),
+    ],
+    4: [("llama", "tp+sp+zero3"), ("gpt2", "tp+zero3"), ("convolutional", "hsdp")],
+}  # fmt: skip
 
 
 class Collectives(TorchDispatchMode):
@@ -51,69 +60,67 @@ def predicted_of(plan: stepgraph.Plan) -> dict[str, tuple[int, int]]:
     return {kind: tuple(total) for kind, total in found.items()}
 
 
-def run(ranks: int, models: tuple[str, ...]) -> dict[str, Any]:
+def run(ranks: int, cases: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
     """By model and preset: what was predicted, what ran, and whether programs and memory agree."""
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    found: dict[str, Any] = {}
-    for name in models:
-        for preset, mesh in PRESETS[ranks].items():
-            brought = bring(name)
-            loss = brought.loss or default_loss
-            planned = stepgraph.plan(
-                bring(name).model,
-                example=brought.batch,
-                loss=loss,
-                mesh=mesh,
-                placement=preset,
-                memory="none",
-                device="cpu",
-                compute_dtype=None,
-            )
-            model = brought.model
-            engine = stepgraph.Engine(
-                model,
-                loss=loss,
-                optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
-                mesh=mesh,
-                plan=planned if preset == "auto" else preset,
-                lowering="eager",
-            )
-            rank = engine._ranks.rank
-            shape = engine.plan.mesh
-            each = ROWS // shape.data_size
-            start = shape.data_rank(rank) * each
-            batch = {k: v[start : start + each].clone() for k, v in brought.batch.items()}
+    found: dict[tuple[str, str], Any] = {}
+    for name, preset in cases:
+        mesh = MESHES[ranks][preset]
+        brought = bring(name)
+        loss = brought.loss or default_loss
+        planned = stepgraph.plan(
+            bring(name).model,
+            example=brought.batch,
+            loss=loss,
+            mesh=mesh,
+            placement=preset,
+            memory="none",
+            device="cpu",
+            compute_dtype=None,
+        )
+        model = brought.model
+        engine = stepgraph.Engine(
+            model,
+            loss=loss,
+            optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
+            mesh=mesh,
+            plan=planned if preset == "auto" else preset,
+            lowering="eager",
+        )
+        rank = engine._ranks.rank
+        shape = engine.plan.mesh
+        each = ROWS // shape.data_size
+        start = shape.data_rank(rank) * each
+        batch = {k: v[start : start + each].clone() for k, v in brought.batch.items()}
+        engine.step(batch)
+        with Collectives() as seen:
             engine.step(batch)
-            with Collectives() as seen:
-                engine.step(batch)
-            leaves = flatten_batch(batch, CPU)
-            step = engine._programs_of("step", leaves).programs["step"]
-            held = [argument for argument in step.arguments if argument is not None]
-            with LiveMemory([*held, *leaves.leaves]) as live:
-                engine.step(batch)
-            programs = planned.programs(
-                bring(name).model, example=brought.batch, loss=loss, rank=rank
-            )
-            found[f"{name} {preset}"] = {
-                "predicted": predicted_of(planned),
-                "ran": {kind: (n, seen.bytes[kind]) for kind, n in seen.calls.items()},
-                "peak": (planned.predicted.peak_bytes, live.peak),
-                "same program": str(programs["step"]) == str(engine.programs["step"]),
-            }
+        leaves = flatten_batch(batch, CPU)
+        step = engine._programs_of("step", leaves).programs["step"]
+        held = [argument for argument in step.arguments if argument is not None]
+        with LiveMemory([*held, *leaves.leaves]) as live:
+            engine.step(batch)
+        programs = planned.programs(bring(name).model, example=brought.batch, loss=loss, rank=rank)
+        found[name, preset] = {
+            "predicted": predicted_of(planned),
+            "ran": {kind: (n, seen.bytes[kind]) for kind, n in seen.calls.items()},
+            "peak": (planned.predicted.peak_bytes, live.peak),
+            "same program": str(programs["step"]) == str(engine.programs["step"]),
+        }
     return found
 
 
 @pytest.fixture(scope="module")
-def two():
-    return launch(run, 2, MODELS, ranks=2)
+def quick():
+    return {ranks: launch(run, ranks, cases, ranks=ranks) for ranks, cases in QUICK.items()}
 
 
 @pytest.fixture(scope="module")
-def four():
-    return launch(run, 4, ("llama", "gpt2", "convolutional"), ranks=4)
+def every():
+    return {ranks: launch(run, ranks, cases, ranks=ranks) for ranks, cases in ALL.items()}
 
 
-def check(found: list[dict[str, Any]], case: str) -> None:
+def check(found: list[dict[tuple[str, str], Any]], *case: str) -> None:
     for rank in found:
         row = rank[case]
         assert row["ran"] == row["predicted"], row
@@ -122,13 +129,16 @@ def check(found: list[dict[str, Any]], case: str) -> None:
         assert predicted == pytest.approx(measured, rel=0.05)
 
 
-@pytest.mark.parametrize("preset", PRESETS[2])
-@pytest.mark.parametrize("name", MODELS)
-def test_on_two_ranks(two, name, preset):
-    check(two, f"{name} {preset}")
+def flat(cases: dict[int, list[tuple[str, str]]]) -> list[tuple[int, str, str]]:
+    return [(ranks, *case) for ranks, some in cases.items() for case in some]
 
 
-@pytest.mark.parametrize("preset", PRESETS[4])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "convolutional"])
-def test_on_four_ranks(four, name, preset):
-    check(four, f"{name} {preset}")
+@pytest.mark.parametrize(("ranks", "model", "preset"), flat(QUICK))
+def test_on_real_ranks(quick, ranks, model, preset):
+    check(quick[ranks], model, preset)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "model", "preset"), flat(ALL))
+def test_every_model_under_every_preset(every, ranks, model, preset):
+    check(every[ranks], model, preset)

@@ -34,10 +34,9 @@ from stepgraph.placement.presets.named import stored_parameter
 from stepgraph.planning.request import Precision, StepSettings
 from stepgraph.program import roles
 from stepgraph.report.text import engine_report
-from stepgraph.runtime.batches import LocalBatch, cut_micro_batches, flatten_batch, in_turn
+from stepgraph.runtime.batches import LocalBatch, flatten_batch, in_turn, split_micro_batches
 from stepgraph.runtime.checkpoints.checkpoint import Saver
-from stepgraph.runtime.compiler import MAX_SHAPES, Compiler
-from stepgraph.runtime.entries import Compiled
+from stepgraph.runtime.compiler import MAX_SHAPES, Compiled, Compiler
 from stepgraph.runtime.ranks import join_ranks
 from stepgraph.runtime.state import State
 from stepgraph.torch_internals import pytree
@@ -167,7 +166,7 @@ class Engine(SavesAndLoads):
         """
         self._saver.check()
         local = flatten_batch(batch, self._device)
-        pieces = cut_micro_batches(local, self._compiler.settings.micro_batches)
+        pieces = split_micro_batches(local, self._compiler.settings.micro_batches)
         compiled = self._programs_of("step", local)
         if compiled is None:
             return self._step_in_graphs(pieces, local.tree)

@@ -28,8 +28,7 @@ from stepgraph.planning.plan import Plan
 from stepgraph.planning.request import Precision, StepSettings
 from stepgraph.program import roles
 from stepgraph.runtime.batches import LocalBatch, flatten_batch
-from stepgraph.runtime.compiler import MAX_SHAPES, Compiler
-from stepgraph.runtime.entries import Compiled
+from stepgraph.runtime.compiler import MAX_SHAPES, Compiled, Compiler
 from stepgraph.runtime.ranks import join_ranks
 from stepgraph.runtime.state import State
 from stepgraph.torch_internals import pytree

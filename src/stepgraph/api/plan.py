@@ -22,9 +22,8 @@ from stepgraph.memory.presets import parse_policy
 from stepgraph.placement.presets.named import check_preset
 from stepgraph.planning import plan as data
 from stepgraph.planning.difference import difference
-from stepgraph.planning.file import load_plan, plan_from_json, save_plan
+from stepgraph.planning.file import load_plan, plan_from_json, plan_to_json, save_plan
 from stepgraph.planning.request import AUTO, Precision, StepSettings
-from stepgraph.planning.to_json import plan_to_json
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.program import Program
 from stepgraph.report.plan_text import plan_page, plan_summary

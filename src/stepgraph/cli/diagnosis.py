@@ -17,7 +17,7 @@ import torch
 from stepgraph.cli import launcher
 from stepgraph.cli.findings import FAILED, NOT_HERE, OK, Check
 from stepgraph.cli.trials import SECONDS, TRIALS, try_out
-from stepgraph.runtime.scheduling import communication_first
+from stepgraph.runtime.ranks import communication_first
 from stepgraph.torch_internals import inductor
 
 TESTED_TORCH = ("2.11", "2.13")

@@ -33,7 +33,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from stepgraph.errors import LaunchError, StepgraphError
-from stepgraph.runtime.scheduling import communication_first
+from stepgraph.runtime.ranks import communication_first
 
 LOCALHOST = "127.0.0.1"
 MONITOR_SECONDS = 0.1

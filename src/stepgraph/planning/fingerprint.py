@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from stepgraph.errors import PlanError, name_a_few
+from stepgraph.planning.reading import TypeText
 
 _AT_MOST = 3
 
@@ -24,8 +25,8 @@ class Fingerprint:
     tensor; global shapes. ``frozen``: parameters that take no gradient.
     """
 
-    parameters: dict[str, str] = field(default_factory=dict)
-    buffers: dict[str, str] = field(default_factory=dict)
+    parameters: dict[str, TypeText] = field(default_factory=dict)
+    buffers: dict[str, TypeText] = field(default_factory=dict)
     frozen: tuple[str, ...] = ()
 
     def check(self, model: nn.Module) -> None:
@@ -44,13 +45,8 @@ class Fingerprint:
 
     def differences(self, other: Fingerprint) -> list[str]:
         """What ``other`` (a model at hand) has otherwise than this (the plan's), in words."""
-        found = []
-        kinds = (
-            ("parameter", self.parameters, other.parameters),
-            ("buffer", self.buffers, other.buffers),
-        )
-        for kind, mine, theirs in kinds:
-            found += _differences(kind, mine, theirs)
+        found = _differences("parameter", self.parameters, other.parameters)
+        found += _differences("buffer", self.buffers, other.buffers)
         shared = self.parameters.keys() & other.parameters.keys()
         frozen = sorted((set(other.frozen) - set(self.frozen)) & shared)
         trained = sorted((set(self.frozen) - set(other.frozen)) & shared)

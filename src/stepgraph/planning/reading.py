@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+import torch
 from msgspec import Meta
 
 Kind = TypeVar("Kind")
@@ -26,11 +27,14 @@ _TYPES = rf"^(= .*|{_TYPE}(, {_TYPE})*|)\Z"
 
 Text = Annotated[str, Meta(max_length=4096)]
 Count = Annotated[int, Meta(ge=0, le=LARGEST_INTEGER)]
+Positive = Annotated[int, Meta(ge=1, le=LARGEST_INTEGER)]
+AnyInteger = Annotated[int, Meta(ge=-LARGEST_INTEGER - 1, le=LARGEST_INTEGER)]
 Number = Annotated[float, Meta(ge=0, le=_LARGEST_NUMBER)]
 AnyNumber = Annotated[float, Meta(ge=-_LARGEST_NUMBER, le=_LARGEST_NUMBER)]
 TypeText = Annotated[str, Meta(max_length=4096, pattern=_TYPES)]
 """Types with shapes, as in ``float32[4096, 4096]``, divided by commas; or ``= name`` of a tied tensor."""
 
+DTYPES = {_name: getattr(torch, _name) for _name in ("bfloat16", "float16", "float32", "float64")}
 _TYPE_EXPECTED = f"`str` matching regex {_TYPES!r}"
 _WORDS = {
     "str": "a text",
@@ -104,13 +108,13 @@ def _around(content: bytes, place: int) -> str:
 
 
 def convert(data: Any, kind: type[Kind]) -> Kind:
-    """Plain data as an object of a type, every field checked.
+    """Plain data as an object of a type, every field checked; a ``torch.dtype`` is read by its name.
 
     Raises:
         MalformedError: it is not of this type.
     """
     try:
-        return msgspec.convert(data, kind)
+        return msgspec.convert(data, kind, dec_hook=_floating_type)
     except RecursionError as error:
         raise MalformedError("", "it is nested too deeply") from error
     except msgspec.ValidationError as error:
@@ -125,6 +129,13 @@ def convert(data: Any, kind: type[Kind]) -> Kind:
     problem = problem.replace(_TYPE_EXPECTED, "a type with a shape, such as float32[4, 8]")
     problem = _KINDS.sub(lambda m: " or ".join(_WORDS[k] for k in m[1].split(" | ")), problem)
     raise MalformedError(".".join(map(str, steps)), problem)
+
+
+def _floating_type(kind: type, name: Any) -> torch.dtype:
+    if not isinstance(name, str) or name not in DTYPES:
+        known = ", ".join(DTYPES)
+        raise ValueError(f"{_shown(name)[:40]} is no floating-point type; known: {known}")
+    return DTYPES[name]
 
 
 def _steps(data: Any, kind: type, message: str) -> list[str | int]:
@@ -146,7 +157,7 @@ def _steps(data: Any, kind: type, message: str) -> list[str | int]:
 
 def _refusal(data: Any, kind: type) -> str:
     try:
-        msgspec.convert(data, kind)
+        msgspec.convert(data, kind, dec_hook=_floating_type)
     except msgspec.ValidationError as error:
         return str(error)
     return ""

@@ -1,4 +1,4 @@
-"""Batches: pytrees of tensors, cut into micro-batches, and the global shape that they are part of."""
+"""Batches: pytrees of tensors, split into micro-batches, and the global shape that they are part of."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def flatten_batch(batch: Any, device: torch.device) -> LocalBatch:
             chosen by.
     """
     pairs, tree = flatten_with_paths(batch)
-    leaves = tuple(
-        leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
-        for _, leaf in pairs
-    )
     paths = tuple(path for path, _ in pairs)
-    for path, leaf in zip(paths, leaves, strict=True):
-        _check_constant(path, leaf)
+    leaves = tuple(
+        leaf.to(device, non_blocking=True)
+        if isinstance(leaf, torch.Tensor)
+        else _constant(path, leaf)
+        for path, leaf in pairs
+    )
     sizes = {
         path: leaf.shape[0]
         for path, leaf in zip(paths, leaves, strict=True)
@@ -77,9 +77,7 @@ def flatten_batch(batch: Any, device: torch.device) -> LocalBatch:
     return LocalBatch(leaves, paths, tree, (key, paths, str(tree)))
 
 
-def _check_constant(path: str, leaf: Any) -> None:
-    if isinstance(leaf, torch.Tensor):
-        return
+def _constant(path: str, leaf: Any) -> Any:
     try:
         hash(leaf)
     except TypeError as error:
@@ -88,9 +86,10 @@ def _check_constant(path: str, leaf: Any) -> None:
             why="what is no tensor is a constant of the compiled program",
             do="pass a tensor (torch.as_tensor), a number, a string or None, or keep it on the model",
         ) from error
+    return leaf
 
 
-def cut_micro_batches(batch: LocalBatch, count: int) -> list[list[Any]]:
+def split_micro_batches(batch: LocalBatch, count: int) -> list[list[Any]]:
     """The leaves of each micro-batch: equal slices of dimension 0.
 
     Raises:
@@ -105,11 +104,11 @@ def cut_micro_batches(batch: LocalBatch, count: int) -> list[list[Any]]:
             "micro-batches",
             do="choose a batch size per rank that is a multiple of micro_batches",
         )
-    cuts = [
+    slices = [
         leaf.chunk(count) if isinstance(leaf, torch.Tensor) and leaf.dim() else [leaf] * count
         for leaf in batch.leaves
     ]
-    return [[cut[i] for cut in cuts] for i in range(count)]
+    return [list(leaves) for leaves in zip(*slices, strict=True)]
 
 
 def global_spec(batch: LocalBatch, micro_batches: int, data_parallel: int) -> BatchSpec:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from torch import nn
+
 from stepgraph.errors import RecompilationError
+from stepgraph.runtime.batches import LocalBatch
 
 
 @dataclass
@@ -69,3 +72,25 @@ def before_compiling(engine: object, entry: str, reason: str) -> None:
                 do="keep shapes, requires_grad and train/eval mode fixed after warm-up; "
                 "stepgraph compiles once for each",
             )
+
+
+def recompilation_reason(
+    entry: str, known: Iterable[tuple], batch: LocalBatch, key: tuple, model: nn.Module
+) -> str | None:
+    """Why an entry point compiles again; None where it never has.
+
+    Args:
+        known: the keys it was compiled for: (batch key, requires_grad flags, module modes).
+        key: the new one, of ``batch``.
+    """
+    known = list(known)
+    if not known:
+        return None
+    last = known[-1]
+    if key[0] != last[0] and all(key[0] != k[0] for k in known):
+        return f"{entry}: new batch shape: {batch.shapes()}"
+    if key[1] != last[1]:
+        names = [name for name, _ in model.named_parameters()]
+        changed = [n for n, a, b in zip(names, key[1], last[1], strict=True) if a != b]
+        return f"{entry}: requires_grad changed: {', '.join(changed[:5])}"
+    return f"{entry}: train/eval mode or forward hooks changed"

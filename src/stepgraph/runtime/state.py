@@ -53,8 +53,7 @@ class State:
         device: torch.device,
     ) -> None:
         self.model, self.optimizer, self.ranks, self.device = model, optimizer, ranks, device
-        own = weakref.ref(self)  # what is made here may outlive the engine
-        self.counters = SharedCounters(lambda old, new: _call(own, "_divide_counters", old, new))
+        self.counters = SharedCounters(_while_alive(self, State._divide_counters))
         self.tensors: dict[roles.Input, torch.Tensor] = {}
         self.unfilled: set[str] = set()
         self.functional: FunctionalOptimizer | None = None
@@ -81,10 +80,10 @@ class State:
         _replace_parameters(model, optimizer, replaced)
         self._parameters = list(replaced.values())
         if optimizer is not None:
-            optimizer.register_state_dict_pre_hook(lambda _: _call(own, "publish_optimizer_state"))
-            optimizer.register_load_state_dict_post_hook(
-                lambda _: _call(own, "adopt_optimizer_state")
-            )
+            publish = _while_alive(self, lambda state, _: optimizer_state.publish(state))
+            adopt = _while_alive(self, lambda state, _: optimizer_state.adopt(state))
+            optimizer.register_state_dict_pre_hook(publish)
+            optimizer.register_load_state_dict_post_hook(adopt)
 
     def _shard_parameter(self, name: str, tensor: nn.Parameter, stored: Placements) -> nn.Parameter:
         if isinstance(tensor, DTensor):
@@ -159,16 +158,15 @@ class State:
 
     def _divide_counters(self, old: str, new: list[str]) -> None:
         """Counters that were one go on from the same numbers, apart."""
-        for role in [
-            r for r in self.tensors if isinstance(r, roles.OptimizerState) and r.owner == old
-        ]:
+        held = [role for role in self.tensors if isinstance(role, roles.OptimizerState)]
+        for role in (role for role in held if role.owner == old):
             tensor, value = self.tensors.pop(role), self.values.pop(role)
             for label in new:
                 part = roles.OptimizerState(label, role.key)
                 self.tensors[part], self.values[part] = tensor.clone(), value
 
     def store_as(self, role: roles.Param, value: Value) -> None:
-        """Cuts a parameter as a program wants it, if it is stored otherwise."""
+        """Shards a parameter as a program wants it, if it is stored otherwise."""
         parameter = self.model.get_parameter(role.name)
         assert isinstance(parameter, DTensor) and value.placements is not None
         if tuple(parameter.placements) == value.placements:
@@ -181,11 +179,8 @@ class State:
     def clear_accumulators(self) -> None:
         """Zeroes every accumulator, before the first micro-batch of a step."""
         if self._accumulators is None:
-            self._accumulators = [
-                tensor
-                for role, tensor in self.tensors.items()
-                if isinstance(role, roles.Accumulator)
-            ]
+            held = self.tensors.items()
+            self._accumulators = [t for role, t in held if isinstance(role, roles.Accumulator)]
         torch_internals.zero_all(self._accumulators)
 
     def seed_random_operations(self, seed: int, step: int, micro_batch: int) -> None:
@@ -243,26 +238,16 @@ class State:
         """Tells autograd that parameters have other values: a program wrote them where it does not look."""
         torch.autograd.graph.increment_version(self._parameters)
 
-    # -- optimizer state dicts
-
-    def publish_optimizer_state(self) -> None:
-        """Fills ``optimizer.state`` with what the programs hold, so that its state dict is current."""
-        optimizer_state.publish(self)
-
-    def adopt_optimizer_state(self) -> None:
-        """Takes over what was loaded into ``optimizer.state``."""
-        optimizer_state.adopt(self)
-
     # -- state dicts
 
     def state_dict(self) -> dict[str, Any]:
         """The module's own keys, tied names and buffers included, as DTensors."""
-        found = {}
-        for name, value in self.model.state_dict().items():
-            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-                value = self.whole_dtensor(value)
-            found[name] = value
-        return found
+        return {
+            name: self.whole_dtensor(value)
+            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+            else value
+            for name, value in self.model.state_dict().items()
+        }
 
     def whole_dtensor(self, tensor: torch.Tensor) -> DTensor:
         """A DTensor that views a tensor which every rank holds whole."""
@@ -296,19 +281,15 @@ class State:
                     f"{key!r} has shape {list(value.shape)} in the state dict and "
                     f"{list(target.shape)} in the model"
                 )
-            if isinstance(value, DTensor):
-                value = value.full_tensor()
+            whole = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
             name = names[id(target)]
-            self._fill(name, value.detach(), target)
+            if isinstance(target, DTensor):
+                part = local_part(whole, target.placements, self.ranks.shape, self.ranks.rank)
+                self.tensors[roles.Param(name)].copy_(part)
+            else:
+                with torch.no_grad():  # a forward may have made it
+                    target.copy_(whole)
             self.unfilled.discard(name)
-
-    def _fill(self, name: str, value: torch.Tensor, target: torch.Tensor) -> None:
-        if isinstance(target, DTensor):
-            part = local_part(value, target.placements, self.ranks.shape, self.ranks.rank)
-            self.tensors[roles.Param(name)].copy_(part)
-        else:
-            with torch.no_grad():  # a forward may have made it
-                target.copy_(value)
 
 
 def _padded(part: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -317,10 +298,15 @@ def _padded(part: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return padded
 
 
-def _call(reference: weakref.ref, method: str, *arguments: Any) -> None:
-    state = reference()
-    if state is not None:
-        getattr(state, method)(*arguments)
+def _while_alive(state: State, function: Callable[..., None]) -> Callable[..., None]:
+    """``function(state, ...)`` for what may outlive the engine: it holds no state itself."""
+    own = weakref.ref(state)
+
+    def call(*arguments: Any) -> None:
+        if (held := own()) is not None:
+            function(held, *arguments)
+
+    return call
 
 
 def _check_optimizer(

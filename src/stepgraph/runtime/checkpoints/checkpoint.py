@@ -38,8 +38,7 @@ from stepgraph.runtime.files import (
     sync_folder,
     unfinished_path,
 )
-from stepgraph.runtime.messages import Messages
-from stepgraph.runtime.ranks import Ranks, largest
+from stepgraph.runtime.ranks import Messages, Ranks, largest
 from stepgraph.runtime.state import State
 
 log = logging.getLogger("stepgraph")

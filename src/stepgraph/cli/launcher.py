@@ -75,6 +75,8 @@ def launch(
     if ranks == 1:
         return [function(*args)]
     known = set(multiprocessing.active_children())
+    # They start anew, unless this program asked multiprocessing for a server to fork them from.
+    forked = multiprocessing.get_start_method(allow_none=True) == "forkserver"
     with tempfile.TemporaryDirectory(prefix="stepgraph-") as directory:
         config = LaunchConfig(
             min_nodes=1,
@@ -86,7 +88,7 @@ def launch(
             local_addr=LOCALHOST,
             max_restarts=0,
             monitor_interval=MONITOR_SECONDS,
-            start_method=_start_method(),
+            start_method="forkserver" if forked else "spawn",
             shutdown_timeout=SHUTDOWN_SECONDS,
             logs_specs=DefaultLogsSpecs(log_dir=directory),
             signals_to_handle=signals,
@@ -99,12 +101,8 @@ def launch(
         ):
             try:
                 run = elastic_launch(config, _run_rank)
-                environment = {
-                    name: value
-                    for name, value in os.environ.items()
-                    if not name.startswith(_TOLD_TO_RANKS)
-                }
-                results = run(directory, environment, function, args)
+                own = {k: v for k, v in os.environ.items() if not k.startswith(_TOLD_TO_RANKS)}
+                results = run(directory, own, function, args)
             except ChildFailedError as error:
                 codes = {failure.exitcode for failure in error.failures.values()}
                 if stopped := [number for number in passed_on if -number in codes]:
@@ -219,12 +217,10 @@ def _run_in_group(function: Callable[..., Any], args: tuple) -> Any:
 
 
 def _record(directory: Path, error: BaseException) -> None:
-    frames = traceback.extract_tb(error.__traceback__)
     where = ""
-    if frames:
-        where = (
-            f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}: {frames[-1].line}"
-        )
+    if frames := traceback.extract_tb(error.__traceback__):
+        last = frames[-1]
+        where = f"{last.filename}:{last.lineno}, in {last.name}: {last.line}"
     failure = _Failure(
         time.time_ns(),
         f"{type(error).__name__}: {error}".rstrip(": "),
@@ -232,30 +228,21 @@ def _record(directory: Path, error: BaseException) -> None:
         "".join(traceback.format_exception(error)),
         error if isinstance(error, StepgraphError) else None,
     )
-    path = _failure_file(directory, int(os.environ["RANK"]))
+    path = directory / f"failure-{os.environ['RANK']}.pickle"
     unfinished = path.with_suffix(".part")
     unfinished.write_bytes(pickle.dumps(failure))
     unfinished.rename(path)
 
 
-def _failure_file(directory: Path, rank: int) -> Path:
-    return directory / f"failure-{rank}.pickle"
-
-
 # -- in the parent
-
-
-def _start_method() -> str:
-    """Ranks start anew, unless this program asked multiprocessing for a server to fork them from."""
-    chosen = multiprocessing.get_start_method(allow_none=True)
-    return "forkserver" if chosen == "forkserver" else "spawn"
 
 
 def _launch_error(directory: Path, rank: int, seen: ProcessFailure) -> LaunchError:
     """The error of the rank that failed first: the earliest recorded, or one that was killed."""
-    failures = {}
-    for path in directory.glob("failure-*.pickle"):
-        failures[int(path.stem.removeprefix("failure-"))] = pickle.loads(path.read_bytes())
+    failures: dict[int, _Failure] = {
+        int(path.stem.removeprefix("failure-")): pickle.loads(path.read_bytes())
+        for path in directory.glob("failure-*.pickle")
+    }
     if rank not in failures:
         what = f"rank {rank} ended with exit code {seen.exitcode}"
         if seen.exitcode < 0:
@@ -266,7 +253,7 @@ def _launch_error(directory: Path, rank: int, seen: ProcessFailure) -> LaunchErr
             why="it left no error" + (": the machine may have run out of memory" if killed else ""),
         )
     first = min(failures, key=lambda rank: failures[rank].time_ns)
-    failure: _Failure = failures[first]
+    failure = failures[first]
     error = failure.error
     if error is None:
         raised = LaunchError(f"rank {first} failed: {failure.summary}", where=failure.where)

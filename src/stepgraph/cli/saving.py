@@ -9,7 +9,7 @@ import signal
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -160,12 +160,7 @@ class StopSignals:
             self._before = {n: signal.signal(n, self._receive) for n in STOP_SIGNALS}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._restore()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

@@ -44,11 +44,7 @@ _RANKS, _REPEATS = 2, 60
 def calibrate(progress: Callable[[str], None] = lambda name: None) -> Path:
     """Measures the device of this machine's first rank, and writes the calibration file.
 
-    Args:
-        progress: called with what is measured next.
-
-    Returns:
-        the file: ``$STEPGRAPH_CALIBRATION``, else in the user's cache.
+    That is ``$STEPGRAPH_CALIBRATION``, else in the user's cache.
 
     Raises:
         LaunchError: ranks could not be started.
@@ -264,11 +260,7 @@ def _elements(timer: Timer, call: float) -> dict[str, float]:
 
 
 def _dispatch_seconds(device: Device) -> float:
-    """Host time of one operation, Python and allocation included: what kernels leave over of small steps.
-
-    Args:
-        device: everything else about it, measured.
-    """
+    """Host time of one operation, Python and allocation included: what kernels leave of small steps."""
     found = []
     for width, layers in ((64, 8), (128, 6), (192, 6)):
         engine, batch = _small_step(width, layers)

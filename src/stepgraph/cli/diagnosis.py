@@ -26,12 +26,7 @@ _PYTHON = (3, 11)
 def diagnose(
     progress: Callable[[str], None] = lambda name: None, seconds: float = SECONDS
 ) -> list[Check]:
-    """Every check, in order.
-
-    Args:
-        progress: called with the name of each check before it starts.
-        seconds: after which a trial in a process of its own counts as failed.
-    """
+    """Every check, in order; a trial in a process of its own counts as failed after so many seconds."""
     found = []
     for name, check in _CHECKS.items():
         progress(name)

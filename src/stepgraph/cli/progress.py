@@ -148,8 +148,7 @@ class Watch(_Shown):
 class Stages(_Shown):
     """The stages of planning on standard error: a bar on a terminal, else a line for each.
 
-    Args:
-        total: how many stages there will be, as far as is known.
+    ``total``: how many there will be, as far as is known.
     """
 
     def __init__(self, total: int) -> None:

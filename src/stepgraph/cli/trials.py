@@ -44,13 +44,7 @@ class Check:
 def try_out(
     name: str, seconds: float = SECONDS, environment: Mapping[str, str] | None = None
 ) -> Check:
-    """Runs one of :data:`TRIALS` in a process of its own.
-
-    Args:
-        name: of the trial.
-        seconds: until it counts as failed.
-        environment: variables to set for it.
-    """
+    """Runs one of :data:`TRIALS` in a process of its own; it counts as failed after so many seconds."""
     trial = TRIALS[name]
     if name == "CUDA graphs" and not torch.cuda.is_available():
         return Check(name, NOT_HERE, "there is no CUDA device")

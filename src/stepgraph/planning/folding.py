@@ -56,10 +56,7 @@ def fold_by(values: Mapping[str, _Value]) -> dict[_Value, Folded]:
 
 
 def unfold(folded: Mapping[str, list[str]], spend: Callable[[int], None]) -> list[str]:
-    """The names that :func:`fold` was given.
-
-    Args:
-        spend: called with the number of names before they are made; raises where they are too many.
+    """The names that :func:`fold` was given; ``spend`` is told of their number before they are made.
 
     Raises:
         ValueError: layers that are not understood.

@@ -89,11 +89,7 @@ class Plan:
         return found
 
     def under(self: Kind, **policies: Any) -> Kind:
-        """The plan for another request: what the change does not touch stays decided.
-
-        Args:
-            policies: fields of :class:`Request`.
-        """
+        """The plan for a request with other fields: what the change does not touch stays decided."""
         request = replace(self.request, **policies)
         if request == self.request:
             return self
@@ -182,11 +178,7 @@ _BEHIND = {
 
 
 def preset_plan(placement: str, mesh: MeshShape, **policies: Any) -> Plan:
-    """A plan that names policies, and holds no decision yet.
-
-    Args:
-        policies: other fields of :class:`Request`.
-    """
+    """A plan that names policies (fields of :class:`Request`), and holds no decision yet."""
     return Plan(Request(placement, mesh, **policies))
 
 

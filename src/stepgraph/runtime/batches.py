@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,18 +113,24 @@ def split_micro_batches(batch: LocalBatch, count: int) -> list[list[Any]]:
 
 def global_spec(batch: LocalBatch, micro_batches: int, data_parallel: int) -> BatchSpec:
     """The batch of the global shape of one micro-batch, as fake tensors."""
+    whole = fake_leaves(lambda rows: rows // micro_batches * data_parallel)
+    return BatchSpec(tuple(map(whole, batch.leaves)), batch.paths, batch.tree)
+
+
+def fake_leaves(
+    rows: Callable[[int], int], device: torch.device | None = None
+) -> Callable[[Any], Any]:
+    """What makes a fake tensor of a leaf, with another number of rows; what is no tensor stays."""
     mode = torch_internals.new_fake_mode()
 
-    def whole(leaf: Any) -> Any:
+    def fake(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        shape = list(leaf.shape)
-        if shape:
-            shape[0] = shape[0] // micro_batches * data_parallel
+        shape = [rows(leaf.shape[0]), *leaf.shape[1:]] if leaf.dim() else []
         with mode:
-            return torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+            return torch.empty(shape, dtype=leaf.dtype, device=device or leaf.device)
 
-    return BatchSpec(tuple(whole(leaf) for leaf in batch.leaves), batch.paths, batch.tree)
+    return fake
 
 
 def flatten_with_paths(tree: Any) -> tuple[list[tuple[str, Any]], Any]:

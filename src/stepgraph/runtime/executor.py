@@ -41,9 +41,7 @@ class LoweredProgram:
     ) -> dict[roles.Output, torch.Tensor]:
         """Runs on one (micro-)batch; state is updated in place, what remains is returned.
 
-        Args:
-            leaves: of the batch.
-            brought: what else the call brings: tangents, gradients, saved values.
+        ``brought``: what else the call brings: tangents, gradients, saved values.
         """
         arguments = list(self.arguments)
         # Programs are compiled for contiguous inputs; what a caller brings may be any view.

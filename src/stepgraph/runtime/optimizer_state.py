@@ -137,9 +137,6 @@ def _counts(state: Holder, name: str, loaded: Mapping[str, torch.Tensor]) -> tup
 def check_loaded(state: Holder, loaded: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
     """Refuses to go on without a state that only the optimizer's constructor makes.
 
-    Args:
-        loaded: the states by parameter name.
-
     Raises:
         CheckpointError: such a state is missing.
     """

@@ -143,12 +143,8 @@ def communication_first(device_type: str) -> Iterator[bool]:
     policy of the one that starts them (so do those that gloo's start, such as OpenMP's where a rank has
     several threads); this one's is as before afterwards.
 
-    Args:
-        device_type: of what computes; for an accelerator nothing is done.
-
-    Returns:
-        whether they do. They do not where the system has no such policy, or does not allow it (Linux asks
-        for CAP_SYS_NICE), or where this thread has a policy that somebody chose.
+    Gives whether they do. They do not where an accelerator computes, where the system has no such policy
+    or does not allow it (Linux asks for CAP_SYS_NICE), or where this thread has one that somebody chose.
     """
     restored = _raised() if device_type == torch_internals.host_device().type else None
     try:
@@ -250,10 +246,7 @@ class Messages:
 
     A save that goes on while the next step runs must not touch a process group: its collectives would
     come between those of the step, in another order on every rank. The store by which the ranks found
-    each other has none of that.
-
-    Args:
-        token: sets it apart from others; the same on every rank.
+    each other has none of that. ``token`` sets one conversation apart, the same on every rank.
     """
 
     def __init__(self, ranks: Ranks, token: str) -> None:

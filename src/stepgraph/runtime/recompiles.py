@@ -77,11 +77,9 @@ def before_compiling(engine: object, entry: str, reason: str) -> None:
 def recompilation_reason(
     entry: str, known: Iterable[tuple], batch: LocalBatch, key: tuple, model: nn.Module
 ) -> str | None:
-    """Why an entry point compiles again; None where it never has.
+    """Why an entry point compiles again for ``key``; None where it never has.
 
-    Args:
-        known: the keys it was compiled for: (batch key, requires_grad flags, module modes).
-        key: the new one, of ``batch``.
+    A key is (batch key, requires_grad flags, module modes).
     """
     known = list(known)
     if not known:

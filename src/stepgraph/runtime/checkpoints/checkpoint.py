@@ -63,10 +63,8 @@ class Saver:
     ) -> None:
         """Saves everything; without ``wait``, returns when the state is copied to the host.
 
-        Args:
-            folder: what will be the checkpoint; one that is there is replaced.
-            manifest: all that the engine knows; extras and files are added here.
-            extra: objects with ``state_dict``, by name.
+        A checkpoint that is there is replaced. The manifest has all that the engine knows; extras and files
+        are added here.
 
         Raises:
             CheckpointError: on every rank, whichever failed; also that of an earlier save.
@@ -201,12 +199,7 @@ class Saver:
     # -- loading
 
     def load(self, folder: Path, extra: Mapping[str, Any], *, weights_only: bool) -> Manifest:
-        """Loads everything; nothing is changed before all of it has been checked.
-
-        Args:
-            folder: a checkpoint.
-            extra: objects with ``load_state_dict``, by name.
-            weights_only: the model alone; optimizer, step and seed stay.
+        """Loads everything, or the model alone; nothing is changed before all of it has been checked.
 
         Raises:
             CheckpointError: on every rank: missing, damaged, or of another model or optimizer.

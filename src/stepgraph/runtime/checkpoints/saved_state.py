@@ -56,11 +56,7 @@ def optimizer_state(state: State) -> dict[str, Any]:
 
 
 class SavedState:
-    """Reads a checkpoint's tensors and values; of each tensor this rank reads its own part.
-
-    Args:
-        folder: one whose manifest has been verified.
-    """
+    """Reads a verified checkpoint's tensors and values; of each tensor this rank reads its own part."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -22,10 +22,10 @@ from stepgraph.pipeline import Made, apply, capture_of, foresee, make
 from stepgraph.placement.decide import reduces_each_micro_batch
 from stepgraph.placement.presets.named import check_preset
 from stepgraph.placement.solver.held_bytes import Limits
+from stepgraph.planning.decisions import Table
 from stepgraph.planning.fingerprint import fingerprint_of, type_of
 from stepgraph.planning.plan import Plan
 from stepgraph.planning.request import AUTO, Request, StepSettings
-from stepgraph.planning.table import Table
 from stepgraph.planning.target import target_of
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.layout import MeshShape

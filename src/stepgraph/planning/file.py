@@ -25,6 +25,7 @@ from stepgraph.planning.decisions import (
     PlacementDecision,
     Reason,
     ScheduleDecision,
+    Table,
 )
 from stepgraph.planning.facts import Moves, Reads, ValueFacts
 from stepgraph.planning.folding import as_seen, fold_by, layer_of, seen_from, unfold
@@ -38,7 +39,6 @@ from stepgraph.planning.reading import (
     parse_json,
     read_bytes,
 )
-from stepgraph.planning.table import Table
 from stepgraph.program.layout import MeshShape, Placements, show
 
 MOST_NAMES = 2_000_000

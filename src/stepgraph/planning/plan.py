@@ -15,11 +15,10 @@ from torch.distributed.tensor import Shard
 
 from stepgraph.cost.predict import Prediction
 from stepgraph.errors import PlanError
-from stepgraph.planning.decisions import Decisions, PlacementDecision
+from stepgraph.planning.decisions import Decisions, PlacementDecision, Table, freeze
 from stepgraph.planning.facts import ValueFacts
 from stepgraph.planning.fingerprint import Fingerprint
 from stepgraph.planning.request import Request
-from stepgraph.planning.table import Table, freeze
 from stepgraph.program import roles
 from stepgraph.program.layout import InnerShard, MeshShape, Placements, show
 from stepgraph.program.metadata import meta

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from stepgraph.planning.decisions import Table, freeze
 from stepgraph.planning.reading import AnyInteger, Positive, TypeText
-from stepgraph.planning.table import Table, freeze
 from stepgraph.program.layout import MeshShape
 
 AUTO = "auto"  # a policy that searches for what others name

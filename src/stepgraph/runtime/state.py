@@ -26,7 +26,6 @@ from stepgraph.program.randomness import seed_words
 from stepgraph.program.shards import local_part, rows_held
 from stepgraph.runtime import optimizer_state
 from stepgraph.runtime.buffers import PlacesOfBuffers
-from stepgraph.runtime.group_numbers import GroupNumbers
 from stepgraph.runtime.ranks import Ranks, agree_on
 from stepgraph.torch_internals import hooks
 
@@ -57,7 +56,7 @@ class State:
         self.tensors: dict[roles.Input, torch.Tensor] = {}
         self.unfilled: set[str] = set()
         self.functional: FunctionalOptimizer | None = None
-        self._numbers = GroupNumbers(optimizer) if optimizer is not None else None
+        self._numbers = optimizer_state.GroupNumbers(optimizer) if optimizer is not None else None
         self._accumulators: list[torch.Tensor] | None = None
         self.values: dict[roles.Input, Value] = {}
         named = dict(model.named_parameters())

@@ -15,7 +15,13 @@ from torch.distributed.tensor import Shard
 
 from stepgraph.cost.predict import Prediction
 from stepgraph.errors import PlanError
-from stepgraph.planning.decisions import Decisions, PlacementDecision, Table, freeze
+from stepgraph.planning.decisions import (
+    Decisions,
+    OperationPlacement,
+    PlacementDecision,
+    Table,
+    freeze,
+)
 from stepgraph.planning.facts import ValueFacts
 from stepgraph.planning.fingerprint import Fingerprint
 from stepgraph.planning.request import Request
@@ -88,7 +94,11 @@ class Plan:
         return found
 
     def under(self: Kind, **policies: Any) -> Kind:
-        """The plan for a request with other fields: what the change does not touch stays decided."""
+        """The plan for another request: what the change does not touch stays decided.
+
+        Args:
+            policies: fields of :class:`Request`.
+        """
         request = replace(self.request, **policies)
         if request == self.request:
             return self
@@ -151,13 +161,19 @@ class Plan:
             found |= decided.placement.inputs
         return found
 
+    def operations(self) -> dict[str, OperationPlacement]:
+        """How the programs decided so far place operations, by stable name."""
+        found: dict[str, OperationPlacement] = {}
+        for decided in self.decisions.values():
+            found |= decided.placement.operations
+        return found
+
     def first_placed(self) -> str:
         """The first operation that ranks do not repeat, with its placement; empty where none is known."""
-        for decided in self.decisions.values():
-            for name, operation in decided.placement.operations.items():
-                for placements in operation.outputs:
-                    if placements and not all(placed.is_replicate() for placed in placements):
-                        return f"{name} ({show(placements)})"
+        for name, operation in self.operations().items():
+            for placements in operation.outputs:
+                if placements and not all(placed.is_replicate() for placed in placements):
+                    return f"{name} ({show(placements)})"
         return ""
 
     def new_key(self, name: str) -> str:

@@ -123,7 +123,13 @@ class Planner:
             last: the captured step is not needed again.
         """
         check_preset(placement, mesh)
-        self._check_rows(mesh)
+        rows = next(t.shape[0] for t in self._batch.tensors if t.dim())
+        if rows % mesh.data_size:
+            raise BatchError(
+                f"the example has {rows} rows a micro-batch, which do not divide over "
+                f"{mesh.data_size} data-parallel ranks of the mesh {mesh}",
+                do="give an example of the global shape: the rows of all ranks together",
+            )
         named = zip(self._batch.paths, self._batch.leaves, strict=True)
         request = Request(
             placement,
@@ -159,10 +165,8 @@ class Planner:
         best = self._fit(first, captured.programs, last)
         self.stage("simulation")
         plan, programs = best.plan, best.made.programs
-        decisions = [decided.placement for decided in plan.decisions.values()]
-        gap = max(
-            (d.optimality_gap for d in decisions if d.optimality_gap is not None), default=None
-        )
+        gaps = [decided.placement.optimality_gap for decided in plan.decisions.values()]
+        gap = max((gap for gap in gaps if gap is not None), default=None)
         notes = [*captured.notes, *plan.notes, *(n for p in programs.values() for n in p.notes)]
         predicted = foresee(
             programs, self.device, plan.lowering, self.settings.micro_batches, keep=False
@@ -175,15 +179,6 @@ class Planner:
             final=True,
         )
         return best
-
-    def _check_rows(self, mesh: MeshShape) -> None:
-        rows = next(t.shape[0] for t in self._batch.tensors if t.dim())
-        if rows % mesh.data_size:
-            raise BatchError(
-                f"the example has {rows} rows a micro-batch, which do not divide over "
-                f"{mesh.data_size} data-parallel ranks of the mesh {mesh}",
-                do="give an example of the global shape: the rows of all ranks together",
-            )
 
     def _fit(self, first: Plan, programs: Mapping[str, Program], last: bool) -> Attempt:
         """The first memory policy whose peak fits, or the one with the smallest peak."""

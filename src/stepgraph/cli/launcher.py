@@ -95,8 +95,7 @@ def launch(
         )
         with (
             _environment_of_ranks(ranks),
-            _signal_handlers_kept(),
-            _signals_passed_on(known, signals) as passed_on,
+            _signals_handled(known, signals) as passed_on,
             _quiet_loggers(),
         ):
             try:
@@ -302,23 +301,11 @@ def _environment_of_ranks(ranks: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _signal_handlers_kept() -> Iterator[None]:
-    """The elastic launcher installs handlers and leaves them."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    before = {number: signal.getsignal(number) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _signals_handled(known: set[Any], signals: str) -> Iterator[list[int]]:
+    """With :data:`PASS_ON`, the ranks get SIGINT and SIGTERM; gives the list of those that came.
 
-
-@contextlib.contextmanager
-def _signals_passed_on(known: set[Any], signals: str) -> Iterator[list[int]]:
-    """With :data:`PASS_ON`, the ranks get SIGINT and SIGTERM; gives the list of those that came."""
+    Handlers are put back afterwards, those too that the elastic launcher installs and leaves.
+    """
     came: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -330,10 +317,19 @@ def _signals_passed_on(known: set[Any], signals: str) -> Iterator[list[int]]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank, number)
 
-    if signals == PASS_ON and threading.current_thread() is threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
+        yield came
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    if signals == PASS_ON:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, pass_on)
-    yield came
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

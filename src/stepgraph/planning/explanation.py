@@ -91,7 +91,8 @@ def _explain_one(plan: Plan, key: str, decision: PlacementDecision, name: str) -
     rows += _memory(plan, key, name)
     rows += _schedule(plan, key, name)
     rows += [("moves", text) for text in map(_show_moves, facts.moves)]
-    for reader in _casts(facts):
+    readers = [name for reads in facts.reads for name in reads.first]
+    for reader in filter(_CAST.search, readers):
         cast = plan.values[key].get(reader, ValueFacts(""))
         rows += [("cast", f"{reader}, read as {text}") for text in map(_show_reads, cast.reads)]
         rows += [("moves", f"{text} (of the cast)") for text in map(_show_moves, cast.moves)]
@@ -162,26 +163,20 @@ def _cost(ms: float | None) -> str:
 
 def _memory(plan: Plan, key: str, name: str) -> list[tuple[str, str]]:
     decision = plan.decisions[key].memory
-    if decision is None or name not in plan.decisions[key].placement.operations:
+    of_forward = ".backward" not in name and ".optimizer" not in name
+    if decision is None or name not in plan.decisions[key].placement.operations or not of_forward:
         return []
-    if ".backward" in name or ".optimizer" in name:
-        return []
-    block = decision.recompute.get(name)
-    if block is None:
-        return [("memory", "kept, if the backward reads it")]
-    if block < 0:
-        return [("memory", "gathered again in the backward, not kept")]
-    return [("memory", f"recomputed in the backward, in block {block}")]
+    text, block = "kept, if the backward reads it", decision.recompute.get(name)
+    if block is not None:
+        again = "gathered again in the backward, not kept"
+        text = again if block < 0 else f"recomputed in the backward, in block {block}"
+    return [("memory", text)]
 
 
 def _schedule(plan: Plan, key: str, name: str) -> list[tuple[str, str]]:
     decision = plan.decisions[key].schedule
     start = None if decision is None or decision.updates is None else decision.updates.get(name)
     return [("schedule", f"its update may start behind {start}")] if start else []
-
-
-def _casts(facts: ValueFacts) -> list[str]:
-    return [name for reads in facts.reads for name in reads.first if _CAST.search(name)]
 
 
 def _near_misses(plan: Plan, value: str) -> str:

@@ -99,12 +99,11 @@ def parse_json(content: bytes) -> Any:
         raise MalformedError("", "it is nested too deeply") from error
     except (msgspec.DecodeError, ValueError) as error:
         place = _BYTE.search(str(error))
-        near = "" if place is None else f", at {_around(content, int(place[1]))!r}"
+        near = ""
+        if place is not None:
+            around = content[max(0, int(place[1]) - 40) : int(place[1]) + 20]
+            near = f", at {around.decode(errors='replace')!r}"
         raise MalformedError("", f"it is not JSON: {error}{near}") from error
-
-
-def _around(content: bytes, place: int) -> str:
-    return content[max(0, place - 40) : place + 20].decode(errors="replace")
 
 
 def convert(data: Any, kind: type[Kind]) -> Kind:
@@ -119,8 +118,8 @@ def convert(data: Any, kind: type[Kind]) -> Kind:
         raise MalformedError("", "it is nested too deeply") from error
     except msgspec.ValidationError as error:
         message = str(error)
-    steps = _steps(data, kind, message)
     place = _PLACE.search(message)
+    steps = _steps(data, kind, message, place[2] if place else "")
     problem = _PLACE.sub("", message)
     if place is not None and place[1]:
         problem += ", as a key"
@@ -138,11 +137,10 @@ def _floating_type(kind: type, name: Any) -> torch.dtype:
     return DTYPES[name]
 
 
-def _steps(data: Any, kind: type, message: str) -> list[str | int]:
+def _steps(data: Any, kind: type, message: str, place: str) -> list[str | int]:
     """The keys that lead to where msgspec found something wrong."""
-    place = _PLACE.search(message)
     found: list[str | int] = []
-    for name, index in _STEP.findall(place[2] if place else ""):
+    for name, index in _STEP.findall(place):
         if index != "...":
             found.append(name or int(index))
             continue

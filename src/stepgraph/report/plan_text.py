@@ -6,6 +6,7 @@ import html
 import math
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 
 from stepgraph.cost.devices import find_device
@@ -37,14 +38,11 @@ def plan_summary(plan: Plan, model: str = "") -> str:
     if plan.predicted is not None:
         lines += _costs(plan.predicted)
     lines += [f"note    {text}" for text in plan.notes]
-    wrapped = "\n".join(map(_wrap, lines)).splitlines()
+    wrap = textwrap.TextWrapper(_WIDTH, subsequent_indent=" " * 8, break_on_hyphens=False)
+    wrapped = "\n".join(map(wrap.fill, lines)).splitlines()
     if len(wrapped) > _LINES:
         wrapped = [*wrapped[: _LINES - 1], "        ..."]
     return "\n".join(wrapped)
-
-
-def _wrap(line: str) -> str:
-    return textwrap.fill(line, _WIDTH, subsequent_indent=" " * 8, break_on_hyphens=False)
 
 
 def _step(plan: Plan, predicted: Prediction) -> list[str]:
@@ -98,18 +96,14 @@ def _collectives(predicted: Prediction) -> list[str]:
 
 
 def _placements(plan: Plan) -> list[str]:
-    groups: dict[tuple[str, str], int] = {}
     stored = {
         label[len("Param(") : -1]: placements
         for label, placements in plan.inputs().items()
         if label.startswith("Param(")
     }
     names = plan.fingerprint.parameters if plan.fingerprint is not None else stored
-    for name in names:
-        if name not in stored:  # tied to another
-            continue
-        key = (layer_of(name)[0], show(stored[name]))
-        groups[key] = groups.get(key, 0) + 1
+    untied = [name for name in names if name in stored]
+    groups = Counter((layer_of(name)[0], show(stored[name])) for name in untied)
     if not groups:
         return []
     lines = [f"parameters on ({', '.join(plan.mesh.names)})"]

@@ -219,7 +219,7 @@ class GroupNumbers:
         settings = [group_settings(group) for group in self.optimizer.param_groups]
         self._settings = self._settings or settings
         if settings != self._settings:
-            self._report_settings(settings)
+            raise _changed(self._settings, settings)
         for index, group in enumerate(self.optimizer.param_groups):
             for name, value in group_numbers(group).items():
                 full = f"group{index}.{name}"
@@ -231,21 +231,21 @@ class GroupNumbers:
                     self._numbers[full] = value
                     tensor.fill_(value)
 
-    def _report_settings(self, settings: list[dict[str, Any]]) -> None:
-        assert self._settings is not None
-        if len(settings) != len(self._settings):
-            what = f"there are {len(settings)} parameter groups, there were {len(self._settings)}"
-        else:
-            what = "; ".join(
-                f"{key!r} of parameter group {index} changed from {old.get(key)!r} to {new.get(key)!r}"
-                for index, (old, new) in enumerate(zip(self._settings, settings, strict=True))
-                for key in {*old, *new}
-                if old.get(key) != new.get(key)
-            )
-        raise FrozenNumberError(
-            f"the optimizer changed after the step was compiled: {what}",
-            do="set it before the first step, or make a new Engine",
+
+def _changed(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> FrozenNumberError:
+    if len(now) != len(before):
+        what = f"there are {len(now)} parameter groups, there were {len(before)}"
+    else:
+        what = "; ".join(
+            f"{key!r} of parameter group {index} changed from {old.get(key)!r} to {new.get(key)!r}"
+            for index, (old, new) in enumerate(zip(before, now, strict=True))
+            for key in {*old, *new}
+            if old.get(key) != new.get(key)
         )
+    return FrozenNumberError(
+        f"the optimizer changed after the step was compiled: {what}",
+        do="set it before the first step, or make a new Engine",
+    )
 
 
 def _check_number(functional: FunctionalOptimizer, group: int, name: str, value: float) -> None:

@@ -97,8 +97,7 @@ def join_ranks(mesh: str | DeviceMesh | None, device: torch.device) -> Ranks:
 
 def _ranks_of(mesh: str | DeviceMesh | None, device: torch.device, owns_group: bool) -> Ranks:
     launched = dist.is_initialized()
-    world_size = dist.get_world_size() if launched else 1
-    rank = dist.get_rank() if launched else 0
+    world_size, rank = (dist.get_world_size(), dist.get_rank()) if launched else (1, 0)
     if isinstance(mesh, DeviceMesh):
         shape = _shape_of(mesh)
     else:

@@ -1,16 +1,17 @@
-"""Batches: pytrees of tensors, split into micro-batches, and the global shape that they are part of."""
+"""Batches: pytrees of tensors; their micro-batches and global shape; which kinds there have been."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from stepgraph import torch_internals
 from stepgraph.capture.module import BatchSpec
-from stepgraph.errors import BatchError
+from stepgraph.errors import BatchError, ShapeLimitError
+from stepgraph.runtime.ranks import Ranks, agree_on_shapes, largest
 from stepgraph.torch_internals import pytree
 
 
@@ -142,3 +143,51 @@ def flatten_with_paths(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
         return ".".join(str(key) for key in keys) or "batch"
 
     return [(text(path), leaf) for path, leaf in pairs], spec
+
+
+@dataclass
+class KindsOfBatch:
+    """What each entry point has met so far, in an order that is every rank's.
+
+    Attributes:
+        limit: how many kinds programs are kept for.
+        known: entry point -> keys of batches, numbered as they came.
+    """
+
+    ranks: Ranks
+    limit: int
+    known: dict[str, dict[tuple, int]] = field(default_factory=dict)
+
+    def meet(self, entry: str, batch: LocalBatch) -> None:
+        """Makes sure that all ranks bring a batch of the same kind; all of them call it at every call.
+
+        As long as an entry point knows one kind nothing is exchanged, with several two numbers a call.
+
+        Raises:
+            BatchError: ranks have batches of different shapes.
+            ShapeLimitError: a kind beyond those that programs are kept for.
+        """
+        known = self.known.setdefault(entry, {})
+        number = known.get(batch.key, len(known))
+        same = len(known) < 2 or largest(self.ranks, number, -number) == [number, -number]
+        if same and number < len(known):
+            return
+        agree_on_shapes(batch.key, batch.shapes(), self.ranks)
+        if number == len(known) == self.limit:
+            raise ShapeLimitError(
+                f"{self.limit + 1} different batch shapes, or constants in batches; "
+                f"programs are kept for {self.limit}",
+                why="so far: " + "; ".join(map(_show_key, known)),
+                do="pad batches to a few lengths (stepgraph.pad_batches), pass numbers that change "
+                "as tensors, or raise max_shapes",
+            )
+        known[batch.key] = number
+
+
+def _show_key(key: tuple) -> str:
+    """The shapes and constants of a batch."""
+    leaves, paths, _ = key
+    return ", ".join(
+        f"{path}={leaf[2]!r}" if leaf[0] == "constant" else f"{path} {list(leaf[0])}"
+        for path, leaf in zip(paths, leaves, strict=True)
+    )

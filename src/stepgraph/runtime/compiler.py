@@ -23,9 +23,8 @@ from stepgraph.planning.request import StepSettings
 from stepgraph.program import roles
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.program import Program
-from stepgraph.runtime.batches import LocalBatch, global_spec
+from stepgraph.runtime.batches import KindsOfBatch, LocalBatch, global_spec
 from stepgraph.runtime.executor import LoweredProgram, lower_for_rank
-from stepgraph.runtime.kinds import KindsOfBatch
 from stepgraph.runtime.ranks import Ranks, from_first_rank
 from stepgraph.runtime.recompiles import Stats, before_compiling, count_call, recompilation_reason
 from stepgraph.runtime.split import SplitProgram

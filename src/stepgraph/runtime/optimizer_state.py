@@ -23,10 +23,8 @@ from stepgraph.capture.optimizer import (
 )
 from stepgraph.errors import CheckpointError, FrozenNumberError
 from stepgraph.program import roles
-from stepgraph.program.layout import local_shape
+from stepgraph.program.layout import Placements
 from stepgraph.program.program import Value
-from stepgraph.program.shards import local_part
-from stepgraph.runtime.ranks import Ranks
 
 
 class Holder(Protocol):
@@ -36,10 +34,16 @@ class Holder(Protocol):
     optimizer: torch.optim.Optimizer | None
     functional: FunctionalOptimizer | None
     counters: SharedCounters
-    ranks: Ranks
-    device: torch.device
     tensors: dict[roles.Input, torch.Tensor]
     values: dict[roles.Input, Value]
+
+    def filled(self, value: Value, fill: float = 0.0) -> torch.Tensor:
+        """A local tensor of a value."""
+        ...
+
+    def part_of(self, tensor: torch.Tensor, placements: Placements) -> torch.Tensor:
+        """This rank's part of a tensor."""
+        ...
 
     def as_dtensor(self, local: torch.Tensor, value: Value) -> DTensor:
         """The value that a local tensor is a part of."""
@@ -54,11 +58,11 @@ def first_value(state: Holder, owner: str, key: str, value: Value) -> torch.Tens
     table = state.optimizer.state.get(parameter, {})
     if key == FIRST_STEP:  # states that somebody loaded or made come from an earlier step
         stepped = any(isinstance(held, torch.Tensor) for held in table.values())
-        return _filled(state, value, 0.0 if stepped else 1.0)
+        return state.filled(value, 0.0 if stepped else 1.0)
     if not isinstance(held := table.get(key), torch.Tensor):
         fill = state.functional.rule(name, parameter).states[key].fill
-        return _filled(state, value, fill or 0.0)
-    local = _filled(state, value, 0.0)
+        return state.filled(value, fill or 0.0)
+    local = state.filled(value)
     _copy_into(state, local, value, held)
     if value.shape:  # what was loaded need not be kept twice
         table[key] = state.as_dtensor(local, value)
@@ -171,12 +175,6 @@ def _role_of(state: Holder, name: str, key: str) -> roles.OptimizerState:
     return roles.OptimizerState(state.counters.owner(name, key), key)
 
 
-def _filled(state: Holder, value: Value, fill: float) -> torch.Tensor:
-    assert value.placements is not None
-    shape = local_shape(value.shape, value.placements, state.ranks.shape)
-    return torch.full(shape, fill, dtype=value.dtype, device=state.device)
-
-
 def _copy_into(state: Holder, local: torch.Tensor, value: Value, loaded: torch.Tensor) -> None:
     """Copies a whole or distributed tensor into a padded local one."""
     assert value.placements is not None
@@ -189,8 +187,7 @@ def _copy_into(state: Holder, local: torch.Tensor, value: Value, loaded: torch.T
     ):
         mine.to_local().copy_(loaded.to_local())
         return
-    whole = loaded.full_tensor() if isinstance(loaded, DTensor) else loaded
-    local.copy_(local_part(whole, value.placements, state.ranks.shape, state.ranks.rank))
+    local.copy_(state.part_of(loaded, value.placements))
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -90,21 +90,31 @@ class State:
                 f"parameter {name!r} is a DTensor already",
                 do="give Engine the plain module: it shards by its own plan",
             )
+        value = Value(tuple(tensor.shape), tensor.dtype, stored)
         if tensor.is_meta:
             self.unfilled.add(name)
-            shape = local_shape(tensor.shape, stored, self.ranks.shape)
-            local = torch.zeros(shape, dtype=tensor.dtype, device=self.device)
+            local = self.filled(value)
         else:
             whole = tensor.detach().to(self.device).contiguous()
             agree_on([whole], self.ranks)
-            local = local_part(whole, stored, self.ranks.shape, self.ranks.rank)
+            local = self.part_of(whole, stored)
             if any(isinstance(p, Shard) for p in stored):
                 local = local.clone()  # a view would keep the whole parameter alive
         self.tensors[roles.Param(name)] = local
-        shown = self.as_dtensor(local, Value(tuple(tensor.shape), tensor.dtype, stored))
-        parameter = nn.Parameter(shown, requires_grad=tensor.requires_grad)
+        parameter = nn.Parameter(self.as_dtensor(local, value), requires_grad=tensor.requires_grad)
         hooks.share_hooks(tensor, parameter)
         return parameter
+
+    def filled(self, value: Value, fill: float = 0.0) -> torch.Tensor:
+        """A local (padded) tensor of a value, with one number everywhere."""
+        assert value.placements is not None
+        shape = local_shape(value.shape, value.placements, self.ranks.shape)
+        return torch.full(shape, fill, dtype=value.dtype, device=self.device)
+
+    def part_of(self, tensor: torch.Tensor, placements: Placements) -> torch.Tensor:
+        """This rank's (padded) part of a whole or distributed tensor."""
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return local_part(whole, placements, self.ranks.shape, self.ranks.rank)
 
     def as_dtensor(self, local: torch.Tensor, value: Value) -> DTensor:
         """A DTensor that views the unpadded part of a local tensor."""
@@ -148,9 +158,7 @@ class State:
                 case roles.Scalar(name) if name == MAX_GRAD_NORM:
                     tensor = torch.full((), max_grad_norm or 0.0, dtype=value.dtype)
                 case _:
-                    assert value.placements is not None
-                    shape = local_shape(value.shape, value.placements, self.ranks.shape)
-                    tensor = torch.zeros(shape, dtype=value.dtype)
+                    tensor = self.filled(value)
             self.tensors[role] = tensor.to(self.device)
         self._accumulators = None
         self.values.update(inputs)
@@ -170,8 +178,7 @@ class State:
         assert isinstance(parameter, DTensor) and value.placements is not None
         if tuple(parameter.placements) == value.placements:
             return
-        whole = parameter.detach().full_tensor()
-        local = local_part(whole, value.placements, self.ranks.shape, self.ranks.rank).clone()
+        local = self.part_of(parameter.detach(), value.placements).clone()
         self.tensors[role] = local
         torch_internals.replace_parts(parameter, self.as_dtensor(local, value))
 
@@ -206,8 +213,7 @@ class State:
             if isinstance(gradient, DTensor) and tuple(gradient.placements) == placements:
                 part = gradient.to_local()
             else:
-                whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-                part = local_part(whole, placements, self.ranks.shape, self.ranks.rank)
+                part = self.part_of(gradient, placements)
             found[role] = part if part.shape == shape else _padded(part, shape)
         return found
 
@@ -280,14 +286,13 @@ class State:
                     f"{key!r} has shape {list(value.shape)} in the state dict and "
                     f"{list(target.shape)} in the model"
                 )
-            whole = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
             name = names[id(target)]
             if isinstance(target, DTensor):
-                part = local_part(whole, target.placements, self.ranks.shape, self.ranks.rank)
+                part = self.part_of(value.detach(), target.placements)
                 self.tensors[roles.Param(name)].copy_(part)
             else:
                 with torch.no_grad():  # a forward may have made it
-                    target.copy_(whole)
+                    target.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
             self.unfilled.discard(name)
 
 

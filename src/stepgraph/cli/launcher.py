@@ -111,7 +111,12 @@ def launch(
             except SignalException as error:
                 _end_by(error.sigval)
             finally:
-                _kill(set(multiprocessing.active_children()) - known)
+                # The launcher lost track of those that a signal found while it was starting them.
+                lost = set(multiprocessing.active_children()) - known
+                for process in lost:
+                    process.kill()
+                for process in lost:
+                    process.join(SHUTDOWN_SECONDS)
         return [results[rank] for rank in range(ranks)]
 
 
@@ -202,11 +207,11 @@ def _run_rank(
 
 def _run_in_group(function: Callable[..., Any], args: tuple) -> Any:
     device = rank_device()
-    if device.type == "cuda":
+    on_gpu = device.type == "cuda"
+    if on_gpu:
         torch.cuda.set_device(device)
     if dist.is_initialized():
         return function(*args)
-    on_gpu = device.type == "cuda"
     with communication_first(device.type):
         dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     result = function(*args)
@@ -273,14 +278,6 @@ def _end_by(number: int) -> NoReturn:
     if number == signal.SIGINT:
         raise KeyboardInterrupt from None
     sys.exit(128 + number)
-
-
-def _kill(processes: set[Any]) -> None:
-    """Ends ranks that the launcher lost track of: a signal came while it was starting them."""
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.join(SHUTDOWN_SECONDS)
 
 
 @contextlib.contextmanager

@@ -224,7 +224,10 @@ def _train_on_rank(options: TrainOptions, mesh: MeshShape) -> Summary | None:
             if saves is not None:
                 saved_to = saves.finish()
             if stopped:
-                watch.say(_stop_message(stopped, engine.stats.steps, saved_to))
+                left = f", saved to {saved_to}; --resume goes on from there"
+                left = ": there is nothing to save yet" if saved_to is None else left
+                name = signal.Signals(stopped).name
+                watch.say(f"stopped by {name} after step {engine.stats.steps}{left}")
     # As much of the text as shows where a line begins and what it is about.
     prompt = sample = None
     if options.sample and not stopped:
@@ -254,13 +257,6 @@ def _train_on_rank(options: TrainOptions, mesh: MeshShape) -> Summary | None:
         stopped_by=signal.Signals(stopped).name if stopped else None,
         saved_to=None if saved_to is None else str(saved_to),
     )
-
-
-def _stop_message(number: int, step: int, saved_to: Path | None) -> str:
-    said = f"stopped by {signal.Signals(number).name} after step {step}"
-    if saved_to is None:
-        return f"{said}: there is nothing to save yet"
-    return f"{said}, saved to {saved_to}; --resume goes on from there"
 
 
 def _sample(

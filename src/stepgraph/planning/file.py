@@ -106,11 +106,8 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         data["fingerprint"] = plan.fingerprint
     if plan.predicted is not None:
         data["predicted"] = plan.predicted.to_json()
-    return msgspec.json.decode(msgspec.json.encode(data, enc_hook=_name_of_type))
-
-
-def _name_of_type(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
+    written = msgspec.json.encode(data, enc_hook=lambda dtype: str(dtype).removeprefix("torch."))
+    return msgspec.json.decode(written)
 
 
 def _write_decisions(decided: Decisions) -> dict[str, Any]:

@@ -88,10 +88,7 @@ class Plan:
     @property
     def reasons(self) -> dict[str, Any]:
         """Why a solver chose what it chose, by value; empty for a preset, which has no alternatives."""
-        found: dict[str, Any] = {}
-        for decided in self.decisions.values():
-            found |= decided.placement.reasons
-        return found
+        return self._of_placements("reasons")
 
     def under(self: Kind, **policies: Any) -> Kind:
         """The plan for another request: what the change does not touch stays decided.
@@ -156,16 +153,17 @@ class Plan:
 
     def inputs(self) -> dict[str, Placements]:
         """Where the programs decided so far store their inputs, by label."""
-        found: dict[str, Placements] = {}
-        for decided in self.decisions.values():
-            found |= decided.placement.inputs
-        return found
+        return self._of_placements("inputs")
 
     def operations(self) -> dict[str, OperationPlacement]:
         """How the programs decided so far place operations, by stable name."""
-        found: dict[str, OperationPlacement] = {}
+        return self._of_placements("operations")
+
+    def _of_placements(self, field: str) -> dict[str, Any]:
+        """One field of every program's placement decision, together."""
+        found: dict[str, Any] = {}
         for decided in self.decisions.values():
-            found |= decided.placement.operations
+            found |= getattr(decided.placement, field)
         return found
 
     def first_placed(self) -> str:

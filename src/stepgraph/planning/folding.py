@@ -64,7 +64,8 @@ def unfold(folded: Mapping[str, list[str]], spend: Callable[[int], None]) -> lis
     names: list[str] = []
     for shown, patterns in folded.items():
         runs = _runs(shown)
-        spend(len(patterns) * (1 + sum(last - first + 1 for first, last in runs)))
+        spend(len(patterns) * sum(last - first + 1 for first, last in runs))
+        spend(len(patterns))
         if not shown:
             names += patterns
             continue

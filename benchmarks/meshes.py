@@ -24,7 +24,7 @@ from contestants import LEARNING_RATE, SIZES, make_batches, make_model, usual_st
 from rich.console import Console
 from rich.table import Table
 
-from stepgraph.runtime.scheduling import communication_first
+from stepgraph.runtime.ranks import communication_first
 
 RANKS, VOCABULARY = 4, 256
 AGAIN = "torch tp again"

@@ -27,11 +27,13 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from tests.live_memory import LiveMemory
 from torch import nn
 from torch.nn import functional as F
 
@@ -42,7 +44,6 @@ from stepgraph.cli.calibrate import calibrate
 from stepgraph.cost.calibration import HOST, calibration_file, machine, to_json
 from stepgraph.pipeline import foresee
 from stepgraph.runtime.batches import flatten_batch
-from stepgraph.runtime.live_memory import LiveMemory
 
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**34), "MALLOC_MMAP_THRESHOLD_": str(2**34)}
 PLANS = ("ddp", "zero1", "zero3")

@@ -30,10 +30,10 @@ from stepgraph.program.randomness import seed_words
 from stepgraph.program.shards import join, split
 from stepgraph.runtime.batches import (
     LocalBatch,
-    cut_micro_batches,
     flatten_batch,
     global_spec,
     in_turn,
+    split_micro_batches,
 )
 from stepgraph.runtime.ranks import parse_mesh
 
@@ -144,7 +144,7 @@ class OneProcessRun:
                 for leaf in batch.leaves
             ]
             local = LocalBatch(tuple(part), batch.paths, batch.tree, ())
-            per_rank.append(cut_micro_batches(local, self.plan.request.step.micro_batches))
+            per_rank.append(split_micro_batches(local, self.plan.request.step.micro_batches))
         return [
             LocalBatch(
                 tuple(

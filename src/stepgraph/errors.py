@@ -7,6 +7,7 @@ docstring of a class is its entry in the error reference; ``anchor`` is the addr
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable, Sequence
 
 
@@ -31,16 +32,13 @@ class StepgraphError(Exception):
     def __reduce__(self):
         # The default would call the class with the formatted message only; errors travel between
         # processes when a rank fails.
-        return (_rebuild, (type(self), self.what, self.where, self.why, self.do))
+        made = functools.partial(type(self), where=self.where, why=self.why, do=self.do)
+        return (made, (self.what,))
 
     @classmethod
     def anchor(cls) -> str:
         """The documentation anchor of this error class."""
         return f"docs/errors.md#{cls.__name__.lower()}"
-
-
-def _rebuild(cls, what, where, why, do):
-    return cls(what, where=where, why=why, do=do)
 
 
 def near_misses(word: str, known: Iterable[str]) -> str:

@@ -7,8 +7,8 @@ from click.testing import CliRunner
 
 from stepgraph.cli import main as cli
 from stepgraph.cli.diagnosis import cache_check, torch_check
-from stepgraph.cli.findings import FAILED, NOT_HERE, OK, Check, show, to_json
-from stepgraph.cli.trials import try_out
+from stepgraph.cli.doctor import show, to_json
+from stepgraph.cli.trials import FAILED, NOT_HERE, OK, Check, try_out
 
 
 @pytest.mark.parametrize(

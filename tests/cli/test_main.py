@@ -1,5 +1,5 @@
 import json
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -187,7 +187,7 @@ def test_a_run_with_a_checkpoint_that_is_stopped_too_early_leaves_with_its_code(
 
 def test_json_is_all_of_standard_output(text, launched):
     result = run("train", "--model", "llama-tiny", "--text", text, "--json")
-    assert json.loads(result.stdout) == SUMMARY.to_json()
+    assert json.loads(result.stdout) == asdict(SUMMARY)
 
 
 @pytest.mark.parametrize(

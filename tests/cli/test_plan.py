@@ -8,7 +8,6 @@ from click.testing import CliRunner
 
 from stepgraph.api.plan import Plan
 from stepgraph.api.planner import Attempt
-from stepgraph.cli import comparing
 from stepgraph.cli import main as cli
 from stepgraph.cli import plan as plan_commands
 from stepgraph.errors import BudgetError
@@ -66,7 +65,7 @@ def test_options_and_defaults_arrive(planned):
     seen, _ = planned
     assert run("plan", "llama3-8b", "--mesh", "dp=16,tp=8").exit_code == 0
     ((options, jobs),) = seen
-    assert options == comparing.PlanOptions("llama3-8b", ("dp=16,tp=8",))
+    assert options == plan_commands.PlanOptions("llama3-8b", ("dp=16,tp=8",))
     assert [(str(job.mesh), job.placement) for job in jobs] == [("dp=16,tp=8", "auto")]
 
 
@@ -130,14 +129,14 @@ def test_jobs_with_one_global_batch_share_a_capture(monkeypatch):
         def plan(self, mesh, placement, memory, budget, *, last):
             return (str(mesh), placement, last)
 
-    monkeypatch.setattr(comparing, "Planner", FakePlanner)
-    options = comparing.PlanOptions("llama-tiny", ("auto",), ranks=16, seq=64, plan="zero3")
-    jobs = comparing.list_jobs(options)
-    found = comparing.run_jobs(options, jobs, print)
+    monkeypatch.setattr(plan_commands, "Planner", FakePlanner)
+    options = plan_commands.PlanOptions("llama-tiny", ("auto",), ranks=16, seq=64, plan="zero3")
+    jobs = plan_commands.list_jobs(options)
+    found = plan_commands.run_jobs(options, jobs, print)
     assert made == [(32, 64), (16, 64), (8, 64), (4, 64)]
     assert [row[:2] for row in found] == [(str(job.mesh), job.placement) for job in jobs]
     assert sum(last for _, _, last in found) == len(made)
-    assert comparing.count_stages(jobs) == len(made) + 3 * len(jobs)
+    assert plan_commands.count_stages(jobs) == len(made) + 3 * len(jobs)
 
 
 def test_what_does_not_fit_is_a_failure_with_its_reason(planned, tmp_path):

@@ -4,8 +4,7 @@ import pytest
 from rich.console import Console
 
 from stepgraph.cli import progress
-from stepgraph.cli.metrics import StepMetrics, keep_up_to
-from stepgraph.cli.progress import Stages, Watch
+from stepgraph.cli.progress import Stages, StepMetrics, Watch, keep_up_to
 from stepgraph.errors import UsageError
 
 DONE = StepMetrics(1, 2.0, 3.0, 2**30, 5.0)

@@ -13,9 +13,9 @@ from stepgraph.capture.module import default_loss
 from stepgraph.cli.launcher import launch
 from stepgraph.program.collectives import KINDS
 from stepgraph.runtime.batches import flatten_batch
-from stepgraph.runtime.live_memory import LiveMemory
 from stepgraph.torch_internals import TorchDispatchMode, pytree
 from tests.end_to_end.models import ROWS, bring
+from tests.live_memory import LiveMemory
 from tests.support import CPU
 
 MODELS = ("llama", "gpt2", "vit", "mixtral", "convolutional")

@@ -11,7 +11,7 @@ from tests.planning.plan_support import llama_plan, with_reason
 def test_a_parameter_is_explained_with_its_cast_and_its_gathers():
     text = explain(llama_plan(), "model.layers.1.mlp.up_proj.weight")
     assert text.startswith("model.layers.1.mlp.up_proj.weight: parameter, float32[24, 16]\n")
-    assert "S(1)S(0): dimension 1 cut over dp=2; dimension 0 cut over tp=2" in text
+    assert "S(1)S(0): dimension 1 sharded over dp=2; dimension 0 sharded over tp=2" in text
     assert "by the preset tp+zero3" in text
     assert "forward: all_gather over dp, " in text
     assert "backward: all_gather over dp, " in text

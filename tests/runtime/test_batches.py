@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from stepgraph.errors import BatchError
-from stepgraph.runtime.batches import cut_micro_batches, flatten_batch, global_spec
+from stepgraph.runtime.batches import flatten_batch, global_spec, split_micro_batches
 
 CPU = torch.device("cpu")
 
@@ -34,7 +34,7 @@ def test_tensors_that_disagree_on_the_rows_are_named():
 
 def test_micro_batches_are_equal_slices_and_numbers_are_shared():
     batch = flat((torch.arange(6), torch.tensor(2.0), "k"))
-    pieces = cut_micro_batches(batch, 3)
+    pieces = split_micro_batches(batch, 3)
     assert [piece[0].tolist() for piece in pieces] == [[0, 1], [2, 3], [4, 5]]
     assert all(piece[1].item() == 2.0 and piece[2] == "k" for piece in pieces)
 
@@ -42,7 +42,7 @@ def test_micro_batches_are_equal_slices_and_numbers_are_shared():
 @pytest.mark.parametrize(("rows", "count"), [(5, 2), (2, 4), (0, 2)])
 def test_rows_that_do_not_divide_are_an_error(rows, count):
     with pytest.raises(BatchError, match=f"{rows} rows, which do not divide into {count}"):
-        cut_micro_batches(flat(torch.ones(rows, 2)), count)
+        split_micro_batches(flat(torch.ones(rows, 2)), count)
 
 
 def test_the_global_batch_is_that_of_one_micro_batch_on_all_ranks():

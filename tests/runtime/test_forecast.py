@@ -10,7 +10,7 @@ from stepgraph.pipeline import executed, foresee
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.driver import PassDriver
 from stepgraph.runtime.batches import flatten_batch
-from stepgraph.runtime.live_memory import LiveMemory
+from tests.live_memory import LiveMemory
 from tests.support import (
     CPU,
     adamw,

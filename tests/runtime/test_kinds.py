@@ -9,8 +9,7 @@ import torch
 
 from stepgraph.cli.launcher import launch
 from stepgraph.errors import BatchError, ShapeLimitError
-from stepgraph.runtime.batches import flatten_batch
-from stepgraph.runtime.kinds import KindsOfBatch
+from stepgraph.runtime.batches import KindsOfBatch, flatten_batch
 from stepgraph.runtime.ranks import join_ranks
 
 CPU = torch.device("cpu")

@@ -6,8 +6,7 @@ import pytest
 
 from stepgraph import torch_internals
 from stepgraph.cli.launcher import launch
-from stepgraph.runtime.ranks import join_ranks
-from stepgraph.runtime.scheduling import communication_first
+from stepgraph.runtime.ranks import communication_first, join_ranks
 
 HOST = torch_internals.host_device()
 pytestmark = pytest.mark.skipif(

@@ -59,10 +59,8 @@ class SavesAndLoads:
                 complete before is as it was.
             UsageError: an extra without ``state_dict``.
         """
-        path = Path(directory)
-        extra = check_extras(extra)
-        if names_weights_file(path):
-            self._refuse_extras(path, extra)
+        path, extra = Path(directory), check_extras(extra)
+        if _is_one_file(path, extra):
             self._saver.save_weights(path, wait=wait)
             return
         optimizer = None if self._optimizer is None else type(self._optimizer).__name__
@@ -91,10 +89,8 @@ class SavesAndLoads:
             CheckpointError: there is none, a file of it is damaged (and is named), or it does not fit
                 the model, the optimizer or the extras.
         """
-        path = Path(directory)
-        extra = check_extras(extra)
-        if names_weights_file(path):
-            self._refuse_extras(path, extra)
+        path, extra = Path(directory), check_extras(extra)
+        if _is_one_file(path, extra):
             self._saver.load_weights(path)
             return
         manifest = self._saver.load(path, extra, weights_only=weights_only)
@@ -115,8 +111,11 @@ class SavesAndLoads:
         """
         self._saver.finish()
 
-    def _refuse_extras(self, path: Path, extra: Mapping[str, Any]) -> None:
-        if extra:
-            raise UsageError(
-                f"{path} is one file of weights, which holds no extras", do="name a folder"
-            )
+
+def _is_one_file(path: Path, extra: Mapping[str, Any]) -> bool:
+    """Whether a path means one file of weights, which holds no extras."""
+    if extra and names_weights_file(path):
+        raise UsageError(
+            f"{path} is one file of weights, which holds no extras", do="name a folder"
+        )
+    return names_weights_file(path)

@@ -34,10 +34,9 @@ from stepgraph.placement.presets.named import stored_parameter
 from stepgraph.planning.request import Precision, StepSettings
 from stepgraph.program import roles
 from stepgraph.report.text import engine_report
-from stepgraph.runtime.batches import LocalBatch, cut_micro_batches, flatten_batch, in_turn
+from stepgraph.runtime.batches import LocalBatch, flatten_batch, in_turn, split_micro_batches
 from stepgraph.runtime.checkpoints.checkpoint import Saver
-from stepgraph.runtime.compiler import MAX_SHAPES, Compiler
-from stepgraph.runtime.entries import Compiled
+from stepgraph.runtime.compiler import MAX_SHAPES, Compiled, Compiler
 from stepgraph.runtime.ranks import join_ranks
 from stepgraph.runtime.state import State
 from stepgraph.torch_internals import pytree
@@ -47,8 +46,6 @@ log = logging.getLogger("stepgraph")
 NOTHING_TO_ADD = (
     "compiled autograd has nothing to add: the backward is one compiled program already"
 )
-
-
 OWN_MICRO_BATCHES = (
     "micro_batches: loss and gradients are the mean over micro-batches (graph by graph)"
 )
@@ -167,7 +164,7 @@ class Engine(SavesAndLoads):
         """
         self._saver.check()
         local = flatten_batch(batch, self._device)
-        pieces = cut_micro_batches(local, self._compiler.settings.micro_batches)
+        pieces = split_micro_batches(local, self._compiler.settings.micro_batches)
         compiled = self._programs_of("step", local)
         if compiled is None:
             return self._step_in_graphs(pieces, local.tree)
@@ -179,9 +176,11 @@ class Engine(SavesAndLoads):
             self._state.seed_random_operations(self._seed, self.stats.steps, number)
             results = compiled.programs[name].run(leaves)
         self._state.mark_written()
-        self._set_gradients(results)
         if self._optimizer is not None:
             torch_internals.mark_stepped(self._optimizer)
+        else:
+            for role in (role for role in results if isinstance(role, roles.Grad)):
+                self._state.set_gradient(role.name, results[role], self.programs["step"])
         self.stats.steps += 1
         return results[roles.Loss()]
 
@@ -201,11 +200,7 @@ class Engine(SavesAndLoads):
             return self._graphs.evaluate(local)
         self._state.seed_random_operations(self._seed, self.stats.steps, 0)
         results = compiled.programs["evaluate"].run(local.leaves)
-        leaves = {
-            role.index: value
-            for role, value in results.items()
-            if isinstance(role, roles.UserOutput)
-        }
+        leaves = {r.index: v for r, v in results.items() if isinstance(r, roles.UserOutput)}
         return pytree.tree_unflatten([leaves[i] for i in sorted(leaves)], compiled.result_tree)
 
     def _programs_of(self, entry: str, batch: LocalBatch) -> Compiled | None:
@@ -250,13 +245,6 @@ class Engine(SavesAndLoads):
         else:
             self.stats.steps += 1
         return torch.stack(losses).mean()
-
-    def _set_gradients(self, results: Mapping[roles.Output, torch.Tensor]) -> None:
-        if self._optimizer is not None:
-            return
-        for role, tensor in results.items():
-            if isinstance(role, roles.Grad):
-                self._state.set_gradient(role.name, tensor, self.programs["step"])
 
     # -- the split use
 
@@ -307,11 +295,8 @@ class Engine(SavesAndLoads):
             raise UsageError(
                 "this engine has no optimizer", do="give it one, or step your own over .grad"
             )
-        given = {
-            name: parameter.grad
-            for name, parameter in self.model.named_parameters()
-            if parameter.grad is not None
-        }
+        named = self.model.named_parameters()
+        given = {name: tensor.grad for name, tensor in named if tensor.grad is not None}
         if not given:
             raise UsageError(
                 "no parameter has a gradient", do="call engine.backward(engine(batch)) before"

@@ -19,16 +19,24 @@ from torch import nn
 
 from stepgraph.errors import UsageError, near_misses
 
-_LLAMA3 = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-}
+
+def _llama3(hidden: int, intermediate: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+        **more,
+    }
+
 
 BUILT_IN: dict[str, dict[str, Any]] = {
     # Bytes as tokens; small enough for two cores to train in minutes.
@@ -46,35 +54,22 @@ BUILT_IN: dict[str, dict[str, Any]] = {
         "bos_token_id": None,
         "eos_token_id": None,
     },
-    "llama3-8b": {
-        **_LLAMA3,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-    },
-    "llama3-70b": {
-        **_LLAMA3,
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-    },
-    "llama3-405b": {  # exists as Llama 3.1 only, with its longer context
-        **_LLAMA3,
-        "hidden_size": 16384,
-        "intermediate_size": 53248,
-        "num_hidden_layers": 126,
-        "num_attention_heads": 128,
-        "max_position_embeddings": 131072,
-        "rope_scaling": {
+    "llama3-8b": _llama3(hidden=4096, intermediate=14336, layers=32, heads=32),
+    "llama3-70b": _llama3(hidden=8192, intermediate=28672, layers=80, heads=64),
+    "llama3-405b": _llama3(  # exists as Llama 3.1 only, with its longer context
+        hidden=16384,
+        intermediate=53248,
+        layers=126,
+        heads=128,
+        max_position_embeddings=131072,
+        rope_scaling={
             "rope_type": "llama3",
             "factor": 8.0,
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         },
-    },
+    ),
     "gpt2": {
         "model_type": "gpt2",
         "vocab_size": 50257,

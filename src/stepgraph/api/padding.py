@@ -7,6 +7,7 @@ few lengths, sequences of a thousand different lengths have a handful of shapes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -94,24 +95,18 @@ def pad_batches(
     )
 
 
+@dataclass(eq=False, repr=False)
 class PaddedBatches:
     """What :func:`pad_batches` returns; ``loader`` is the loader it was given."""
 
-    def __init__(
-        self,
-        loader: Iterable[Any],
-        multiple: int | None,
-        lengths: list[int],
-        pad_token_id: int,
-        ignore_index: int,
-        fills: dict[str, float],
-        agree: bool,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        self.loader = loader
-        self._multiple, self._lengths = multiple, lengths
-        self._pad_token_id, self._ignore_index, self._fills = pad_token_id, ignore_index, fills
-        self._agree, self._group = agree, group
+    loader: Iterable[Any]
+    multiple: int | None
+    lengths: list[int]
+    pad_token_id: int
+    ignore_index: int
+    fills: dict[str, float]
+    agree: bool
+    group: dist.ProcessGroup | None
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]  # a TypeError where the loader has none
@@ -122,27 +117,28 @@ class PaddedBatches:
             if isinstance(batch, Mapping) and not isinstance(batch, dict):
                 batch = dict(batch)
             pairs, tree = flatten_with_paths(batch)
+            own, length, problem = 0, 0, None
             try:
-                length, problem = self._padded_length(_length(pairs)), None
+                own = _length(pairs)
+                length = self._padded_length(own)
             except BatchError as error:  # said once the other ranks are not waiting for this one
-                length, problem = 0, error
+                problem = error
             device = next((x.device for _, x in pairs if isinstance(x, torch.Tensor)), None)
             longest = self._longest(length, number, device, failed=problem is not None)
             if problem is not None:
                 raise problem
-            own = _length(pairs)
             leaves = [self._pad(path, leaf, own, longest) for path, leaf in pairs]
             yield pytree.tree_unflatten(leaves, tree)
         self._longest(None, number, None)
 
     def _padded_length(self, length: int) -> int:
-        if self._multiple is not None:
-            return -(-length // self._multiple) * self._multiple
-        fitting = [wanted for wanted in self._lengths if wanted >= length]
+        if self.multiple is not None:
+            return -(-length // self.multiple) * self.multiple
+        fitting = [wanted for wanted in self.lengths if wanted >= length]
         if not fitting:
             raise BatchError(
-                f"a sequence of {length} is longer than the longest of lengths={self._lengths}",
-                do="add a length, or cut sequences before they are batched",
+                f"a sequence of {length} is longer than the longest of lengths={self.lengths}",
+                do="add a length, or shorten sequences before they are batched",
             )
         return fitting[0]
 
@@ -150,13 +146,13 @@ class PaddedBatches:
         self, length: int | None, number: int, device: torch.device | None, failed: bool = False
     ) -> int:
         """The longest over ranks; None: this rank's loader has ended."""
-        if not self._agree or not dist.is_initialized() or dist.get_world_size(self._group) == 1:
+        if not self.agree or not dist.is_initialized() or dist.get_world_size(self.group) == 1:
             return length or 0
         state = torch.tensor(
             [length or 0, length is None, length is not None, failed],
-            device=_communicating(device, self._group),
+            device=_communicating(device, self.group),
         )
-        dist.all_reduce(state, dist.ReduceOp.MAX, self._group)
+        dist.all_reduce(state, dist.ReduceOp.MAX, self.group)
         longest, some_ended, some_go_on, some_failed = state.tolist()
         if some_failed and not failed:
             raise BatchError(f"another rank's batch {number} cannot be padded; it says why")
@@ -170,19 +166,16 @@ class PaddedBatches:
         return longest
 
     def _pad(self, path: str, leaf: Any, length: int, longest: int) -> Any:
-        if not isinstance(leaf, torch.Tensor) or leaf.dim() < 2:
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() < 2 or leaf.shape[1] != length:
             return leaf
-        name = path.rpartition(".")[2]
-        if leaf.shape[1] != length:
-            return leaf
-        fill = self._fill(path, name, leaf)
         behind = [0, 0] * (leaf.dim() - 2)
-        return F.pad(leaf, [*behind, 0, longest - length], value=fill)
+        return F.pad(leaf, [*behind, 0, longest - length], value=self._fill(path, leaf))
 
-    def _fill(self, path: str, name: str, leaf: torch.Tensor) -> float:
+    def _fill(self, path: str, leaf: torch.Tensor) -> float:
+        name = path.rpartition(".")[2]
         for key in (path, name):
-            if key in self._fills:
-                return self._fills[key]
+            if key in self.fills:
+                return self.fills[key]
         counts = not leaf.is_floating_point() and leaf.dtype != torch.bool
         if not name.isidentifier() and counts:
             raise BatchError(
@@ -191,13 +184,10 @@ class PaddedBatches:
                 do=f"pass fills={{{path!r}: ...}}, or use batches that are dicts",
             )
         if name in _LABELS or name.endswith(("_labels", "_targets")):
-            return self._ignore_index if counts else 0
-        if (
-            name in _TOKENS
-            or name.endswith("_ids")
-            and name not in ("token_type_ids", "position_ids")
-        ):
-            return self._pad_token_id
+            return self.ignore_index if counts else 0
+        other_ids = ("token_type_ids", "position_ids")
+        if name in _TOKENS or (name.endswith("_ids") and name not in other_ids):
+            return self.pad_token_id
         return 1 if name.endswith("padding_mask") else 0
 
 

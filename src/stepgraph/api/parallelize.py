@@ -28,8 +28,7 @@ from stepgraph.planning.plan import Plan
 from stepgraph.planning.request import Precision, StepSettings
 from stepgraph.program import roles
 from stepgraph.runtime.batches import LocalBatch, flatten_batch
-from stepgraph.runtime.compiler import MAX_SHAPES, Compiler
-from stepgraph.runtime.entries import Compiled
+from stepgraph.runtime.compiler import MAX_SHAPES, Compiled, Compiler
 from stepgraph.runtime.ranks import join_ranks
 from stepgraph.runtime.state import State
 from stepgraph.torch_internals import pytree
@@ -89,12 +88,9 @@ def parallelize(
     precision = Precision(compute_dtype_in(made, compute_dtype), reduce_dtype)
     step = StepSettings(precision=precision, seed=seed)
     made = made.under(placement=for_own_update(made.placement), step=step)
+    preset, mesh_shape = made.placement, ranks.shape
     state = State(
-        model,
-        None,
-        ranks,
-        lambda shape: stored_parameter(made.placement, shape, ranks.shape),
-        device,
+        model, None, ranks, lambda size: stored_parameter(preset, size, mesh_shape), device
     )
     compiler = Compiler(
         model,
@@ -163,13 +159,10 @@ class ParallelForward:
             results = compiled.split.run(local.leaves)
             if not compiler.as_module:
                 return results[0]
-            pairs = zip(compiled.split.results, results, strict=True)
-            leaves = {
-                role.index: value for role, value in pairs if isinstance(role, roles.ModuleResult)
-            }
+            found = dict(zip(compiled.split.results, results, strict=True))
         else:
             found = compiled.programs["evaluate"].run(local.leaves)
-            leaves = {r.index: v for r, v in found.items() if isinstance(r, roles.ModuleResult)}
+        leaves = {r.index: v for r, v in found.items() if isinstance(r, roles.ModuleResult)}
         tree = compiled.result_tree
         return pytree.tree_unflatten([leaves.get(i) for i in range(tree.num_leaves)], tree)
 
@@ -189,12 +182,8 @@ class ParallelForward:
                 leaf[: leaf.shape[0] // ranks], device=self.compiler.state.device
             )
 
-        if isinstance(example, dict):
-            batch = self._batch((), example)
-        elif isinstance(example, (tuple, list)):
-            batch = self._batch(tuple(example), {})
-        else:
-            batch = self._batch((example,), {})
+        several = tuple(example) if isinstance(example, (tuple, list)) else (example,)
+        batch = self._batch((), example) if isinstance(example, dict) else self._batch(several, {})
         local = flatten_batch(pytree.tree_map(part, batch), self.compiler.state.device)
         self._programs_of("gradients", local)
 

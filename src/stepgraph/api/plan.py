@@ -22,17 +22,16 @@ from stepgraph.memory.presets import parse_policy
 from stepgraph.placement.presets.named import check_preset
 from stepgraph.planning import plan as data
 from stepgraph.planning.difference import difference
-from stepgraph.planning.file import load_plan, plan_from_json, save_plan
+from stepgraph.planning.file import load_plan, plan_from_json, plan_to_json, save_plan
 from stepgraph.planning.request import AUTO, Precision, StepSettings
-from stepgraph.planning.to_json import plan_to_json
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.program import Program
 from stepgraph.report.plan_text import plan_page, plan_summary
 from stepgraph.runtime.ranks import parse_mesh
 from stepgraph.schedule.decide import check_schedule
 
-_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -211,9 +210,7 @@ def parse_size(size: int | str | None) -> int | None:
         return None
     found = None
     if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
-        units = {unit.lower(): scale for unit, scale in _UNITS.items()}
-        scale = units.get(match[2].lower())
-        found = None if scale is None else int(float(match[1]) * scale)
+        found = int(float(match[1]) * _UNITS.get(match[2].lower(), 0))
     elif isinstance(size, int) and not isinstance(size, bool):
         found = size
     if found is None or found <= 0:

@@ -22,16 +22,16 @@ from stepgraph.pipeline import Made, apply, capture_of, foresee, make
 from stepgraph.placement.decide import reduces_each_micro_batch
 from stepgraph.placement.presets.named import check_preset
 from stepgraph.placement.solver.held_bytes import Limits
+from stepgraph.planning.decisions import Table
 from stepgraph.planning.fingerprint import fingerprint_of, type_of
 from stepgraph.planning.plan import Plan
 from stepgraph.planning.request import AUTO, Request, StepSettings
-from stepgraph.planning.table import Table
 from stepgraph.planning.target import target_of
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.program import Program
 from stepgraph.report.text import show_bytes
-from stepgraph.runtime.batches import flatten_batch
+from stepgraph.runtime.batches import fake_leaves, flatten_batch
 from stepgraph.torch_internals import pytree
 
 MOST_SOLUTIONS = 5  # until the peak, which a solver knows in part, fits
@@ -88,10 +88,6 @@ class Planner:
     Args:
         model: on any device, the meta device included; it is not changed.
         example: a batch of the global shape, a pytree; real, fake or meta tensors.
-        loss: ``(model, batch) -> scalar``.
-        optimizer: one over the model's parameters, or None.
-        device: a model of what the step would run on.
-        settings: of the step.
         stage: called with the name of each stage of :data:`STAGES` as it begins.
     """
 
@@ -107,7 +103,6 @@ class Planner:
     def __post_init__(self) -> None:
         self._captured: Captured | None = None
         self._batch = host_batch(self.example, self.settings.micro_batches)
-        self._fingerprint = fingerprint_of(self.model)
         self.target = target_of(self.device)
 
     def plan(
@@ -123,15 +118,19 @@ class Planner:
         """One plan, with its prediction.
 
         Args:
-            placement: a preset or ``auto``.
             memory: a policy, or ``auto``: the first of its candidates that fits.
             memory_budget: bytes per rank; None: the device's capacity.
-            constraints: for ``auto``.
-            schedule: ``none`` or ``auto``.
             last: the captured step is not needed again.
         """
         check_preset(placement, mesh)
-        self._check_rows(mesh)
+        rows = next(t.shape[0] for t in self._batch.tensors if t.dim())
+        if rows % mesh.data_size:
+            raise BatchError(
+                f"the example has {rows} rows a micro-batch, which do not divide over "
+                f"{mesh.data_size} data-parallel ranks of the mesh {mesh}",
+                do="give an example of the global shape: the rows of all ranks together",
+            )
+        named = zip(self._batch.paths, self._batch.leaves, strict=True)
         request = Request(
             placement,
             mesh,
@@ -139,16 +138,12 @@ class Planner:
             schedule,
             step=self.settings,
             device=self.device.name,
-            batch={
-                path: type_of(leaf)
-                for path, leaf in zip(self._batch.paths, self._batch.leaves, strict=True)
-                if isinstance(leaf, torch.Tensor)
-            },
+            batch={path: type_of(leaf) for path, leaf in named if isinstance(leaf, torch.Tensor)},
             memory_budget=memory_budget,
             constraints=dict(constraints or {}),
         )
         with _no_collections():
-            return self._plan(Plan(request, fingerprint=self._fingerprint), last)
+            return self._plan(Plan(request, fingerprint=fingerprint_of(self.model)), last)
 
     def programs(self, plan: Plan, rank: int = 0) -> dict[str, Program]:
         """What a rank executes under a plan: scheduled and bound."""
@@ -170,10 +165,8 @@ class Planner:
         best = self._fit(first, captured.programs, last)
         self.stage("simulation")
         plan, programs = best.plan, best.made.programs
-        decisions = [decided.placement for decided in plan.decisions.values()]
-        gap = max(
-            (d.optimality_gap for d in decisions if d.optimality_gap is not None), default=None
-        )
+        gaps = [decided.placement.optimality_gap for decided in plan.decisions.values()]
+        gap = max((gap for gap in gaps if gap is not None), default=None)
         notes = [*captured.notes, *plan.notes, *(n for p in programs.values() for n in p.notes)]
         predicted = foresee(
             programs, self.device, plan.lowering, self.settings.micro_batches, keep=False
@@ -186,15 +179,6 @@ class Planner:
             final=True,
         )
         return best
-
-    def _check_rows(self, mesh: MeshShape) -> None:
-        rows = next(t.shape[0] for t in self._batch.tensors if t.dim())
-        if rows % mesh.data_size:
-            raise BatchError(
-                f"the example has {rows} rows a micro-batch, which do not divide over "
-                f"{mesh.data_size} data-parallel ranks of the mesh {mesh}",
-                do="give an example of the global shape: the rows of all ranks together",
-            )
 
     def _fit(self, first: Plan, programs: Mapping[str, Program], last: bool) -> Attempt:
         """The first memory policy whose peak fits, or the one with the smallest peak."""
@@ -212,21 +196,22 @@ class Planner:
                 tried.append(f"{policy} is not possible here ({error.what})")
                 continue
             if not first.request.searches:  # another memory policy changes no preset's placements
-                first = replace(first, decisions=attempt.plan.decisions)
-                first = replace(first, request=attempt.plan.request)
+                plan = attempt.plan
+                first = replace(first, decisions=plan.decisions, request=plan.request)
             tried.append(f"{policy} peaks at {show_bytes(attempt.peak)}")
             if best is None or attempt.peak < best.peak:
                 best = attempt
             if attempt.fits:
                 break
         assert best is not None
-        note = ""
+        notes = []
         if asked == AUTO:
             found = f"{best.plan.memory} is the first that fits" if best.fits else "nothing fits"
-            note = f"memory auto: {found} {show_bytes(budget)} ({'; '.join(tried)})"
+            notes = [f"memory auto: {found} {show_bytes(budget)} ({'; '.join(tried)})"]
         elif not best.fits:
-            note = f"it does not fit: the peak is {show_bytes(best.peak)}, of {show_bytes(budget)}"
-        best.plan = replace(best.plan, notes=(*best.plan.notes, note) if note else best.plan.notes)
+            peak, of = show_bytes(best.peak), show_bytes(budget)
+            notes = [f"it does not fit: the peak is {peak}, of {of}"]
+        best.plan = replace(best.plan, notes=(*best.plan.notes, *notes))
         return best
 
     def _try(self, plan: Plan, programs: Mapping[str, Program], budget: int, once: bool) -> Attempt:
@@ -294,26 +279,18 @@ def host_batch(example: Any, micro_batches: int = 1) -> BatchSpec:
     Raises:
         BatchError: no tensor in it, tensors that differ in dimension 0, or rows that do not divide.
     """
-    mode = torch_internals.new_fake_mode()
     host = torch_internals.host_device()
 
-    def fake(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        shape = list(leaf.shape)
-        if shape and shape[0] % micro_batches:
+    def rows(count: int) -> int:
+        if count % micro_batches:
             raise BatchError(
-                f"the example has {shape[0]} rows, which do not divide into {micro_batches} "
-                "micro-batches",
+                f"the example has {count} rows, which do not divide into {micro_batches} micro-batches",
                 do="give an example whose rows are a multiple of micro_batches",
             )
-        if shape:
-            shape[0] //= micro_batches
-        with mode:
-            return torch.empty(shape, dtype=leaf.dtype, device=host)
+        return count // micro_batches
 
-    local = flatten_batch(pytree.tree_map(fake, example), host)
-    return BatchSpec(local.leaves, local.paths, local.tree)
+    batch = flatten_batch(pytree.tree_map(fake_leaves(rows, host), example), host)
+    return BatchSpec(batch.leaves, batch.paths, batch.tree)
 
 
 def make_optimizer(

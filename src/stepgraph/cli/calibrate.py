@@ -33,8 +33,6 @@ from stepgraph.torch_internals import operators as private
 aten = torch.ops.aten
 
 NOT_COMPARED = "measured rates, but predictions were not compared with runs on this machine"
-KINDS = ("all_gather", "reduce_scatter", "all_reduce")
-
 _PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 _SIZES = [2**n for n in range(16, 27)]  # bytes of one operand
 _MESSAGES = [2**n for n in (10, 13, 16, 18, 20, 22, 24)]  # bytes of a collective's larger side
@@ -44,11 +42,7 @@ _RANKS, _REPEATS = 2, 60
 def calibrate(progress: Callable[[str], None] = lambda name: None) -> Path:
     """Measures the device of this machine's first rank, and writes the calibration file.
 
-    Args:
-        progress: called with what is measured next.
-
-    Returns:
-        the file: ``$STEPGRAPH_CALIBRATION``, else in the user's cache.
+    That is ``$STEPGRAPH_CALIBRATION``, else in the user's cache.
 
     Raises:
         LaunchError: ranks could not be started.
@@ -264,11 +258,7 @@ def _elements(timer: Timer, call: float) -> dict[str, float]:
 
 
 def _dispatch_seconds(device: Device) -> float:
-    """Host time of one operation, Python and allocation included: what kernels leave over of small steps.
-
-    Args:
-        device: everything else about it, measured.
-    """
+    """Host time of one operation, Python and allocation included: what kernels leave of small steps."""
     found = []
     for width, layers in ((64, 8), (128, 6), (192, 6)):
         engine, batch = _small_step(width, layers)
@@ -321,44 +311,37 @@ def measure_ranks() -> tuple[dict[str, list[tuple[float, float]]], float]:
     timer = Timer(launcher.rank_device())
     with torch.no_grad():
         crowding = _crowding(timer)
-        between = _Between(timer)
-        rows = {kind: [(float(n), between.seconds(kind, n)) for n in _MESSAGES] for kind in KINDS}
-    return rows, crowding
+        return _collectives(timer), crowding
 
 
-class _Between:
-    """Times collectives as they stand in a step: computation in between.
+def _collectives(timer: Timer) -> dict[str, list[tuple[float, float]]]:
+    """What collectives add on this rank as they stand in a step: computation in between.
 
     Back to back they take a fraction of it: nobody has to be woken, and no rank waits for another one. A
     step adds up slow ones and fast ones, so a figure is a mean.
     """
+    ranks = dist.get_world_size()
+    group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    left = timer.operands(384, 384)[0]
+    calls: dict[str, Callable[[torch.Tensor], Any]] = {
+        "all_gather": lambda x: torch_internals.gather_over_group(x, ranks, group),
+        "reduce_scatter": lambda x: torch_internals.scatter_sum_over_group(x, ranks, group),
+        "all_reduce": lambda x: torch_internals.sum_over_group(x, group),
+    }
 
-    def __init__(self, timer: Timer) -> None:
-        self.timer = timer
-        self.group = dist.group.WORLD.group_name  # type: ignore[union-attr]
-        self.left = timer.operands(384, 384)[0]
-        self.alone = self._usual(lambda: None)
-
-    def seconds(self, kind: str, size: int) -> float:
-        """What a collective whose larger side has ``size`` bytes adds, on this rank."""
-        ranks, scatter = dist.get_world_size(), torch_internals.scatter_sum_over_group
-        part = size // ranks if kind == "all_gather" else size
-        given = torch.ones(part // 4, device=self.timer.where)
-        call: Callable[[], Any] = {
-            "all_gather": lambda: torch_internals.gather_over_group(given, ranks, self.group),
-            "reduce_scatter": lambda: scatter(given, ranks, self.group),
-            "all_reduce": lambda: torch_internals.sum_over_group(given, self.group),
-        }[kind]
-        return max(self._usual(call) - self.alone, 1e-6)
-
-    def _usual(self, call: Callable[[], Any]) -> float:
+    def usual(call: Callable[[torch.Tensor], Any], given: torch.Tensor) -> float:
         dist.barrier()
-        times = [self.timer.once(lambda: (self._work(), call())) for _ in range(_REPEATS)]
-        return statistics.mean(times)
+        work = lambda: (torch.mm(left, left), torch.mm(left, left), call(given))  # noqa: E731
+        return statistics.mean(timer.once(work) for _ in range(_REPEATS))
 
-    def _work(self) -> None:
-        for _ in range(2):
-            torch.mm(self.left, self.left)
+    alone = usual(lambda x: None, left)
+    rows: dict[str, list[tuple[float, float]]] = {kind: [] for kind in calls}
+    for kind, call in calls.items():
+        for size in _MESSAGES:
+            part = size // ranks if kind == "all_gather" else size
+            given = torch.ones(part // 4, device=timer.where)
+            rows[kind].append((float(size), max(usual(call, given) - alone, 1e-6)))
+    return rows
 
 
 def _crowding(timer: Timer) -> float:

@@ -10,8 +10,7 @@ import torch
 from stepgraph.api import models
 from stepgraph.api.arguments import compute_dtype_in
 from stepgraph.api.plan import Plan
-from stepgraph.cli.help_text import example
-from stepgraph.cli.options import step_options
+from stepgraph.cli.options import example, step_options
 from stepgraph.memory.presets import parse_policy
 from stepgraph.placement.presets.named import check_preset
 from stepgraph.planning.request import Precision

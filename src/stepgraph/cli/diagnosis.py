@@ -10,14 +10,13 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
 from stepgraph.cli import launcher
-from stepgraph.cli.findings import FAILED, NOT_HERE, OK, Check
-from stepgraph.cli.trials import SECONDS, TRIALS, try_out
-from stepgraph.runtime.scheduling import communication_first
+from stepgraph.cli.trials import FAILED, NOT_HERE, OK, SECONDS, TRIALS, Check, try_out
+from stepgraph.runtime.ranks import communication_first
 from stepgraph.torch_internals import inductor
 
 TESTED_TORCH = ("2.11", "2.13")
@@ -27,23 +26,21 @@ _PYTHON = (3, 11)
 def diagnose(
     progress: Callable[[str], None] = lambda name: None, seconds: float = SECONDS
 ) -> list[Check]:
-    """Every check, in order.
-
-    Args:
-        progress: called with the name of each check before it starts.
-        seconds: after which a trial in a process of its own counts as failed.
-    """
+    """Every check, in order; a trial in a process of its own counts as failed after so many seconds."""
     found = []
     for name, check in _CHECKS.items():
         progress(name)
-        found += check(name, seconds)
+        found += check(name)
+    for name in TRIALS:
+        progress(name)
+        found.append(try_out(name, seconds))
     return found
 
 
 # -- what is installed, and on what
 
 
-def _version(name: str, seconds: float) -> Iterator[Check]:
+def _version(name: str) -> Iterator[Check]:
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -54,16 +51,12 @@ def _version(name: str, seconds: float) -> Iterator[Check]:
     yield Check(name, OK, version)
 
 
-def _python(name: str, seconds: float) -> Iterator[Check]:
+def _python(name: str) -> Iterator[Check]:
     enough = sys.version_info >= _PYTHON
     wanted = ".".join(map(str, _PYTHON))
     found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     do = "" if enough else f"use Python {wanted} or newer"
     yield Check(name, OK if enough else FAILED, found, do, needed=True)
-
-
-def _torch(name: str, seconds: float) -> Iterator[Check]:
-    yield torch_check(torch.__version__)
 
 
 def torch_check(version: str) -> Check:
@@ -84,24 +77,20 @@ def _numbers(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _host(name: str, seconds: float) -> Iterator[Check]:
+def _host(name: str) -> Iterator[Check]:
     cores = launcher.threads_per_rank(1)
     yield Check(
         name, OK, f"{cores} cores, {launcher.host_memory_bytes() / 2**30:.1f} GiB of memory"
     )
 
 
-def _accelerators(name: str, seconds: float) -> Iterator[Check]:
+def _accelerators(name: str) -> Iterator[Check]:
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        device = torch.cuda.get_device_properties(index)
+        memory = f"{device.total_memory / 2**30:.0f} GiB"
+        versions = f"CUDA {torch.version.cuda}, driver for CUDA {inductor.cuda_driver_version()}"
+        yield Check(f"GPU {index}", OK, f"{device.name}, {memory}, {versions}")
     if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            device = torch.cuda.get_device_properties(index)
-            memory = f"{device.total_memory / 2**30:.0f} GiB"
-            driver = inductor.cuda_driver_version()
-            yield Check(
-                f"GPU {index}",
-                OK,
-                f"{device.name}, {memory}, CUDA {torch.version.cuda}, driver for CUDA {driver}",
-            )
         return
     if torch.version.cuda is None:
         why, do = "this torch is built without CUDA", "install a CUDA build of torch to use a GPU"
@@ -113,46 +102,31 @@ def _accelerators(name: str, seconds: float) -> Iterator[Check]:
     yield Check(name, NOT_HERE, why, do)
 
 
-def _backends(name: str, seconds: float) -> Iterator[Check]:
+def _backends(name: str) -> Iterator[Check]:
     for backend, (available, wanted) in launcher.communication_backends().items():
         if available:
             yield Check(backend, OK, "torch has it", needed=wanted)
-            continue
-        status = FAILED if wanted else NOT_HERE
-        why = "this torch is built without it"
-        do = "install a build of torch that has it, to run several ranks" if wanted else ""
-        yield Check(backend, status, why, do, needed=wanted)
+        else:
+            do = "install a build of torch that has it, to run several ranks" if wanted else ""
+            status = FAILED if wanted else NOT_HERE
+            yield Check(backend, status, "this torch is built without it", do, needed=wanted)
 
 
-def _scheduling(name: str, seconds: float) -> Iterator[Check]:
+def _scheduling(name: str) -> Iterator[Check]:
     with communication_first(launcher.rank_device().type) as first:
         pass
-    if first:
-        yield Check(
-            name, OK, "before those that compute: collectives of ranks on the host wait less"
-        )
-        return
     why = "not before those that compute: ranks are not on the host, or CAP_SYS_NICE is missing"
-    yield Check(name, NOT_HERE, why)
+    there = "before those that compute: collectives of ranks on the host wait less"
+    yield Check(name, OK, there) if first else Check(name, NOT_HERE, why)
 
 
-def _compiler(name: str, seconds: float) -> Iterator[Check]:
-    yield compiler_check()
-
-
-def compiler_check() -> Check:
-    """The C++ compiler that inductor would call."""
-    name = "C++ compiler"
+def _compiler(name: str) -> Iterator[Check]:
     try:
-        return Check(name, OK, inductor.cpp_compiler(), needed=True)
+        yield Check(name, OK, inductor.cpp_compiler(), needed=True)
     except Exception as error:  # torch raises its own, which moved between versions
         why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         do = "install g++ (apt-get install g++), or set CXX to a compiler; or use lowering='eager'"
-        return Check(name, FAILED, why, do, needed=True)
-
-
-def _cache(name: str, seconds: float) -> Iterator[Check]:
-    yield cache_check(inductor.cache_directory())
+        yield Check(name, FAILED, why, do, needed=True)
 
 
 def cache_check(directory: str) -> Check:
@@ -167,19 +141,15 @@ def cache_check(directory: str) -> Check:
     return Check("inductor cache", OK, directory, needed=True)
 
 
-def _trial(name: str, seconds: float) -> Iterator[Check]:
-    yield try_out(name, seconds)
-
-
-_CHECKS: dict[str, Callable[[str, float], Iterator[Check]]] = {
+_CHECKS: dict[str, Callable[[str], Iterable[Check]]] = {
     "stepgraph": _version,
     "python": _python,
-    "torch": _torch,
+    "torch": lambda name: [torch_check(torch.__version__)],
     "transformers": _version,
     "host": _host,
     "GPU": _accelerators,
     "communication": _backends,
     "communication threads": _scheduling,
     "C++ compiler": _compiler,
-    "inductor cache": _cache,
-} | dict.fromkeys(TRIALS, _trial)
+    "inductor cache": lambda name: [cache_check(inductor.cache_directory())],
+}

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from typing import Any
 
 import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from stepgraph.cli.calibrate import calibrate as measure
 from stepgraph.cli.diagnosis import diagnose
-from stepgraph.cli.findings import show, to_json
-from stepgraph.cli.help_text import example
+from stepgraph.cli.options import example
+from stepgraph.cli.trials import FAILED, NOT_HERE, OK, Check
 
 
 @click.command("doctor", epilog=example("doctor --json"))
@@ -35,3 +40,23 @@ def doctor_command(as_json: bool, calibrate: bool) -> None:
         show(checks)
     if not all(check.ok for check in checks):
         sys.exit(1)
+
+
+_STYLES = {OK: "green", FAILED: "bold red", NOT_HERE: "dim"}
+
+
+def show(checks: list[Check]) -> None:
+    """Prints a table to standard output."""
+    table = Table.grid(padding=(0, 2))
+    for check in checks:
+        status = Text(check.status, _STYLES[check.status])
+        table.add_row(Text(check.name), status, Text(check.found))
+        if check.do:
+            table.add_row("", "", Text(f"what to do: {check.do}", "yellow"))
+    Console().print(table)
+
+
+def to_json(checks: list[Check]) -> str:
+    """``{"ok": ..., "checks": [{"name": ..., "status": ..., ...}]}``."""
+    rows: list[dict[str, Any]] = [vars(check) for check in checks]
+    return json.dumps({"ok": all(check.ok for check in checks), "checks": rows}, indent=2)

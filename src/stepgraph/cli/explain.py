@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from stepgraph.api.plan import Plan
-from stepgraph.cli.help_text import example
+from stepgraph.cli.options import example
 from stepgraph.planning.explanation import explain, overview
 from stepgraph.report.plan_text import plan_summary
 

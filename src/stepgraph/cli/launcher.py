@@ -33,7 +33,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from stepgraph.errors import LaunchError, StepgraphError
-from stepgraph.runtime.scheduling import communication_first
+from stepgraph.runtime.ranks import communication_first
 
 LOCALHOST = "127.0.0.1"
 MONITOR_SECONDS = 0.1
@@ -75,6 +75,8 @@ def launch(
     if ranks == 1:
         return [function(*args)]
     known = set(multiprocessing.active_children())
+    # They start anew, unless this program asked multiprocessing for a server to fork them from.
+    forked = multiprocessing.get_start_method(allow_none=True) == "forkserver"
     with tempfile.TemporaryDirectory(prefix="stepgraph-") as directory:
         config = LaunchConfig(
             min_nodes=1,
@@ -86,25 +88,20 @@ def launch(
             local_addr=LOCALHOST,
             max_restarts=0,
             monitor_interval=MONITOR_SECONDS,
-            start_method=_start_method(),
+            start_method="forkserver" if forked else "spawn",
             shutdown_timeout=SHUTDOWN_SECONDS,
             logs_specs=DefaultLogsSpecs(log_dir=directory),
             signals_to_handle=signals,
         )
         with (
             _environment_of_ranks(ranks),
-            _signal_handlers_kept(),
-            _signals_passed_on(known, signals) as passed_on,
+            _signals_handled(known, signals) as passed_on,
             _quiet_loggers(),
         ):
             try:
                 run = elastic_launch(config, _run_rank)
-                environment = {
-                    name: value
-                    for name, value in os.environ.items()
-                    if not name.startswith(_TOLD_TO_RANKS)
-                }
-                results = run(directory, environment, function, args)
+                own = {k: v for k, v in os.environ.items() if not k.startswith(_TOLD_TO_RANKS)}
+                results = run(directory, own, function, args)
             except ChildFailedError as error:
                 codes = {failure.exitcode for failure in error.failures.values()}
                 if stopped := [number for number in passed_on if -number in codes]:
@@ -114,7 +111,12 @@ def launch(
             except SignalException as error:
                 _end_by(error.sigval)
             finally:
-                _kill(set(multiprocessing.active_children()) - known)
+                # The launcher lost track of those that a signal found while it was starting them.
+                lost = set(multiprocessing.active_children()) - known
+                for process in lost:
+                    process.kill()
+                for process in lost:
+                    process.join(SHUTDOWN_SECONDS)
         return [results[rank] for rank in range(ranks)]
 
 
@@ -205,11 +207,11 @@ def _run_rank(
 
 def _run_in_group(function: Callable[..., Any], args: tuple) -> Any:
     device = rank_device()
-    if device.type == "cuda":
+    on_gpu = device.type == "cuda"
+    if on_gpu:
         torch.cuda.set_device(device)
     if dist.is_initialized():
         return function(*args)
-    on_gpu = device.type == "cuda"
     with communication_first(device.type):
         dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     result = function(*args)
@@ -219,12 +221,10 @@ def _run_in_group(function: Callable[..., Any], args: tuple) -> Any:
 
 
 def _record(directory: Path, error: BaseException) -> None:
-    frames = traceback.extract_tb(error.__traceback__)
     where = ""
-    if frames:
-        where = (
-            f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}: {frames[-1].line}"
-        )
+    if frames := traceback.extract_tb(error.__traceback__):
+        last = frames[-1]
+        where = f"{last.filename}:{last.lineno}, in {last.name}: {last.line}"
     failure = _Failure(
         time.time_ns(),
         f"{type(error).__name__}: {error}".rstrip(": "),
@@ -232,30 +232,21 @@ def _record(directory: Path, error: BaseException) -> None:
         "".join(traceback.format_exception(error)),
         error if isinstance(error, StepgraphError) else None,
     )
-    path = _failure_file(directory, int(os.environ["RANK"]))
+    path = directory / f"failure-{os.environ['RANK']}.pickle"
     unfinished = path.with_suffix(".part")
     unfinished.write_bytes(pickle.dumps(failure))
     unfinished.rename(path)
 
 
-def _failure_file(directory: Path, rank: int) -> Path:
-    return directory / f"failure-{rank}.pickle"
-
-
 # -- in the parent
-
-
-def _start_method() -> str:
-    """Ranks start anew, unless this program asked multiprocessing for a server to fork them from."""
-    chosen = multiprocessing.get_start_method(allow_none=True)
-    return "forkserver" if chosen == "forkserver" else "spawn"
 
 
 def _launch_error(directory: Path, rank: int, seen: ProcessFailure) -> LaunchError:
     """The error of the rank that failed first: the earliest recorded, or one that was killed."""
-    failures = {}
-    for path in directory.glob("failure-*.pickle"):
-        failures[int(path.stem.removeprefix("failure-"))] = pickle.loads(path.read_bytes())
+    failures: dict[int, _Failure] = {
+        int(path.stem.removeprefix("failure-")): pickle.loads(path.read_bytes())
+        for path in directory.glob("failure-*.pickle")
+    }
     if rank not in failures:
         what = f"rank {rank} ended with exit code {seen.exitcode}"
         if seen.exitcode < 0:
@@ -266,7 +257,7 @@ def _launch_error(directory: Path, rank: int, seen: ProcessFailure) -> LaunchErr
             why="it left no error" + (": the machine may have run out of memory" if killed else ""),
         )
     first = min(failures, key=lambda rank: failures[rank].time_ns)
-    failure: _Failure = failures[first]
+    failure = failures[first]
     error = failure.error
     if error is None:
         raised = LaunchError(f"rank {first} failed: {failure.summary}", where=failure.where)
@@ -289,14 +280,6 @@ def _end_by(number: int) -> NoReturn:
     sys.exit(128 + number)
 
 
-def _kill(processes: set[Any]) -> None:
-    """Ends ranks that the launcher lost track of: a signal came while it was starting them."""
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.join(SHUTDOWN_SECONDS)
-
-
 @contextlib.contextmanager
 def _environment_of_ranks(ranks: int) -> Iterator[None]:
     """Ranks inherit a share of the cores; this process gets its own environment back."""
@@ -315,23 +298,11 @@ def _environment_of_ranks(ranks: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _signal_handlers_kept() -> Iterator[None]:
-    """The elastic launcher installs handlers and leaves them."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    before = {number: signal.getsignal(number) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _signals_handled(known: set[Any], signals: str) -> Iterator[list[int]]:
+    """With :data:`PASS_ON`, the ranks get SIGINT and SIGTERM; gives the list of those that came.
 
-
-@contextlib.contextmanager
-def _signals_passed_on(known: set[Any], signals: str) -> Iterator[list[int]]:
-    """With :data:`PASS_ON`, the ranks get SIGINT and SIGTERM; gives the list of those that came."""
+    Handlers are put back afterwards, those too that the elastic launcher installs and leaves.
+    """
     came: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -343,10 +314,19 @@ def _signals_passed_on(known: set[Any], signals: str) -> Iterator[list[int]]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank, number)
 
-    if signals == PASS_ON and threading.current_thread() is threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
+        yield came
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    if signals == PASS_ON:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, pass_on)
-    yield came
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import click
 from stepgraph.cli.check import check_command
 from stepgraph.cli.doctor import doctor_command
 from stepgraph.cli.explain import explain_command
-from stepgraph.cli.help_text import example
+from stepgraph.cli.options import example
 from stepgraph.cli.plan import plan_command
 from stepgraph.cli.train import train_command
 from stepgraph.errors import StepgraphError, UsageError

@@ -1,4 +1,4 @@
-"""Options that mean the same in every command that compiles a step."""
+"""What commands share: options that mean the same in each that compiles a step, examples of help pages."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ import click
 from stepgraph.api import models
 
 _AnyFunction = TypeVar("_AnyFunction", bound=Callable[..., Any])
+
+
+def example(first: str, *rest: str) -> str:
+    """A help page's example; click keeps the line breaks after its mark."""
+    return "\n".join(["\b", "Example:", f"  stepgraph {first}", *(f"  {line}" for line in rest)])
 
 
 def step_options(seq: int, batch_per_rank: int) -> Callable[[_AnyFunction], _AnyFunction]:

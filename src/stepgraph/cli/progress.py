@@ -3,17 +3,91 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from stepgraph.cli.metrics import StepMetrics, keep_up_to
+from stepgraph.errors import UsageError
+from stepgraph.planning.reading import (
+    WHOLE,
+    AnyNumber,
+    Count,
+    MalformedError,
+    Number,
+    Strict,
+    convert,
+    parse_json,
+)
+from stepgraph.runtime.files import whole_file
 
 
-class Watch:
+class StepMetrics(Strict, frozen=True):
+    """One line of the metrics file; its time and rate are the step's, compilation included.
+
+    ``loss`` is null in the file where it is no number.
+    """
+
+    step: Count
+    loss: AnyNumber | None
+    tokens_per_second: Number
+    peak_bytes: Count
+    seconds: Number
+
+    def to_line(self) -> bytes:
+        """The line, its end included."""
+        return msgspec.json.encode(self) + b"\n"
+
+
+def keep_up_to(path: Path, step: int) -> None:
+    """Removes from the end of a metrics file what was written after a step, and a torn last line.
+
+    Raises:
+        UsageError: a line from which this would have to be known is none of a metrics file.
+    """
+    kept = path.read_bytes().splitlines(keepends=True)
+    if kept and not kept[-1].endswith(b"\n"):
+        kept.pop()
+    while kept and _step_of(kept[-1], f"{path}:{len(kept)}") > step:
+        kept.pop()
+    with whole_file(path) as unfinished:
+        unfinished.write_bytes(b"".join(kept))
+
+
+def _step_of(line: bytes, where: str) -> int:
+    try:
+        return convert(parse_json(line), StepMetrics).step
+    except MalformedError as error:
+        raise UsageError(
+            "--resume cannot go on with this file of metrics: a line is not a step's",
+            where=where,
+            why=error.problem if error.where == WHOLE else f"{error.where}: {error.problem}",
+            do="give another file to --metrics, or remove the line",
+        ) from error
+
+
+class _Shown:
+    """Progress on standard error: a bar on a terminal; in a log file, lines that a subclass prints."""
+
+    def __init__(self, show: bool = True) -> None:
+        self.console = Console(stderr=True, quiet=not show)
+        self.stack = contextlib.ExitStack()
+        self.progress: Progress | None = None
+
+    def __exit__(self, *error: Any) -> None:
+        self.stack.close()
+
+    def show_bar(self, description: str, total: int | None, *more: TextColumn) -> None:
+        """Shows a bar, ``more`` between it and the time."""
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), *more)
+        made = Progress(*columns, TimeElapsedColumn(), console=self.console, transient=not more)
+        self.progress = self.stack.enter_context(made)
+        self.task = made.add_task(description, total=total, numbers="")
+
+
+class Watch(_Shown):
     """Progress on standard error, metrics in their file.
 
     A terminal gets a bar; a log file gets a line now and then.
@@ -29,13 +103,11 @@ class Watch:
     def __init__(
         self, steps: int, metrics: str | None, *, show: bool, resumed_at: int | None = None
     ) -> None:
+        super().__init__(show)
         self.steps, self.metrics, self.show = steps, metrics, show
-        self.console = Console(stderr=True, quiet=not show)
         self.every = max(1, steps // 10)
         self.resumed_at = resumed_at
-        self.stack = contextlib.ExitStack()
         self.file: IO[bytes] | None = None
-        self.progress: Progress | None = None
 
     def __enter__(self) -> Watch:
         if self.show and self.metrics is not None:
@@ -43,26 +115,10 @@ class Watch:
                 keep_up_to(Path(self.metrics), self.resumed_at)
             self.file = self.stack.enter_context(open(self.metrics, "ab"))
         if self.console.is_terminal and self.show:
-            self.stack.enter_context(self._bar())
+            self.show_bar("compiling", None, TextColumn("{task.fields[numbers]}"))
         else:
             self.console.print("compiling the first step")
         return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.stack.close()
-
-    @contextlib.contextmanager
-    def _bar(self) -> Iterator[None]:
-        columns = (
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            TimeElapsedColumn(),
-        )
-        with Progress(*columns, console=self.console) as self.progress:
-            self.task = self.progress.add_task("compiling", total=None, numbers="")
-            yield
 
     def say(self, text: str) -> None:
         """A line on standard error, above the bar."""
@@ -89,34 +145,20 @@ class Watch:
             self.console.print(f"step {done.step}/{self.steps}  {numbers}", highlight=False)
 
 
-class Stages:
+class Stages(_Shown):
     """The stages of planning on standard error: a bar on a terminal, else a line for each.
 
-    Args:
-        total: how many stages there will be, as far as is known.
+    ``total``: how many there will be, as far as is known.
     """
 
     def __init__(self, total: int) -> None:
+        super().__init__()
         self.total, self.done = total, 0
-        self.console = Console(stderr=True)
-        self.stack = contextlib.ExitStack()
-        self.progress: Progress | None = None
 
     def __enter__(self) -> Stages:
         if self.console.is_terminal:
-            columns = (
-                SpinnerColumn(),
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TimeElapsedColumn(),
-            )
-            made = Progress(*columns, console=self.console, transient=True)
-            self.progress = self.stack.enter_context(made)
-            self.task = self.progress.add_task("building the model", total=self.total)
+            self.show_bar("building the model", self.total)
         return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.stack.close()
 
     def begin(self, name: str) -> None:
         """A stage begins, and the one before is done."""

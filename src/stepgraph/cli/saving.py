@@ -9,7 +9,7 @@ import signal
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from stepgraph.errors import CheckpointError, UsageError
 from stepgraph.runtime.checkpoints.manifest import NAME
 from stepgraph.runtime.ranks import from_first_rank
 
-KEEP = 2
+KEEP = 2  # complete saves that stay
 _SAVE = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"\.step-\d{8,}\.saving-\w+")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -28,17 +28,10 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True)
 class SaveFolder:
-    """A folder of one run's saves, ``step-00000050`` and so on.
-
-    Args:
-        path: of the folder; made when it is needed.
-        every: steps from one save to the next.
-        keep: how many complete saves stay.
-    """
+    """A folder of one run's saves, ``step-00000050`` and so on; ``every``: steps from one to the next."""
 
     path: Path
     every: int
-    keep: int = KEEP
 
     def check(self, resume: bool) -> None:
         """Raises UsageError where the folder cannot be this run's."""
@@ -76,7 +69,7 @@ class SaveFolder:
 
         No save may be under way.
         """
-        for step in list(self.saves())[: -self.keep]:
+        for step in list(self.saves())[:-KEEP]:
             # Without its manifest it is no save any more, should this be the last that happens.
             (self.of(step) / NAME).unlink(missing_ok=True)
         for entry in self.path.iterdir():
@@ -122,11 +115,7 @@ class Saves:
             self._save(wait=False)
 
     def finish(self) -> Path | None:
-        """Saves where the run is now, if that has not been, and waits for it.
-
-        Returns:
-            the save; None where no step was ever taken.
-        """
+        """Saves where the run is now, if that has not been; waits. None where no step was ever taken."""
         if self.last != self.engine.stats.steps:
             self._save(wait=True)
         self._settle()
@@ -160,12 +149,7 @@ class StopSignals:
             self._before = {n: signal.signal(n, self._receive) for n in STOP_SIGNALS}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._restore()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from dataclasses import asdict
 from typing import Any
 
 import click
 
-from stepgraph.cli.help_text import example
-from stepgraph.cli.options import step_options
+from stepgraph.cli.options import example, step_options
 from stepgraph.cli.training import Summary, TrainOptions, train
 
 
@@ -58,7 +58,7 @@ def train_command(as_json: bool, **options: Any) -> None:
     summary = train(TrainOptions(**options))
     if summary is None:
         return
-    click.echo(json.dumps(summary.to_json()) if as_json else show_summary(summary))
+    click.echo(json.dumps(asdict(summary)) if as_json else show_summary(summary))
     if summary.stopped_by is not None:
         sys.exit(128 + signal.Signals[summary.stopped_by])
 

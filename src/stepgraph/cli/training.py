@@ -8,9 +8,8 @@ import signal
 import statistics
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +21,7 @@ from stepgraph.api.engine import Engine
 from stepgraph.api.models import build_model, find_model, language_model_loss
 from stepgraph.api.plan import Plan
 from stepgraph.cli.launcher import PASS_ON, launch, peak_bytes, rank_device
-from stepgraph.cli.metrics import StepMetrics
-from stepgraph.cli.progress import Watch
+from stepgraph.cli.progress import StepMetrics, Watch
 from stepgraph.cli.saving import SaveFolder, Saves, StopSignals
 from stepgraph.cli.text import BatchShape, TextBatches, count_bytes, generate, read_text
 from stepgraph.errors import BatchError, MeshError, UsageError
@@ -90,10 +88,6 @@ class Summary:
     first_step: int = 1
     stopped_by: str | None = None
     saved_to: str | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """The summary as plain data."""
-        return asdict(self)
 
 
 def train(options: TrainOptions) -> Summary | None:
@@ -182,9 +176,8 @@ def _batch_shape(options: TrainOptions, mesh: MeshShape) -> BatchShape:
 def _train_on_rank(options: TrainOptions, mesh: MeshShape) -> Summary | None:
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank:
-        logging.getLogger("stepgraph").setLevel(
-            logging.ERROR
-        )  # what is said once is said by rank 0
+        # What is said once is said by rank 0.
+        logging.getLogger("stepgraph").setLevel(logging.ERROR)
     device = rank_device()
     shape = _batch_shape(options, mesh)
     batches = TextBatches(read_text(options.text), shape, options.seed, mesh.data_rank(rank))
@@ -204,7 +197,8 @@ def _train_on_rank(options: TrainOptions, mesh: MeshShape) -> Summary | None:
         seed=options.seed,
     )
     history: list[StepMetrics] = []
-    saves, resumed, stopped, saved_to = None, None, 0, None
+    saves = resumed = saved_to = None
+    stopped = 0
     with StopSignals(device) if options.checkpoint else nullcontext() as stop:
         if options.checkpoint is not None:
             folder = _save_folder(options)
@@ -230,11 +224,15 @@ def _train_on_rank(options: TrainOptions, mesh: MeshShape) -> Summary | None:
             if saves is not None:
                 saved_to = saves.finish()
             if stopped:
-                watch.say(_stop_message(stopped, engine.stats.steps, saved_to))
+                left = f", saved to {saved_to}; --resume goes on from there"
+                left = ": there is nothing to save yet" if saved_to is None else left
+                name = signal.Signals(stopped).name
+                watch.say(f"stopped by {name} after step {engine.stats.steps}{left}")
     # As much of the text as shows where a line begins and what it is about.
-    asked = options.sample and not stopped
-    prompt = batches.batch(0)["input_ids"][0, :PROMPT_BYTES] if asked else None
-    sample = None if prompt is None else _sample(engine, options, bytes(prompt.tolist()), device)
+    prompt = sample = None
+    if options.sample and not stopped:
+        prompt = bytes(batches.batch(0)["input_ids"][0, :PROMPT_BYTES].tolist())
+        sample = _sample(engine, options, prompt, device)
     if rank:
         return None
     settled = history[1:] or history  # the first step compiles
@@ -253,19 +251,12 @@ def _train_on_rank(options: TrainOptions, mesh: MeshShape) -> Summary | None:
         compile_seconds=engine.stats.compile_seconds,
         seconds=sum(done.seconds for done in history),
         losses=[done.loss for done in history if done.loss is not None],
-        prompt=None if prompt is None else bytes(prompt.tolist()).decode(errors="replace"),
+        prompt=None if prompt is None else prompt.decode(errors="replace"),
         sample=sample,
         first_step=begun + 1,
         stopped_by=signal.Signals(stopped).name if stopped else None,
         saved_to=None if saved_to is None else str(saved_to),
     )
-
-
-def _stop_message(number: int, step: int, saved_to: Path | None) -> str:
-    said = f"stopped by {signal.Signals(number).name} after step {step}"
-    if saved_to is None:
-        return f"{said}: there is nothing to save yet"
-    return f"{said}, saved to {saved_to}; --resume goes on from there"
 
 
 def _sample(
@@ -276,8 +267,7 @@ def _sample(
     whole = {}
     for name, value in engine.state_dict().items():  # every rank takes part in each gathering
         full = value.full_tensor() if isinstance(value, DTensor) else value
-        if rank == 0:
-            whole[name] = full
+        whole[name] = full if rank == 0 else None
     if rank:
         return None
     plain: nn.Module = build_model(options.model, options.seed).to(device)

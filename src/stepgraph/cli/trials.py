@@ -1,4 +1,4 @@
-"""What could hang or die (a compiler, ranks, a graph capture) is tried in a process of its own.
+"""What the doctor tries in a process of its own, as it could hang or die: a compiler, ranks, a capture.
 
 Each has a time limit. Compilations go to a folder that is removed afterwards.
 """
@@ -16,21 +16,35 @@ from dataclasses import dataclass
 import torch
 
 from stepgraph.cli import launcher
-from stepgraph.cli.findings import FAILED, NOT_HERE, OK, Check
 
+OK, FAILED, NOT_HERE = "ok", "failed", "not here"
 SECONDS = 300.0  # for one trial; a cold C++ compiler on a busy machine takes a minute
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report.
+
+    ``found``: what there is, or why it does not work. ``do``: what to do about it. ``needed``: without it
+    training does not work here.
+    """
+
+    name: str
+    status: str
+    found: str
+    do: str = ""
+    needed: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing that is needed is missing."""
+        return self.status == OK or not self.needed
 
 
 def try_out(
     name: str, seconds: float = SECONDS, environment: Mapping[str, str] | None = None
 ) -> Check:
-    """Runs one of :data:`TRIALS` in a process of its own.
-
-    Args:
-        name: of the trial.
-        seconds: until it counts as failed.
-        environment: variables to set for it.
-    """
+    """Runs one of :data:`TRIALS` in a process of its own; it counts as failed after so many seconds."""
     trial = TRIALS[name]
     if name == "CUDA graphs" and not torch.cuda.is_available():
         return Check(name, NOT_HERE, "there is no CUDA device")

@@ -24,7 +24,7 @@ from stepgraph.program.program import Program, Value
 from stepgraph.program.randomness import seed_words
 from stepgraph.program.record import Results, without_buffers
 from stepgraph.program.shards import join, split
-from stepgraph.runtime.batches import LocalBatch, cut_micro_batches
+from stepgraph.runtime.batches import LocalBatch, split_micro_batches
 from stepgraph.torch_internals import pytree
 
 AS_USUAL = StepSettings()
@@ -62,7 +62,7 @@ class GlobalValues:
         self.tensors |= {roles.Buffer(name): b for name, b in model.named_buffers()}
         self.source, self.batch, self.settings = source, batch, settings
         self.max_grad_norm = max_grad_norm
-        self.pieces = cut_micro_batches(batch, settings.micro_batches)
+        self.pieces = split_micro_batches(batch, settings.micro_batches)
         self.leaves = list(self.pieces[-1])
         self.micro_batch = settings.micro_batches - 1  # the leaves are the last one's
         self.random = torch.Generator().manual_seed(seed)

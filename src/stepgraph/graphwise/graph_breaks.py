@@ -31,8 +31,7 @@ from stepgraph.program.layout import Apart, blocks_of
 from stepgraph.program.mesh_roles import Role
 from stepgraph.program.program import Value
 from stepgraph.runtime.batches import LocalBatch
-from stepgraph.runtime.compiler import Compiler
-from stepgraph.runtime.entries import evaluation_mode
+from stepgraph.runtime.compiler import Compiler, evaluation_mode
 from stepgraph.runtime.recompiles import before_compiling, count_call
 from stepgraph.runtime.split import CHANGED_BETWEEN
 from stepgraph.torch_internals import graphs as dynamo

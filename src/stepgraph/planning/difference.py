@@ -28,27 +28,26 @@ def difference(mine: Plan, theirs: Plan) -> str:
     asked = (mine.request, theirs.request), (mine.request.step, theirs.request.step)
     for one, other in asked:
         for name in [n for n in vars(one) if n != "step"]:
-            lines += _changed(name, getattr(one, name), getattr(other, name))
+            if getattr(one, name) != getattr(other, name):
+                lines.append(f"{name}: {getattr(one, name)} -> {getattr(other, name)}")
     if mine.fingerprint is not None and theirs.fingerprint is not None:
         lines += [f"model: {text}" for text in mine.fingerprint.differences(theirs.fingerprint)]
-    lines += _programs("program", mine.decisions, theirs.decisions)
-    for key in mine.decisions.keys() & theirs.decisions.keys():
-        here, there = mine.decisions[key].placement, theirs.decisions[key].placement
+    first, second = mine.decisions, theirs.decisions
+    lines += [f"program {key}: only in the first" for key in first if key not in second]
+    lines += [f"program {key}: only in the second" for key in second if key not in first]
+    for key in first.keys() & second.keys():
+        here, there = first[key].placement, second[key].placement
         for kind, starts in _INPUTS.items():
-            lines += _values(
-                f"{key} {kind}", _starting(here.inputs, starts), _starting(there.inputs, starts)
-            )
+            placed = (_starting(inputs, starts) for inputs in (here.inputs, there.inputs))
+            lines += _values(f"{key} {kind}", *placed)
         # What is written over an input lives where the input does.
-        lines += _values(
-            f"{key} results", _starting(here.outputs, _RESULTS), _starting(there.outputs, _RESULTS)
-        )
-        lines += _values(
-            f"{key} operations",
-            {name: show_operation(o) for name, o in here.operations.items()},
-            {name: show_operation(o) for name, o in there.operations.items()},
-        )
-        lines += _kept(key, mine.decisions[key].memory, theirs.decisions[key].memory)
-        lines += _scheduled(key, mine.decisions[key].schedule, theirs.decisions[key].schedule)
+        placed = (_starting(outputs, _RESULTS) for outputs in (here.outputs, there.outputs))
+        lines += _values(f"{key} results", *placed)
+        both = (here.operations, there.operations)
+        shown = ({name: show_operation(o) for name, o in placed.items()} for placed in both)
+        lines += _values(f"{key} operations", *shown)
+        lines += _kept(key, first[key].memory, second[key].memory)
+        lines += _scheduled(key, first[key].schedule, second[key].schedule)
     lines += _predicted(mine, theirs)
     return "\n".join(lines)
 
@@ -75,15 +74,6 @@ def _scheduled(
         lines.append(f"{key}: {len(mine.buckets)} -> {len(theirs.buckets)} flat collectives")
     lines += _values(f"{key} updates start behind", mine.updates or {}, theirs.updates or {})
     return lines + _values(f"{key} collectives complete before", mine.waits, theirs.waits)
-
-
-def _changed(name: str, mine: object, theirs: object) -> list[str]:
-    return [] if mine == theirs else [f"{name}: {mine} -> {theirs}"]
-
-
-def _programs(name: str, mine: Mapping, theirs: Mapping) -> list[str]:
-    only = [f"{name} {key}: only in the first" for key in mine if key not in theirs]
-    return only + [f"{name} {key}: only in the second" for key in theirs if key not in mine]
 
 
 def _starting(placed: Mapping[str, Placements], starts: tuple[str, ...]) -> dict[str, str]:

@@ -39,9 +39,9 @@ def explain(plan: Plan, value: str) -> str:
         UsageError: no value has this name; the message lists near misses.
     """
     parts = []
-    for key, decision in _placements(plan).items():
-        for name in _find(decision, value):
-            parts.append(_explain_one(plan, key, decision, name))
+    for key, decided in plan.decisions.items():
+        for name in _find(decided.placement, value):
+            parts.append(_explain_one(plan, key, decided.placement, name))
     if not parts:
         raise UsageError(f"the plan has no value {value!r}", do=_near_misses(plan, value))
     return "\n\n".join(parts)
@@ -50,7 +50,8 @@ def explain(plan: Plan, value: str) -> str:
 def overview(plan: Plan) -> str:
     """How values are named, with examples, for someone who does not know what to ask for."""
     lines = [f"plan {plan.placement} on mesh {plan.mesh}, memory {plan.memory}"]
-    for key, decision in _placements(plan).items():
+    for key, decided in plan.decisions.items():
+        decision = decided.placement
         lines.append(
             f"program {key}: {len(decision.inputs)} inputs, {len(decision.operations)} operations, "
             f"{len(decision.outputs)} outputs"
@@ -90,7 +91,8 @@ def _explain_one(plan: Plan, key: str, decision: PlacementDecision, name: str) -
     rows += _memory(plan, key, name)
     rows += _schedule(plan, key, name)
     rows += [("moves", text) for text in map(_show_moves, facts.moves)]
-    for reader in _casts(facts):
+    readers = [name for reads in facts.reads for name in reads.first]
+    for reader in filter(_CAST.search, readers):
         cast = plan.values[key].get(reader, ValueFacts(""))
         rows += [("cast", f"{reader}, read as {text}") for text in map(_show_reads, cast.reads)]
         rows += [("moves", f"{text} (of the cast)") for text in map(_show_moves, cast.moves)]
@@ -119,7 +121,7 @@ def _bare(name: str) -> str:
 
 
 def _in_words(lives: tuple[Placements | None, ...], mesh: MeshShape) -> str:
-    """``S(0)R: dimension 0 is cut over dp=16; whole on every rank of tp=8``."""
+    """``S(0)R: dimension 0 sharded over dp=16; whole on every rank of tp=8``."""
     texts = []
     for placements in lives:
         if placements is None:
@@ -127,8 +129,8 @@ def _in_words(lives: tuple[Placements | None, ...], mesh: MeshShape) -> str:
         words = []
         for (dim, ranks), placement in zip(mesh.dims, placements, strict=True):
             shown = show((placement,))
-            cut = f"dimension {getattr(placement, 'dim', 0)} cut over"
-            words.append(f"{_WORDS.get(shown[0], cut)} {dim}={ranks}")
+            sharded = f"dimension {getattr(placement, 'dim', 0)} sharded over"
+            words.append(f"{_WORDS.get(shown[0], sharded)} {dim}={ranks}")
         texts.append(f"{show(placements)}: {'; '.join(words)}")
     return " | ".join(dict.fromkeys(texts)) or "no tensor"
 
@@ -149,10 +151,10 @@ def _chosen(decision: PlacementDecision, name: str) -> list[tuple[str, str]]:
     reason = decision.reasons.get(name)
     if reason is None:
         return [("chosen", f"by the preset {decision.preset}, which has no alternatives")]
-    rows = [("chosen", f"{reason.chosen}{_cost(reason.cost_ms)}")]
-    if reason.runner_up is None:
-        return [*rows, ("instead", "there was no other choice")]
-    return [*rows, ("instead", f"{reason.runner_up}{_cost(reason.runner_up_cost_ms)}")]
+    instead = "there was no other choice"
+    if reason.runner_up is not None:
+        instead = f"{reason.runner_up}{_cost(reason.runner_up_cost_ms)}"
+    return [("chosen", f"{reason.chosen}{_cost(reason.cost_ms)}"), ("instead", instead)]
 
 
 def _cost(ms: float | None) -> str:
@@ -161,16 +163,14 @@ def _cost(ms: float | None) -> str:
 
 def _memory(plan: Plan, key: str, name: str) -> list[tuple[str, str]]:
     decision = plan.decisions[key].memory
-    if decision is None or name not in plan.decisions[key].placement.operations:
+    of_forward = ".backward" not in name and ".optimizer" not in name
+    if decision is None or name not in plan.decisions[key].placement.operations or not of_forward:
         return []
-    if ".backward" in name or ".optimizer" in name:
-        return []
-    block = decision.recompute.get(name)
-    if block is None:
-        return [("memory", "kept, if the backward reads it")]
-    if block < 0:
-        return [("memory", "gathered again in the backward, not kept")]
-    return [("memory", f"recomputed in the backward, in block {block}")]
+    text, block = "kept, if the backward reads it", decision.recompute.get(name)
+    if block is not None:
+        again = "gathered again in the backward, not kept"
+        text = again if block < 0 else f"recomputed in the backward, in block {block}"
+    return [("memory", text)]
 
 
 def _schedule(plan: Plan, key: str, name: str) -> list[tuple[str, str]]:
@@ -179,20 +179,10 @@ def _schedule(plan: Plan, key: str, name: str) -> list[tuple[str, str]]:
     return [("schedule", f"its update may start behind {start}")] if start else []
 
 
-def _placements(plan: Plan) -> dict[str, PlacementDecision]:
-    return {key: decided.placement for key, decided in plan.decisions.items()}
-
-
-def _casts(facts: ValueFacts) -> list[str]:
-    return [name for reads in facts.reads for name in reads.first if _CAST.search(name)]
-
-
 def _near_misses(plan: Plan, value: str) -> str:
-    names = []
-    for decision in _placements(plan).values():
-        for group in (decision.inputs, decision.operations, decision.outputs):
-            names += [_bare(name) for name in group]
-    names = list(dict.fromkeys(names))
+    placed = [decided.placement for decided in plan.decisions.values()]
+    groups = [group for p in placed for group in (p.inputs, p.operations, p.outputs)]
+    names = list(dict.fromkeys(_bare(name) for group in groups for name in group))
     close = difflib.get_close_matches(value, names, n=5, cutoff=0.5)
     close = close or [name for name in names if value in name][:5]
     if not close:

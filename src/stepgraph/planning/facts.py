@@ -67,12 +67,14 @@ def gather_facts(
     for node in program.graph.nodes:
         name = labels.get(node) or meta(node).get("name")
         if name is not None and node.op in ("placeholder", "call_function"):
-            shown = ", ".join(type_of(tensor) for tensor in tensors_of(meta(node).get("val")))
-            found[name] = ValueFacts(shown, reads.get(name, ()), moves.get(name, ()))
+            found[name] = ValueFacts(_types(node), reads.get(name, ()), moves.get(name, ()))
     for node, role in zip(program.results, program.outputs, strict=True):
-        shown = ", ".join(type_of(tensor) for tensor in tensors_of(meta(node).get("val")))
-        found[roles.label(role)] = ValueFacts(shown)
+        found[roles.label(role)] = ValueFacts(_types(node))
     return found
+
+
+def _types(node: fx.Node) -> str:
+    return ", ".join(map(type_of, tensors_of(meta(node).get("val"))))
 
 
 def _labels(program: Program) -> dict[fx.Node, str]:
@@ -94,8 +96,8 @@ def _reads(program: Program, decision: PlacementDecision) -> dict[str, tuple[Rea
             if placements not in shown:
                 shown[placements] = show(placements)
             name = labels.get(argument) or meta(argument).get("name", "")
-            readers = found.setdefault(name, {}).setdefault(shown[placements], [])
-            readers.append(meta(node)["name"])
+            by_placement = found.setdefault(name, {})
+            by_placement.setdefault(shown[placements], []).append(meta(node)["name"])
     for role, node in zip(program.outputs, program.results, strict=True):
         placement = show(decision.outputs[roles.label(role)])
         name = labels.get(node) or meta(node).get("name", "")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from stepgraph.errors import PlanError, name_a_few
+from stepgraph.planning.reading import TypeText
 
 _AT_MOST = 3
 
@@ -24,8 +25,8 @@ class Fingerprint:
     tensor; global shapes. ``frozen``: parameters that take no gradient.
     """
 
-    parameters: dict[str, str] = field(default_factory=dict)
-    buffers: dict[str, str] = field(default_factory=dict)
+    parameters: dict[str, TypeText] = field(default_factory=dict)
+    buffers: dict[str, TypeText] = field(default_factory=dict)
     frozen: tuple[str, ...] = ()
 
     def check(self, model: nn.Module) -> None:
@@ -44,39 +45,29 @@ class Fingerprint:
 
     def differences(self, other: Fingerprint) -> list[str]:
         """What ``other`` (a model at hand) has otherwise than this (the plan's), in words."""
-        found = []
-        kinds = (
-            ("parameter", self.parameters, other.parameters),
-            ("buffer", self.buffers, other.buffers),
-        )
-        for kind, mine, theirs in kinds:
-            found += _differences(kind, mine, theirs)
         shared = self.parameters.keys() & other.parameters.keys()
-        frozen = sorted((set(other.frozen) - set(self.frozen)) & shared)
-        trained = sorted((set(self.frozen) - set(other.frozen)) & shared)
-        if frozen:
-            found.append(f"frozen only now: {name_a_few(frozen, _AT_MOST)}")
-        if trained:
-            found.append(f"frozen only in the plan: {name_a_few(trained, _AT_MOST)}")
-        return found
+        rows = [
+            *_differences("parameter", self.parameters, other.parameters),
+            *_differences("buffer", self.buffers, other.buffers),
+            ("frozen only now:", sorted((set(other.frozen) - set(self.frozen)) & shared)),
+            ("frozen only in the plan:", sorted((set(self.frozen) - set(other.frozen)) & shared)),
+        ]
+        return [f"{what} {name_a_few(names, _AT_MOST)}" for what, names in rows if names]
 
 
-def _differences(kind: str, mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
-    found = []
-    missing = [name for name in mine if name not in theirs]
-    added = [name for name in theirs if name not in mine]
+def _differences(
+    kind: str, mine: Mapping[str, str], theirs: Mapping[str, str]
+) -> list[tuple[str, list[str]]]:
     changed = [
         f"{name} is {theirs[name]}, not {mine[name]}"
         for name in mine
         if name in theirs and mine[name] != theirs[name]
     ]
-    if missing:
-        found.append(f"the model lacks {kind}s of the plan: {name_a_few(missing, _AT_MOST)}")
-    if added:
-        found.append(f"the plan does not know {kind}s: {name_a_few(added, _AT_MOST)}")
-    if changed:
-        found.append(f"{kind} {name_a_few(changed, _AT_MOST)}")
-    return found
+    return [
+        (f"the model lacks {kind}s of the plan:", [name for name in mine if name not in theirs]),
+        (f"the plan does not know {kind}s:", [name for name in theirs if name not in mine]),
+        (kind, changed),
+    ]
 
 
 def fingerprint_of(model: nn.Module) -> Fingerprint:

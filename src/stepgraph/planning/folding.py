@@ -56,10 +56,7 @@ def fold_by(values: Mapping[str, _Value]) -> dict[_Value, Folded]:
 
 
 def unfold(folded: Mapping[str, list[str]], spend: Callable[[int], None]) -> list[str]:
-    """The names that :func:`fold` was given.
-
-    Args:
-        spend: called with the number of names before they are made; raises where they are too many.
+    """The names that :func:`fold` was given; ``spend`` is told of their number before they are made.
 
     Raises:
         ValueError: layers that are not understood.
@@ -67,7 +64,7 @@ def unfold(folded: Mapping[str, list[str]], spend: Callable[[int], None]) -> lis
     names: list[str] = []
     for shown, patterns in folded.items():
         runs = _runs(shown)
-        spend(len(patterns) * sum(last - first + 1 for first, last in runs) if shown else 0)
+        spend(len(patterns) * sum(last - first + 1 for first, last in runs))
         spend(len(patterns))
         if not shown:
             names += patterns

@@ -11,19 +11,24 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from stepgraph.cost.predict import Prediction
 from stepgraph.errors import PlanError
-from stepgraph.planning.decisions import Decisions, OperationPlacement
+from stepgraph.planning.decisions import (
+    Decisions,
+    OperationPlacement,
+    PlacementDecision,
+    Table,
+    freeze,
+)
 from stepgraph.planning.facts import ValueFacts
 from stepgraph.planning.fingerprint import Fingerprint
-from stepgraph.planning.misfit import misfit
 from stepgraph.planning.request import Request
-from stepgraph.planning.table import Table, freeze
 from stepgraph.program import roles
-from stepgraph.program.layout import MeshShape, Placements, show
+from stepgraph.program.layout import InnerShard, MeshShape, Placements, show
 from stepgraph.program.metadata import meta
-from stepgraph.program.program import Program
+from stepgraph.program.program import Program, tensor_arguments, tensors_of
 
 Kind = TypeVar("Kind", bound="Plan")
 
@@ -83,10 +88,7 @@ class Plan:
     @property
     def reasons(self) -> dict[str, Any]:
         """Why a solver chose what it chose, by value; empty for a preset, which has no alternatives."""
-        found: dict[str, Any] = {}
-        for decided in self.decisions.values():
-            found |= decided.placement.reasons
-        return found
+        return self._of_placements("reasons")
 
     def under(self: Kind, **policies: Any) -> Kind:
         """The plan for another request: what the change does not touch stays decided.
@@ -134,7 +136,7 @@ class Plan:
             decision = decided.placement
             held = {*decision.inputs, *decision.outputs, *decision.operations}
             if wanted == held:
-                problem = misfit(decision, program, self.mesh) if self.final else ""
+                problem = _misfit(decision, program, self.mesh) if self.final else ""
                 if not problem:
                     return key
                 break
@@ -151,23 +153,24 @@ class Plan:
 
     def inputs(self) -> dict[str, Placements]:
         """Where the programs decided so far store their inputs, by label."""
-        found: dict[str, Placements] = {}
-        for decided in self.decisions.values():
-            found |= decided.placement.inputs
-        return found
+        return self._of_placements("inputs")
 
     def operations(self) -> dict[str, OperationPlacement]:
         """How the programs decided so far place operations, by stable name."""
-        found: dict[str, OperationPlacement] = {}
+        return self._of_placements("operations")
+
+    def _of_placements(self, field: str) -> dict[str, Any]:
+        """One field of every program's placement decision, together."""
+        found: dict[str, Any] = {}
         for decided in self.decisions.values():
-            found |= decided.placement.operations
+            found |= getattr(decided.placement, field)
         return found
 
     def first_placed(self) -> str:
         """The first operation that ranks do not repeat, with its placement; empty where none is known."""
         for name, operation in self.operations().items():
             for placements in operation.outputs:
-                if placements and any(not placement.is_replicate() for placement in placements):
+                if placements and not all(placed.is_replicate() for placed in placements):
                     return f"{name} ({show(placements)})"
         return ""
 
@@ -188,11 +191,7 @@ _BEHIND = {
 
 
 def preset_plan(placement: str, mesh: MeshShape, **policies: Any) -> Plan:
-    """A plan that names policies, and holds no decision yet.
-
-    Args:
-        policies: other fields of :class:`Request`.
-    """
+    """A plan that names policies (fields of :class:`Request`), and holds no decision yet."""
     return Plan(Request(placement, mesh, **policies))
 
 
@@ -203,3 +202,47 @@ def _named_values(program: Program) -> set[str]:
         *(roles.label(role) for role in program.outputs),
         *(meta(node)["name"] for node in program.operations()),
     }
+
+
+def _misfit(decision: PlacementDecision, program: Program, mesh: MeshShape) -> str:
+    """What is wrong with a decision that names all that a global Program has; empty: nothing.
+
+    Checks counts and dimensions. That the placements are right together is for ``stepgraph.check``.
+    """
+    inputs = zip(program.inputs, program.input_values, strict=True)
+    outputs = zip(program.outputs, program.output_values, strict=True)
+    for pairs, placed in ((inputs, decision.inputs), (outputs, decision.outputs)):
+        for role, value in pairs:
+            label = roles.label(role)
+            if problem := _wrong(placed[label], value.shape, mesh):
+                return f"{label} of shape {list(value.shape)} cannot be {problem}"
+    for node in program.operations():
+        name = meta(node)["name"]
+        choice = decision.operations[name]
+        arguments = [meta(argument)["val"] for argument in tensor_arguments(node)]
+        value = meta(node)["val"]
+        results = list(value) if isinstance(value, (tuple, list)) else [value]
+        if len(choice.inputs) != len(arguments) or len(choice.outputs) != len(results):
+            return (
+                f"{name} has {len(arguments)} tensor arguments and {len(results)} results, "
+                f"the plan places {len(choice.inputs)} and {len(choice.outputs)}"
+            )
+        placed = (*choice.inputs, *choice.outputs)
+        for placements, value in zip(placed, [*arguments, *results], strict=True):
+            tensors = tensors_of(value)
+            if placements is None or len(tensors) != 1:
+                continue
+            if problem := _wrong(placements, tensors[0].shape, mesh):
+                return f"{name}: a tensor of shape {list(tensors[0].shape)} cannot be {problem}"
+    return ""
+
+
+def _wrong(placements: Placements, shape: tuple[int, ...], mesh: MeshShape) -> str:
+    if len(placements) != len(mesh.dims):
+        return f"{show(placements)} on the mesh {mesh}"
+    for placement in placements:
+        if isinstance(placement, Shard) and placement.dim >= len(shape):
+            return f"{show(placements)}: there is no dimension {placement.dim}"
+        if isinstance(placement, InnerShard) and shape[placement.dim] % placement.outer:
+            return f"{show(placements)}: {placement.outer} blocks do not divide it"
+    return ""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+import torch
 from msgspec import Meta
 
 Kind = TypeVar("Kind")
@@ -26,11 +27,14 @@ _TYPES = rf"^(= .*|{_TYPE}(, {_TYPE})*|)\Z"
 
 Text = Annotated[str, Meta(max_length=4096)]
 Count = Annotated[int, Meta(ge=0, le=LARGEST_INTEGER)]
+Positive = Annotated[int, Meta(ge=1, le=LARGEST_INTEGER)]
+AnyInteger = Annotated[int, Meta(ge=-LARGEST_INTEGER - 1, le=LARGEST_INTEGER)]
 Number = Annotated[float, Meta(ge=0, le=_LARGEST_NUMBER)]
 AnyNumber = Annotated[float, Meta(ge=-_LARGEST_NUMBER, le=_LARGEST_NUMBER)]
 TypeText = Annotated[str, Meta(max_length=4096, pattern=_TYPES)]
 """Types with shapes, as in ``float32[4096, 4096]``, divided by commas; or ``= name`` of a tied tensor."""
 
+DTYPES = {_name: getattr(torch, _name) for _name in ("bfloat16", "float16", "float32", "float64")}
 _TYPE_EXPECTED = f"`str` matching regex {_TYPES!r}"
 _WORDS = {
     "str": "a text",
@@ -95,28 +99,27 @@ def parse_json(content: bytes) -> Any:
         raise MalformedError("", "it is nested too deeply") from error
     except (msgspec.DecodeError, ValueError) as error:
         place = _BYTE.search(str(error))
-        near = "" if place is None else f", at {_around(content, int(place[1]))!r}"
+        near = ""
+        if place is not None:
+            around = content[max(0, int(place[1]) - 40) : int(place[1]) + 20]
+            near = f", at {around.decode(errors='replace')!r}"
         raise MalformedError("", f"it is not JSON: {error}{near}") from error
 
 
-def _around(content: bytes, place: int) -> str:
-    return content[max(0, place - 40) : place + 20].decode(errors="replace")
-
-
 def convert(data: Any, kind: type[Kind]) -> Kind:
-    """Plain data as an object of a type, every field checked.
+    """Plain data as an object of a type, every field checked; a ``torch.dtype`` is read by its name.
 
     Raises:
         MalformedError: it is not of this type.
     """
     try:
-        return msgspec.convert(data, kind)
+        return msgspec.convert(data, kind, dec_hook=_floating_type)
     except RecursionError as error:
         raise MalformedError("", "it is nested too deeply") from error
     except msgspec.ValidationError as error:
         message = str(error)
-    steps = _steps(data, kind, message)
     place = _PLACE.search(message)
+    steps = _steps(data, kind, message, place[2] if place else "")
     problem = _PLACE.sub("", message)
     if place is not None and place[1]:
         problem += ", as a key"
@@ -127,11 +130,17 @@ def convert(data: Any, kind: type[Kind]) -> Kind:
     raise MalformedError(".".join(map(str, steps)), problem)
 
 
-def _steps(data: Any, kind: type, message: str) -> list[str | int]:
+def _floating_type(kind: type, name: Any) -> torch.dtype:
+    if not isinstance(name, str) or name not in DTYPES:
+        known = ", ".join(DTYPES)
+        raise ValueError(f"{_shown(name)[:40]} is no floating-point type; known: {known}")
+    return DTYPES[name]
+
+
+def _steps(data: Any, kind: type, message: str, place: str) -> list[str | int]:
     """The keys that lead to where msgspec found something wrong."""
-    place = _PLACE.search(message)
     found: list[str | int] = []
-    for name, index in _STEP.findall(place[2] if place else ""):
+    for name, index in _STEP.findall(place):
         if index != "...":
             found.append(name or int(index))
             continue
@@ -146,7 +155,7 @@ def _steps(data: Any, kind: type, message: str) -> list[str | int]:
 
 def _refusal(data: Any, kind: type) -> str:
     try:
-        msgspec.convert(data, kind)
+        msgspec.convert(data, kind, dec_hook=_floating_type)
     except msgspec.ValidationError as error:
         return str(error)
     return ""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from stepgraph.planning.table import Table, freeze
+from stepgraph.planning.decisions import Table, freeze
+from stepgraph.planning.reading import AnyInteger, Positive, TypeText
 from stepgraph.program.layout import MeshShape
 
 AUTO = "auto"  # a policy that searches for what others name
@@ -41,10 +42,10 @@ class StepSettings:
     """
 
     optimizer: str | None = None
-    micro_batches: int = 1
+    micro_batches: Positive = 1
     clip: bool = False
     precision: Precision = AS_IT_IS
-    seed: int = 0
+    seed: AnyInteger = 0
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ class Request:
     lowering: str = "inductor"
     step: StepSettings = StepSettings()
     device: str = ""
-    batch: Mapping[str, str] = Table()
-    memory_budget: int | None = None
+    batch: Mapping[str, TypeText] = Table()
+    memory_budget: Positive | None = None
     constraints: Mapping[str, str] = Table()
 
     def __post_init__(self) -> None:

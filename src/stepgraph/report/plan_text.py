@@ -6,6 +6,7 @@ import html
 import math
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 
 from stepgraph.cost.devices import find_device
@@ -37,18 +38,16 @@ def plan_summary(plan: Plan, model: str = "") -> str:
     if plan.predicted is not None:
         lines += _costs(plan.predicted)
     lines += [f"note    {text}" for text in plan.notes]
-    wrapped = "\n".join(map(_wrap, lines)).splitlines()
+    wrap = textwrap.TextWrapper(_WIDTH, subsequent_indent=" " * 8, break_on_hyphens=False)
+    wrapped = "\n".join(map(wrap.fill, lines)).splitlines()
     if len(wrapped) > _LINES:
         wrapped = [*wrapped[: _LINES - 1], "        ..."]
     return "\n".join(wrapped)
 
 
-def _wrap(line: str) -> str:
-    return textwrap.fill(line, _WIDTH, subsequent_indent=" " * 8, break_on_hyphens=False)
-
-
 def _step(plan: Plan, predicted: Prediction) -> list[str]:
-    speed = f", {tokens_per_second(plan):,.0f} {_counted(plan)}/s" if _work(plan) else ""
+    work, counted = _work(plan)
+    speed = f", {tokens_per_second(plan):,.0f} {counted}/s" if work else ""
     gap = predicted.optimality_gap
     certified = "" if gap is None else f", gap {gap:.2%} (certified)"
     return [
@@ -97,18 +96,14 @@ def _collectives(predicted: Prediction) -> list[str]:
 
 
 def _placements(plan: Plan) -> list[str]:
-    groups: dict[tuple[str, str], int] = {}
     stored = {
         label[len("Param(") : -1]: placements
         for label, placements in plan.inputs().items()
         if label.startswith("Param(")
     }
     names = plan.fingerprint.parameters if plan.fingerprint is not None else stored
-    for name in names:
-        if name not in stored:  # tied to another
-            continue
-        key = (layer_of(name)[0], show(stored[name]))
-        groups[key] = groups.get(key, 0) + 1
+    untied = [name for name in names if name in stored]
+    groups = Counter((layer_of(name)[0], show(stored[name])) for name in untied)
     if not groups:
         return []
     lines = [f"parameters on ({', '.join(plan.mesh.names)})"]
@@ -119,8 +114,8 @@ def _placements(plan: Plan) -> list[str]:
 
 
 def _costs(predicted: Prediction) -> list[str]:
-    lines = ["largest costs"]
-    return lines + [f"  {ms:>9,.2f} ms  {name}" for name, ms in predicted.largest[:_COSTS]]
+    rows = predicted.largest[:_COSTS]
+    return ["largest costs", *(f"  {ms:>9,.2f} ms  {name}" for name, ms in rows)]
 
 
 def _and_more(count: int, of: str) -> list[str]:
@@ -130,36 +125,27 @@ def _and_more(count: int, of: str) -> list[str]:
 # -- several plans
 
 
-def _work(plan: Plan) -> int:
-    """Tokens, or rows, of one step: of the first tensor of the batch."""
-    shapes = [] if not plan.request.device else list(plan.request.batch.values())
-    match = _SHAPE.match(shapes[0]) if shapes else None
-    if match is None or not plan.request.device:
-        return 0
-    sizes = [int(size) for size in match[2].split(",") if size.strip()]
-    counted = sizes if match[1].startswith("int") else sizes[:1]
-    return math.prod(counted) * plan.request.step.micro_batches if sizes else 0
-
-
-def _counted(plan: Plan) -> str:
-    shapes = [] if not plan.request.device else list(plan.request.batch.values())
-    return "tokens" if shapes and shapes[0].startswith("int") else "rows"
+def _work(plan: Plan) -> tuple[int, str]:
+    """How many tokens, or rows, one step takes: of the first tensor of the batch."""
+    first = next(iter(plan.request.batch.values()), "") if plan.request.device else ""
+    match, counted = _SHAPE.match(first), "tokens" if first.startswith("int") else "rows"
+    sizes = [int(size) for size in match[2].split(",") if size.strip()] if match else []
+    if not sizes:
+        return 0, counted
+    of_one = math.prod(sizes) if counted == "tokens" else sizes[0]
+    return of_one * plan.request.step.micro_batches, counted
 
 
 def tokens_per_second(plan: Plan) -> float:
     """Of all ranks, as predicted; rows where the batch holds no tokens."""
     assert plan.predicted is not None
-    return _work(plan) / plan.predicted.step_ms * 1e3 if plan.predicted.step_ms else 0.0
+    return _work(plan)[0] / plan.predicted.step_ms * 1e3 if plan.predicted.step_ms else 0.0
 
 
 def comparison(rows: Sequence[tuple[Plan, bool]]) -> str:
-    """Plans side by side, the fastest that fits first.
-
-    Args:
-        rows: plans with predictions, and whether each fits its budget.
-    """
+    """Plans with predictions side by side, and whether each fits; the fastest that fits first."""
     ordered = ranked(rows)
-    what = _counted(ordered[0][0])
+    what = _work(ordered[0][0])[1]
     header = ("mesh", "plan", "memory", "step ms", "MFU", f"{what}/s", "exposed", "peak GiB", "gap")
     table: list[tuple[str, ...]] = [header]
     for plan, fits in ordered:
@@ -180,13 +166,8 @@ def comparison(rows: Sequence[tuple[Plan, bool]]) -> str:
             )
         )
     widths = [max(len(row[i]) for row in table) for i in range(len(header))]
-    lines = []
-    for row in table:
-        cells = [
-            cell.ljust(width) if i < 3 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
+    form = "  ".join(f"{{:{'<' if i < 3 else '>'}{width}}}" for i, width in enumerate(widths))
+    lines = [form.format(*row).rstrip() for row in table]
     if not all(fits for _, fits in ordered):
         lines.append("! does not fit")
     assert ordered[0][0].predicted is not None

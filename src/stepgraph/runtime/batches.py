@@ -1,16 +1,17 @@
-"""Batches: pytrees of tensors, cut into micro-batches, and the global shape that they are part of."""
+"""Batches: pytrees of tensors; their micro-batches and global shape; which kinds there have been."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from stepgraph import torch_internals
 from stepgraph.capture.module import BatchSpec
-from stepgraph.errors import BatchError
+from stepgraph.errors import BatchError, ShapeLimitError
+from stepgraph.runtime.ranks import Ranks, agree_on_shapes, largest
 from stepgraph.torch_internals import pytree
 
 
@@ -47,13 +48,13 @@ def flatten_batch(batch: Any, device: torch.device) -> LocalBatch:
             chosen by.
     """
     pairs, tree = flatten_with_paths(batch)
-    leaves = tuple(
-        leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
-        for _, leaf in pairs
-    )
     paths = tuple(path for path, _ in pairs)
-    for path, leaf in zip(paths, leaves, strict=True):
-        _check_constant(path, leaf)
+    leaves = tuple(
+        leaf.to(device, non_blocking=True)
+        if isinstance(leaf, torch.Tensor)
+        else _constant(path, leaf)
+        for path, leaf in pairs
+    )
     sizes = {
         path: leaf.shape[0]
         for path, leaf in zip(paths, leaves, strict=True)
@@ -77,9 +78,7 @@ def flatten_batch(batch: Any, device: torch.device) -> LocalBatch:
     return LocalBatch(leaves, paths, tree, (key, paths, str(tree)))
 
 
-def _check_constant(path: str, leaf: Any) -> None:
-    if isinstance(leaf, torch.Tensor):
-        return
+def _constant(path: str, leaf: Any) -> Any:
     try:
         hash(leaf)
     except TypeError as error:
@@ -88,9 +87,10 @@ def _check_constant(path: str, leaf: Any) -> None:
             why="what is no tensor is a constant of the compiled program",
             do="pass a tensor (torch.as_tensor), a number, a string or None, or keep it on the model",
         ) from error
+    return leaf
 
 
-def cut_micro_batches(batch: LocalBatch, count: int) -> list[list[Any]]:
+def split_micro_batches(batch: LocalBatch, count: int) -> list[list[Any]]:
     """The leaves of each micro-batch: equal slices of dimension 0.
 
     Raises:
@@ -105,27 +105,33 @@ def cut_micro_batches(batch: LocalBatch, count: int) -> list[list[Any]]:
             "micro-batches",
             do="choose a batch size per rank that is a multiple of micro_batches",
         )
-    cuts = [
+    slices = [
         leaf.chunk(count) if isinstance(leaf, torch.Tensor) and leaf.dim() else [leaf] * count
         for leaf in batch.leaves
     ]
-    return [[cut[i] for cut in cuts] for i in range(count)]
+    return [list(leaves) for leaves in zip(*slices, strict=True)]
 
 
 def global_spec(batch: LocalBatch, micro_batches: int, data_parallel: int) -> BatchSpec:
     """The batch of the global shape of one micro-batch, as fake tensors."""
+    whole = fake_leaves(lambda rows: rows // micro_batches * data_parallel)
+    return BatchSpec(tuple(map(whole, batch.leaves)), batch.paths, batch.tree)
+
+
+def fake_leaves(
+    rows: Callable[[int], int], device: torch.device | None = None
+) -> Callable[[Any], Any]:
+    """What makes a fake tensor of a leaf, with another number of rows; what is no tensor stays."""
     mode = torch_internals.new_fake_mode()
 
-    def whole(leaf: Any) -> Any:
+    def fake(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        shape = list(leaf.shape)
-        if shape:
-            shape[0] = shape[0] // micro_batches * data_parallel
+        shape = [rows(leaf.shape[0]), *leaf.shape[1:]] if leaf.dim() else []
         with mode:
-            return torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+            return torch.empty(shape, dtype=leaf.dtype, device=device or leaf.device)
 
-    return BatchSpec(tuple(whole(leaf) for leaf in batch.leaves), batch.paths, batch.tree)
+    return fake
 
 
 def flatten_with_paths(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
@@ -137,3 +143,51 @@ def flatten_with_paths(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
         return ".".join(str(key) for key in keys) or "batch"
 
     return [(text(path), leaf) for path, leaf in pairs], spec
+
+
+@dataclass
+class KindsOfBatch:
+    """What each entry point has met so far, in an order that is every rank's.
+
+    Attributes:
+        limit: how many kinds programs are kept for.
+        known: entry point -> keys of batches, numbered as they came.
+    """
+
+    ranks: Ranks
+    limit: int
+    known: dict[str, dict[tuple, int]] = field(default_factory=dict)
+
+    def meet(self, entry: str, batch: LocalBatch) -> None:
+        """Makes sure that all ranks bring a batch of the same kind; all of them call it at every call.
+
+        As long as an entry point knows one kind nothing is exchanged, with several two numbers a call.
+
+        Raises:
+            BatchError: ranks have batches of different shapes.
+            ShapeLimitError: a kind beyond those that programs are kept for.
+        """
+        known = self.known.setdefault(entry, {})
+        number = known.get(batch.key, len(known))
+        same = len(known) < 2 or largest(self.ranks, number, -number) == [number, -number]
+        if same and number < len(known):
+            return
+        agree_on_shapes(batch.key, batch.shapes(), self.ranks)
+        if number == len(known) == self.limit:
+            raise ShapeLimitError(
+                f"{self.limit + 1} different batch shapes, or constants in batches; "
+                f"programs are kept for {self.limit}",
+                why="so far: " + "; ".join(map(_show_key, known)),
+                do="pad batches to a few lengths (stepgraph.pad_batches), pass numbers that change "
+                "as tensors, or raise max_shapes",
+            )
+        known[batch.key] = number
+
+
+def _show_key(key: tuple) -> str:
+    """The shapes and constants of a batch."""
+    leaves, paths, _ = key
+    return ", ".join(
+        f"{path}={leaf[2]!r}" if leaf[0] == "constant" else f"{path} {list(leaf[0])}"
+        for path, leaf in zip(paths, leaves, strict=True)
+    )

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,12 +23,10 @@ from stepgraph.planning.request import StepSettings
 from stepgraph.program import roles
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.program import Program
-from stepgraph.runtime.batches import LocalBatch, global_spec
-from stepgraph.runtime.entries import Compiled, evaluation_mode, recompilation_reason
-from stepgraph.runtime.executor import LoweredProgram, lower_for_rank, lower_in_two
-from stepgraph.runtime.kinds import KindsOfBatch
+from stepgraph.runtime.batches import KindsOfBatch, LocalBatch, global_spec
+from stepgraph.runtime.executor import LoweredProgram, lower_for_rank
 from stepgraph.runtime.ranks import Ranks, from_first_rank
-from stepgraph.runtime.recompiles import Stats, before_compiling, count_call
+from stepgraph.runtime.recompiles import Stats, before_compiling, count_call, recompilation_reason
 from stepgraph.runtime.split import SplitProgram
 from stepgraph.runtime.state import State
 from stepgraph.torch_internals import hooks, pytree
@@ -36,6 +35,27 @@ log = logging.getLogger("stepgraph")
 
 MAX_SHAPES = 8
 _COUNTED_APART = "parameters that were updated together at every step no longer are"
+
+
+@dataclass
+class Compiled:
+    """One entry point for one batch shape: its programs in the order they run, and the result's tree."""
+
+    programs: dict[str, LoweredProgram]
+    result_tree: Any = None
+    split: SplitProgram | None = None
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, every submodule's flag put back afterwards."""
+    flags = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in flags:
+            module.training = training
 
 
 @dataclass
@@ -68,7 +88,6 @@ class Compiler:
         self._parameters = list(self.model.parameters())
         self.kinds = KindsOfBatch(self.ranks, self.max_shapes)
         self._compiled: dict[str, dict[tuple, Compiled]] = {}
-        self._updates: dict[tuple[str, ...], LoweredProgram] = {}
         self._counters = self.state.counters.version
         self._outdated: set[tuple] = set()
 
@@ -89,12 +108,7 @@ class Compiler:
         if key not in known:
             self.state.check_filled()
             reason = recompilation_reason(name, known, batch, key, self.model)
-            if (name, key) in self._outdated:
-                reason = f"{name}: {_COUNTED_APART}"
-            if reason is not None:
-                before_compiling(self, name, reason)
-            with self.counting(reason):
-                known[key] = self._compile(name, batch)
+            known[key] = self._counted(name, key, reason, lambda: self._compile(name, batch))
         return known[key]
 
     def _check_tensors(self) -> None:
@@ -118,29 +132,37 @@ class Compiler:
 
     def update(self, names: Sequence[str]) -> LoweredProgram:
         """The program that updates these parameters from gradients that the caller holds."""
-        count_call(self, "optimizer_step")
-        key = tuple(names)
+        name, key = "optimizer_step", tuple(names)
+        count_call(self, name)
         self._drop_outdated()
-        if key not in self._updates:
-            reason = None
-            if self._updates:
-                reason = "optimizer_step: other parameters have gradients"
-            if ("optimizer_step", key) in self._outdated:
-                reason = f"optimizer_step: {_COUNTED_APART}"
-            if reason is not None:
-                before_compiling(self, "optimizer_step", reason)
-            with self.counting(reason):
-                capture = self._capture(BatchSpec((), (), pytree.tree_structure(())))
-                compiled, _ = self._made(lambda: capture.update(names, self.state.device))
-                self._updates[key] = compiled["update"]
-        return self._updates[key]
+        known = self._compiled.setdefault(name, {})
+
+        def compile_update() -> Compiled:
+            capture = self._capture(BatchSpec((), (), pytree.tree_structure(())))
+            return Compiled(self._made(lambda: capture.update(names, self.state.device))[0])
+
+        if key not in known:
+            reason = f"{name}: other parameters have gradients" if known else None
+            known[key] = self._counted(name, key, reason, compile_update)
+        return known[key].programs["update"]
+
+    def _counted(
+        self, name: str, key: tuple, reason: str | None, compile_: Callable[[], Compiled]
+    ) -> Compiled:
+        """One compilation of an entry point, unless a :func:`no_recompiles` block forbids it."""
+        if (name, key) in self._outdated:
+            reason = f"{name}: {_COUNTED_APART}"
+        if reason is not None:
+            before_compiling(self, name, reason)
+        with self.counting(reason):
+            return compile_()
 
     def change_lowering(self, name: str) -> None:
         """What is compiled from here on is lowered so; programs of the split use are made anew."""
         if name != self.plan.lowering:
             self.plan = self.plan.under(lowering=name)
             self._compiled.pop("gradients", None)
-            self._updates.clear()
+            self._compiled.pop("optimizer_step", None)
 
     def _drop_outdated(self) -> None:
         """Forgets programs that share step counters which are no longer shared."""
@@ -148,17 +170,14 @@ class Compiler:
             return
         self._counters = self.state.counters.version
         for name, known in self._compiled.items():
-            for key in [k for k, c in known.items() if self._is_outdated(*c.programs.values())]:
+            for key in [k for k, compiled in known.items() if self._is_outdated(compiled)]:
                 del known[key]
                 self._outdated.add((name, key))
-        for key in [k for k, lowered in self._updates.items() if self._is_outdated(lowered)]:
-            del self._updates[key]
-            self._outdated.add(("optimizer_step", key))
 
-    def _is_outdated(self, *programs: LoweredProgram) -> bool:
+    def _is_outdated(self, compiled: Compiled) -> bool:
         return any(
             isinstance(role, roles.OptimizerState) and role not in self.state.tensors
-            for lowered in programs
+            for lowered in compiled.programs.values()
             for role in lowered.program.inputs
         )
 
@@ -209,11 +228,9 @@ class Compiler:
             self.programs[name] = program
             decision = made.decided[name].lowering
             assert decision is not None
-            where = (self.ranks, self.state, driver)
-            if in_two:
-                lowered["forward"], lowered["backward"] = lower_in_two(program, decision, *where)
-            else:
-                lowered[name] = lower_for_rank(program, decision, *where)
+            names = ("forward", "backward") if in_two else (name,)
+            sides = lower_for_rank(program, decision, self.state, driver, in_two)
+            lowered |= zip(names, sides, strict=True)
         return lowered, captured
 
     def _decided(

@@ -16,7 +16,6 @@ from stepgraph.planning.decisions import LoweringDecision
 from stepgraph.program import roles
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.program import Program
-from stepgraph.runtime.ranks import Ranks
 from stepgraph.runtime.state import State
 
 
@@ -42,9 +41,7 @@ class LoweredProgram:
     ) -> dict[roles.Output, torch.Tensor]:
         """Runs on one (micro-)batch; state is updated in place, what remains is returned.
 
-        Args:
-            leaves: of the batch.
-            brought: what else the call brings: tangents, gradients, saved values.
+        ``brought``: what else the call brings: tangents, gradients, saved values.
         """
         arguments = list(self.arguments)
         # Programs are compiled for contiguous inputs; what a caller brings may be any view.
@@ -58,29 +55,22 @@ class LoweredProgram:
 
 
 def lower_for_rank(
-    program: Program, decision: LoweringDecision, ranks: Ranks, state: State, driver: PassDriver
-) -> LoweredProgram:
-    """Lowers a bound Program for this rank and collects its inputs from the state.
+    program: Program, decision: LoweringDecision, state: State, driver: PassDriver, in_two: bool
+) -> list[LoweredProgram]:
+    """Lowers a bound Program for this rank; ``in_two``: forward and backward each by itself.
 
     The Program that is passed in stays as it is: it is what ``engine.programs`` shows.
     """
-    final = executed(program, ranks.groups, driver)
-    return _executable(program, final, decision, ranks, state)
+    final = executed(program, state.ranks.groups, driver)
+    sides = forward_and_backward(final) if in_two else [final]
+    return [_lowered(program, side, decision, state) for side in sides]
 
 
-def lower_in_two(
-    program: Program, decision: LoweringDecision, ranks: Ranks, state: State, driver: PassDriver
-) -> tuple[LoweredProgram, LoweredProgram]:
-    """:func:`lower_for_rank`, forward and backward each by itself."""
-    sides = forward_and_backward(executed(program, ranks.groups, driver))
-    forward, backward = (_executable(program, side, decision, ranks, state) for side in sides)
-    return forward, backward
-
-
-def _executable(
-    program: Program, final: Program, decision: LoweringDecision, ranks: Ranks, state: State
+def _lowered(
+    program: Program, final: Program, decision: LoweringDecision, state: State
 ) -> LoweredProgram:
-    execute = lower(final, decision, ranks.target)
+    """A final form of a Program as a callable, with its inputs from the state."""
+    execute = lower(final, decision, state.ranks.target)
     arguments: list[Any] = []
     batch: list[tuple[int, int]] = []
     others: list[tuple[int, roles.Input]] = []

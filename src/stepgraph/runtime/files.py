@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import glob
 import os
 import shutil
 import uuid
@@ -55,7 +56,7 @@ def unfinished_path(path: Path, token: str) -> Path:
 
 def remove_unfinished(path: Path) -> None:
     """Removes what saves of ``path`` left that were killed."""
-    for left in path.parent.glob(f".{_literal(path.name)}.saving-*"):
+    for left in path.parent.glob(f".{glob.escape(path.name)}.saving-*"):
         if left.is_dir():
             shutil.rmtree(left, ignore_errors=True)
         else:
@@ -105,8 +106,3 @@ def _exchange(a: Path, b: Path) -> bool:
     if number in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
         return False
     raise OSError(number, os.strerror(number), str(b))
-
-
-def _literal(name: str) -> str:
-    """A name as a glob pattern that matches itself only."""
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)

@@ -1,4 +1,4 @@
-"""The optimizer's states, as the programs hold them and as ``optimizer.state`` shows them.
+"""The optimizer's states and numbers, as the programs hold them and as the optimizer shows them.
 
 The programs keep one padded local tensor for each state, and one number for parameters that are always
 updated together where torch keeps a copy for each. ``optimizer.state`` is torch's own table: it is filled
@@ -8,20 +8,23 @@ when somebody asks for a state dict, and read after somebody loaded one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from stepgraph.capture.counters import SharedCounters
-from stepgraph.capture.optimizer import FIRST_STEP, FunctionalOptimizer
-from stepgraph.errors import CheckpointError
+from stepgraph.capture.optimizer import (
+    FIRST_STEP,
+    FunctionalOptimizer,
+    group_numbers,
+    group_settings,
+)
+from stepgraph.errors import CheckpointError, FrozenNumberError
 from stepgraph.program import roles
-from stepgraph.program.layout import local_shape
+from stepgraph.program.layout import Placements
 from stepgraph.program.program import Value
-from stepgraph.program.shards import local_part
-from stepgraph.runtime.ranks import Ranks
 
 
 class Holder(Protocol):
@@ -31,10 +34,16 @@ class Holder(Protocol):
     optimizer: torch.optim.Optimizer | None
     functional: FunctionalOptimizer | None
     counters: SharedCounters
-    ranks: Ranks
-    device: torch.device
     tensors: dict[roles.Input, torch.Tensor]
     values: dict[roles.Input, Value]
+
+    def filled(self, value: Value, fill: float = 0.0) -> torch.Tensor:
+        """A local tensor of a value."""
+        ...
+
+    def part_of(self, tensor: torch.Tensor, placements: Placements) -> torch.Tensor:
+        """This rank's part of a tensor."""
+        ...
 
     def as_dtensor(self, local: torch.Tensor, value: Value) -> DTensor:
         """The value that a local tensor is a part of."""
@@ -49,11 +58,11 @@ def first_value(state: Holder, owner: str, key: str, value: Value) -> torch.Tens
     table = state.optimizer.state.get(parameter, {})
     if key == FIRST_STEP:  # states that somebody loaded or made come from an earlier step
         stepped = any(isinstance(held, torch.Tensor) for held in table.values())
-        return _filled(state, value, 0.0 if stepped else 1.0)
+        return state.filled(value, 0.0 if stepped else 1.0)
     if not isinstance(held := table.get(key), torch.Tensor):
         fill = state.functional.rule(name, parameter).states[key].fill
-        return _filled(state, value, fill or 0.0)
-    local = _filled(state, value, 0.0)
+        return state.filled(value, fill or 0.0)
+    local = state.filled(value)
     _copy_into(state, local, value, held)
     if value.shape:  # what was loaded need not be kept twice
         table[key] = state.as_dtensor(local, value)
@@ -137,9 +146,6 @@ def _counts(state: Holder, name: str, loaded: Mapping[str, torch.Tensor]) -> tup
 def check_loaded(state: Holder, loaded: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
     """Refuses to go on without a state that only the optimizer's constructor makes.
 
-    Args:
-        loaded: the states by parameter name.
-
     Raises:
         CheckpointError: such a state is missing.
     """
@@ -169,12 +175,6 @@ def _role_of(state: Holder, name: str, key: str) -> roles.OptimizerState:
     return roles.OptimizerState(state.counters.owner(name, key), key)
 
 
-def _filled(state: Holder, value: Value, fill: float) -> torch.Tensor:
-    assert value.placements is not None
-    shape = local_shape(value.shape, value.placements, state.ranks.shape)
-    return torch.full(shape, fill, dtype=value.dtype, device=state.device)
-
-
 def _copy_into(state: Holder, local: torch.Tensor, value: Value, loaded: torch.Tensor) -> None:
     """Copies a whole or distributed tensor into a padded local one."""
     assert value.placements is not None
@@ -187,9 +187,76 @@ def _copy_into(state: Holder, local: torch.Tensor, value: Value, loaded: torch.T
     ):
         mine.to_local().copy_(loaded.to_local())
         return
-    whole = loaded.full_tensor() if isinstance(loaded, DTensor) else loaded
-    local.copy_(local_part(whole, value.placements, state.ranks.shape, state.ranks.rank))
+    local.copy_(state.part_of(loaded, value.placements))
 
 
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+# -- the numbers of parameter groups
+
+
+class GroupNumbers:
+    """Numbers of parameter groups (learning rates, betas): as they are now, and as programs were told."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self._numbers: dict[str, float] = {}
+        self._settings: list[dict[str, Any]] | None = None
+
+    def update(
+        self, functional: FunctionalOptimizer, tensors: Mapping[roles.Input, torch.Tensor]
+    ) -> None:
+        """Copies numbers that changed into the programs' inputs.
+
+        Raises:
+            FrozenNumberError: a number changed that the program holds as a constant.
+        """
+        settings = [group_settings(group) for group in self.optimizer.param_groups]
+        self._settings = self._settings or settings
+        if settings != self._settings:
+            raise _changed(self._settings, settings)
+        for index, group in enumerate(self.optimizer.param_groups):
+            for name, value in group_numbers(group).items():
+                full = f"group{index}.{name}"
+                if self._numbers.get(full) == value:
+                    continue
+                _check_number(functional, index, name, value)
+                tensor = tensors.get(roles.Scalar(full))
+                if tensor is not None:  # a program that takes it may still come
+                    self._numbers[full] = value
+                    tensor.fill_(value)
+
+
+def _changed(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> FrozenNumberError:
+    if len(now) != len(before):
+        what = f"there are {len(now)} parameter groups, there were {len(before)}"
+    else:
+        what = "; ".join(
+            f"{key!r} of parameter group {index} changed from {old.get(key)!r} to {new.get(key)!r}"
+            for index, (old, new) in enumerate(zip(before, now, strict=True))
+            for key in {*old, *new}
+            if old.get(key) != new.get(key)
+        )
+    return FrozenNumberError(
+        f"the optimizer changed after the step was compiled: {what}",
+        do="set it before the first step, or make a new Engine",
+    )
+
+
+def _check_number(functional: FunctionalOptimizer, group: int, name: str, value: float) -> None:
+    for (of_group, _, _), rule in functional.rules.items():
+        if of_group != group:
+            continue
+        burnt = rule.constants.get(name)
+        broken = any(c.number == name and not c.holds(value) for c in rule.conditions)
+        if broken or (burnt is not None and burnt != value):
+            raise FrozenNumberError(
+                f"{name!r} of parameter group {group} changed to {value} after the step was "
+                "compiled, which took it as fixed",
+                why="the compiled update has another form for the new value"
+                if broken
+                else f"this optimizer needs {name!r} as a plain number",
+                do="set it before the first step, or make a new Engine",
+            )

@@ -1,11 +1,15 @@
-"""The ranks of a run: mesh strings, the process group, the device mesh."""
+"""The ranks of a run: mesh strings, the process group, the device mesh, and what ranks tell each other."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import pickle
 import re
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -18,11 +22,12 @@ from stepgraph import torch_internals
 from stepgraph.errors import BatchError, MeshError
 from stepgraph.planning.target import Target, usual_target
 from stepgraph.program.layout import MeshShape, data_mesh
-from stepgraph.runtime.scheduling import communication_first
 
 log = logging.getLogger("stepgraph")
 
 PATIENCE = 30.0  # seconds for which a rank waits for others without a word
+LIMIT_SECONDS = 30 * 60.0  # as long as gloo waits for a rank
+_POLL_SECONDS = 0.002
 
 
 def parse_mesh(text: str) -> MeshShape:
@@ -92,8 +97,7 @@ def join_ranks(mesh: str | DeviceMesh | None, device: torch.device) -> Ranks:
 
 def _ranks_of(mesh: str | DeviceMesh | None, device: torch.device, owns_group: bool) -> Ranks:
     launched = dist.is_initialized()
-    world_size = dist.get_world_size() if launched else 1
-    rank = dist.get_rank() if launched else 0
+    world_size, rank = (dist.get_world_size(), dist.get_rank()) if launched else (1, 0)
     if isinstance(mesh, DeviceMesh):
         shape = _shape_of(mesh)
     else:
@@ -126,6 +130,38 @@ def _shape_of(mesh: DeviceMesh) -> MeshShape:
             do="init_device_mesh(..., mesh_dim_names=('dp', 'tp'))",
         )
     return data_mesh(mesh.size())
+
+
+@contextlib.contextmanager
+def communication_first(device_type: str) -> Iterator[bool]:
+    """Threads that a process group starts inside are run as soon as they can, before those that compute.
+
+    On the host both share the cores, and by Linux's usual policy a thread of gloo's that is woken may wait
+    for milliseconds until it runs: where it does not, a small all-reduce between two pieces of compute
+    takes an eighth of the time in the mean (``benchmarks/collective_latency.py``). Threads inherit the
+    policy of the one that starts them (so do those that gloo's start, such as OpenMP's where a rank has
+    several threads); this one's is as before afterwards.
+
+    Gives whether they do. They do not where an accelerator computes, where the system has no such policy
+    or does not allow it (Linux asks for CAP_SYS_NICE), or where this thread has one that somebody chose.
+    """
+    restored = _raised() if device_type == torch_internals.host_device().type else None
+    try:
+        yield restored is not None
+    finally:
+        if restored is not None:
+            os.sched_setscheduler(0, *restored)
+
+
+def _raised() -> tuple[int, os.sched_param] | None:
+    """Gives this thread the lowest real-time priority; what it had before, or None: it has that still."""
+    with contextlib.suppress(AttributeError, OSError):  # not on this system; not allowed
+        before = os.sched_getscheduler(0), os.sched_getparam(0)
+        if before[0] == os.SCHED_OTHER:
+            lowest = os.sched_param(os.sched_get_priority_min(os.SCHED_RR))
+            os.sched_setscheduler(0, os.SCHED_RR, lowest)
+            return before
+    return None
 
 
 def agree_on_shapes(key: Any, shown: str, ranks: Ranks) -> None:
@@ -171,7 +207,7 @@ def agree_on_shapes(key: Any, shown: str, ranks: Ranks) -> None:
         raise BatchError(
             "the ranks bring batches of different shapes: "
             + "; ".join(f"rank {rank}: {shown}" for rank, (_, shown) in enumerate(everyone)),
-            why="the loss is that of one process on the global batch, cut equally over the ranks",
+            why="the loss is that of one process on the global batch, sharded equally over the ranks",
             do="use a sampler that gives every rank the same number of rows (drop_last=True)",
         )
 
@@ -202,3 +238,54 @@ def from_first_rank(value: Any) -> Any:
     shared = [value]
     dist.broadcast_object_list(shared, src=0)
     return shared[0]
+
+
+class Messages:
+    """One conversation of all ranks that needs no collective, so that a thread may wait for it.
+
+    A save that goes on while the next step runs must not touch a process group: its collectives would
+    come between those of the step, in another order on every rank. The store by which the ranks found
+    each other has none of that. ``token`` sets one conversation apart, the same on every rank.
+    """
+
+    def __init__(self, ranks: Ranks, token: str) -> None:
+        self.rank, self.size = ranks.rank, ranks.shape.world_size
+        self._prefix = f"stepgraph/{token}"
+        if self.size > 1:
+            self._store = torch_internals.rendezvous_store()
+
+    def gather(self, topic: str, value: Any) -> list[Any] | None:
+        """Every rank's value in order, on the first rank; None elsewhere."""
+        if self.size == 1:
+            return [value]
+        if self.rank:
+            self._store.set(f"{self._prefix}/{topic}/{self.rank}", _pack(value))
+            return None
+        return [value] + [self._take(f"{topic}/{rank}") for rank in range(1, self.size)]
+
+    def tell(self, topic: str, value: Any) -> Any:
+        """The first rank's value, on every rank."""
+        if self.size == 1:
+            return value
+        if self.rank == 0:
+            for rank in range(1, self.size):
+                self._store.set(f"{self._prefix}/{topic}/{rank}", _pack(value))
+            return value
+        return self._take(f"{topic}/{self.rank}")
+
+    def _take(self, topic: str) -> Any:
+        """Waits for a message and removes it. Waiting inside the store would lock it for others."""
+        key = f"{self._prefix}/{topic}"
+        stop = time.monotonic() + LIMIT_SECONDS
+        while not self._store.check([key]):
+            if time.monotonic() > stop:
+                raise TimeoutError(f"no message {topic!r} after {LIMIT_SECONDS:.0f} seconds")
+            time.sleep(_POLL_SECONDS)
+        packed = self._store.get(key)
+        self._store.delete_key(key)
+        return pickle.loads(bytes.fromhex(packed.decode()))
+
+
+def _pack(value: Any) -> str:
+    """As text: a store's values are strings."""
+    return pickle.dumps(value).hex()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from torch import nn
+
 from stepgraph.errors import RecompilationError
+from stepgraph.runtime.batches import LocalBatch
 
 
 @dataclass
@@ -24,13 +27,8 @@ class Stats:
     compile_seconds: float = 0.0
 
 
-@dataclass
-class _Guard:
-    after: int
-    calls: Counter = field(default_factory=Counter)
-
-
-_guards: contextvars.ContextVar[tuple[_Guard, ...]] = contextvars.ContextVar(
+# Of each block that is entered: how many calls are its warm-up, and the calls so far.
+_guards: contextvars.ContextVar[tuple[tuple[int, Counter], ...]] = contextvars.ContextVar(
     "stepgraph_recompilation_guards", default=()
 )
 
@@ -45,8 +43,7 @@ def no_recompiles(after: int = 2) -> Iterator[None]:
     Raises:
         RecompilationError: from the call that would compile, before anything is compiled.
     """
-    guard = _Guard(after)
-    token = _guards.set((*_guards.get(), guard))
+    token = _guards.set((*_guards.get(), (after, Counter())))
     try:
         yield
     finally:
@@ -55,17 +52,37 @@ def no_recompiles(after: int = 2) -> Iterator[None]:
 
 def count_call(engine: object, entry: str) -> None:
     """Notes one call of an entry point."""
-    for guard in _guards.get():
-        guard.calls[id(engine), entry] += 1
+    for _, calls in _guards.get():
+        calls[id(engine), entry] += 1
 
 
 def before_compiling(engine: object, entry: str, reason: str) -> None:
     """Refuses a compilation that a :func:`no_recompiles` block forbids."""
-    for guard in _guards.get():
-        if guard.calls[id(engine), entry] > guard.after:
+    for after, calls in _guards.get():
+        if calls[id(engine), entry] > after:
             raise RecompilationError(
-                f"engine.{entry} compiles again at call {guard.calls[id(engine), entry]}",
+                f"engine.{entry} compiles again at call {calls[id(engine), entry]}",
                 why=reason,
                 do="keep shapes, requires_grad and train/eval mode fixed after warm-up; "
                 "stepgraph compiles once for each",
             )
+
+
+def recompilation_reason(
+    entry: str, known: Iterable[tuple], batch: LocalBatch, key: tuple, model: nn.Module
+) -> str | None:
+    """Why an entry point compiles again for ``key``; None where it never has.
+
+    A key is (batch key, requires_grad flags, module modes).
+    """
+    known = list(known)
+    if not known:
+        return None
+    last = known[-1]
+    if key[0] != last[0] and all(key[0] != k[0] for k in known):
+        return f"{entry}: new batch shape: {batch.shapes()}"
+    if key[1] != last[1]:
+        names = [name for name, _ in model.named_parameters()]
+        changed = [n for n, a, b in zip(names, key[1], last[1], strict=True) if a != b]
+        return f"{entry}: requires_grad changed: {', '.join(changed[:5])}"
+    return f"{entry}: train/eval mode or forward hooks changed"

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard
 from stepgraph import torch_internals
 from stepgraph.program import roles
 from stepgraph.program.mesh_roles import role_of
+from stepgraph.program.program import Value
 from stepgraph.runtime.executor import LoweredProgram
 from stepgraph.runtime.state import State
 
@@ -28,13 +29,11 @@ class SplitProgram:
 
     def __post_init__(self) -> None:
         program = self.forward.program
-        values = zip(program.outputs, program.output_values, strict=True)
-        self.gradients = {
-            role.name: value for role, value in values if isinstance(role, roles.Grad)
-        }
+        values = dict(zip(program.outputs, program.output_values, strict=True))
+        self.gradients = {r.name: value for r, value in values.items() if isinstance(r, roles.Grad)}
         kinds = (roles.Loss, roles.ModuleResult)
         self.results = [role for role in program.outputs if isinstance(role, kinds)]
-        self.shares = [self._share(role) for role in self.results]
+        self.shares = [self._share(values[role]) for role in self.results]
         own = {role.name for role in program.outputs if isinstance(role, roles.NewBuffer)}
         buffers = self.backward.buffers.items()
         self._read_again = [buffer for name, buffer in buffers if name not in own]
@@ -45,22 +44,13 @@ class SplitProgram:
         A gradient is that of the loss on the global batch, where results are those of the global batch;
         of results that are this rank's rows it is the mean over data-parallel ranks, as with DDP.
         """
-        parameters = [self.state.model.get_parameter(name) for name in self.gradients]
-        results = _Call.apply(self, list(leaves), *parameters)
-        return list(results)
+        parameters = map(self.state.model.get_parameter, self.gradients)
+        return list(_Call.apply(self, list(leaves), *parameters))
 
-    def _share(self, role: roles.Output) -> float:
+    def _share(self, result: Value) -> float:
         """What a tangent counts for: a rank's own rows for one rank of many."""
-        program = self.forward.program
-        placements = program.output_values[program.outputs.index(role)].placements
-        own = any(isinstance(placement, Shard) for placement in placements or ())
+        own = any(isinstance(placement, Shard) for placement in result.placements or ())
         return 1.0 / self.state.ranks.shape.data_size if own else 1.0
-
-    def tangent_role(self, result: roles.Output) -> roles.Input:
-        """What the backward takes for a result."""
-        if isinstance(result, roles.ModuleResult):
-            return roles.ResultTangent(result.index)
-        return roles.Tangent()
 
     def mean_tangent(
         self, result: roles.Output, tangent: torch.Tensor, share: float
@@ -112,11 +102,14 @@ class _Call(torch.autograd.Function):
             roles.Saved(index): value for index, value in enumerate(ctx.saved_tensors)
         }
         for role, tangent, share in zip(split.results, tangents, split.shares, strict=True):
-            brought[split.tangent_role(role)] = split.mean_tangent(role, tangent, share)
+            of_module = isinstance(role, roles.ModuleResult)
+            taken = roles.ResultTangent(role.index) if of_module else roles.Tangent()
+            brought[taken] = split.mean_tangent(role, tangent, share)
         found = split.backward.run((), brought)
         state = split.state
-        gradients = [
-            state.as_dtensor(found[roles.Grad(name)], value)
-            for name, value in split.gradients.items()
-        ]
-        return None, None, *gradients
+        gradients = split.gradients.items()
+        return (
+            None,
+            None,
+            *(state.as_dtensor(found[roles.Grad(n)], value) for n, value in gradients),
+        )

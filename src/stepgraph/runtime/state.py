@@ -26,7 +26,6 @@ from stepgraph.program.randomness import seed_words
 from stepgraph.program.shards import local_part, rows_held
 from stepgraph.runtime import optimizer_state
 from stepgraph.runtime.buffers import PlacesOfBuffers
-from stepgraph.runtime.group_numbers import GroupNumbers
 from stepgraph.runtime.ranks import Ranks, agree_on
 from stepgraph.torch_internals import hooks
 
@@ -53,12 +52,11 @@ class State:
         device: torch.device,
     ) -> None:
         self.model, self.optimizer, self.ranks, self.device = model, optimizer, ranks, device
-        own = weakref.ref(self)  # what is made here may outlive the engine
-        self.counters = SharedCounters(lambda old, new: _call(own, "_divide_counters", old, new))
+        self.counters = SharedCounters(_while_alive(self, State._divide_counters))
         self.tensors: dict[roles.Input, torch.Tensor] = {}
         self.unfilled: set[str] = set()
         self.functional: FunctionalOptimizer | None = None
-        self._numbers = GroupNumbers(optimizer) if optimizer is not None else None
+        self._numbers = optimizer_state.GroupNumbers(optimizer) if optimizer is not None else None
         self._accumulators: list[torch.Tensor] | None = None
         self.values: dict[roles.Input, Value] = {}
         named = dict(model.named_parameters())
@@ -81,10 +79,10 @@ class State:
         _replace_parameters(model, optimizer, replaced)
         self._parameters = list(replaced.values())
         if optimizer is not None:
-            optimizer.register_state_dict_pre_hook(lambda _: _call(own, "publish_optimizer_state"))
-            optimizer.register_load_state_dict_post_hook(
-                lambda _: _call(own, "adopt_optimizer_state")
-            )
+            publish = _while_alive(self, lambda state, _: optimizer_state.publish(state))
+            adopt = _while_alive(self, lambda state, _: optimizer_state.adopt(state))
+            optimizer.register_state_dict_pre_hook(publish)
+            optimizer.register_load_state_dict_post_hook(adopt)
 
     def _shard_parameter(self, name: str, tensor: nn.Parameter, stored: Placements) -> nn.Parameter:
         if isinstance(tensor, DTensor):
@@ -92,21 +90,31 @@ class State:
                 f"parameter {name!r} is a DTensor already",
                 do="give Engine the plain module: it shards by its own plan",
             )
+        value = Value(tuple(tensor.shape), tensor.dtype, stored)
         if tensor.is_meta:
             self.unfilled.add(name)
-            shape = local_shape(tensor.shape, stored, self.ranks.shape)
-            local = torch.zeros(shape, dtype=tensor.dtype, device=self.device)
+            local = self.filled(value)
         else:
             whole = tensor.detach().to(self.device).contiguous()
             agree_on([whole], self.ranks)
-            local = local_part(whole, stored, self.ranks.shape, self.ranks.rank)
+            local = self.part_of(whole, stored)
             if any(isinstance(p, Shard) for p in stored):
                 local = local.clone()  # a view would keep the whole parameter alive
         self.tensors[roles.Param(name)] = local
-        shown = self.as_dtensor(local, Value(tuple(tensor.shape), tensor.dtype, stored))
-        parameter = nn.Parameter(shown, requires_grad=tensor.requires_grad)
+        parameter = nn.Parameter(self.as_dtensor(local, value), requires_grad=tensor.requires_grad)
         hooks.share_hooks(tensor, parameter)
         return parameter
+
+    def filled(self, value: Value, fill: float = 0.0) -> torch.Tensor:
+        """A local (padded) tensor of a value, with one number everywhere."""
+        assert value.placements is not None
+        shape = local_shape(value.shape, value.placements, self.ranks.shape)
+        return torch.full(shape, fill, dtype=value.dtype, device=self.device)
+
+    def part_of(self, tensor: torch.Tensor, placements: Placements) -> torch.Tensor:
+        """This rank's (padded) part of a whole or distributed tensor."""
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return local_part(whole, placements, self.ranks.shape, self.ranks.rank)
 
     def as_dtensor(self, local: torch.Tensor, value: Value) -> DTensor:
         """A DTensor that views the unpadded part of a local tensor."""
@@ -150,42 +158,35 @@ class State:
                 case roles.Scalar(name) if name == MAX_GRAD_NORM:
                     tensor = torch.full((), max_grad_norm or 0.0, dtype=value.dtype)
                 case _:
-                    assert value.placements is not None
-                    shape = local_shape(value.shape, value.placements, self.ranks.shape)
-                    tensor = torch.zeros(shape, dtype=value.dtype)
+                    tensor = self.filled(value)
             self.tensors[role] = tensor.to(self.device)
         self._accumulators = None
         self.values.update(inputs)
 
     def _divide_counters(self, old: str, new: list[str]) -> None:
         """Counters that were one go on from the same numbers, apart."""
-        for role in [
-            r for r in self.tensors if isinstance(r, roles.OptimizerState) and r.owner == old
-        ]:
+        held = [role for role in self.tensors if isinstance(role, roles.OptimizerState)]
+        for role in (role for role in held if role.owner == old):
             tensor, value = self.tensors.pop(role), self.values.pop(role)
             for label in new:
                 part = roles.OptimizerState(label, role.key)
                 self.tensors[part], self.values[part] = tensor.clone(), value
 
     def store_as(self, role: roles.Param, value: Value) -> None:
-        """Cuts a parameter as a program wants it, if it is stored otherwise."""
+        """Shards a parameter as a program wants it, if it is stored otherwise."""
         parameter = self.model.get_parameter(role.name)
         assert isinstance(parameter, DTensor) and value.placements is not None
         if tuple(parameter.placements) == value.placements:
             return
-        whole = parameter.detach().full_tensor()
-        local = local_part(whole, value.placements, self.ranks.shape, self.ranks.rank).clone()
+        local = self.part_of(parameter.detach(), value.placements).clone()
         self.tensors[role] = local
         torch_internals.replace_parts(parameter, self.as_dtensor(local, value))
 
     def clear_accumulators(self) -> None:
         """Zeroes every accumulator, before the first micro-batch of a step."""
         if self._accumulators is None:
-            self._accumulators = [
-                tensor
-                for role, tensor in self.tensors.items()
-                if isinstance(role, roles.Accumulator)
-            ]
+            held = self.tensors.items()
+            self._accumulators = [t for role, t in held if isinstance(role, roles.Accumulator)]
         torch_internals.zero_all(self._accumulators)
 
     def seed_random_operations(self, seed: int, step: int, micro_batch: int) -> None:
@@ -212,8 +213,7 @@ class State:
             if isinstance(gradient, DTensor) and tuple(gradient.placements) == placements:
                 part = gradient.to_local()
             else:
-                whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-                part = local_part(whole, placements, self.ranks.shape, self.ranks.rank)
+                part = self.part_of(gradient, placements)
             found[role] = part if part.shape == shape else _padded(part, shape)
         return found
 
@@ -243,26 +243,16 @@ class State:
         """Tells autograd that parameters have other values: a program wrote them where it does not look."""
         torch.autograd.graph.increment_version(self._parameters)
 
-    # -- optimizer state dicts
-
-    def publish_optimizer_state(self) -> None:
-        """Fills ``optimizer.state`` with what the programs hold, so that its state dict is current."""
-        optimizer_state.publish(self)
-
-    def adopt_optimizer_state(self) -> None:
-        """Takes over what was loaded into ``optimizer.state``."""
-        optimizer_state.adopt(self)
-
     # -- state dicts
 
     def state_dict(self) -> dict[str, Any]:
         """The module's own keys, tied names and buffers included, as DTensors."""
-        found = {}
-        for name, value in self.model.state_dict().items():
-            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-                value = self.whole_dtensor(value)
-            found[name] = value
-        return found
+        return {
+            name: self.whole_dtensor(value)
+            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+            else value
+            for name, value in self.model.state_dict().items()
+        }
 
     def whole_dtensor(self, tensor: torch.Tensor) -> DTensor:
         """A DTensor that views a tensor which every rank holds whole."""
@@ -296,19 +286,14 @@ class State:
                     f"{key!r} has shape {list(value.shape)} in the state dict and "
                     f"{list(target.shape)} in the model"
                 )
-            if isinstance(value, DTensor):
-                value = value.full_tensor()
             name = names[id(target)]
-            self._fill(name, value.detach(), target)
+            if isinstance(target, DTensor):
+                part = self.part_of(value.detach(), target.placements)
+                self.tensors[roles.Param(name)].copy_(part)
+            else:
+                with torch.no_grad():  # a forward may have made it
+                    target.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
             self.unfilled.discard(name)
-
-    def _fill(self, name: str, value: torch.Tensor, target: torch.Tensor) -> None:
-        if isinstance(target, DTensor):
-            part = local_part(value, target.placements, self.ranks.shape, self.ranks.rank)
-            self.tensors[roles.Param(name)].copy_(part)
-        else:
-            with torch.no_grad():  # a forward may have made it
-                target.copy_(value)
 
 
 def _padded(part: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -317,10 +302,15 @@ def _padded(part: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return padded
 
 
-def _call(reference: weakref.ref, method: str, *arguments: Any) -> None:
-    state = reference()
-    if state is not None:
-        getattr(state, method)(*arguments)
+def _while_alive(state: State, function: Callable[..., None]) -> Callable[..., None]:
+    """``function(state, ...)`` for what may outlive the engine: it holds no state itself."""
+    own = weakref.ref(state)
+
+    def call(*arguments: Any) -> None:
+        if (held := own()) is not None:
+            function(held, *arguments)
+
+    return call
 
 
 def _check_optimizer(

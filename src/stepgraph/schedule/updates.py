@@ -12,7 +12,7 @@ from torch import fx
 
 from stepgraph import torch_internals
 from stepgraph.operators.views import PARTS_OF_A_RESULT
-from stepgraph.planning.table import Table
+from stepgraph.planning.decisions import Table
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import OPTIMIZER, Program

@@ -38,8 +38,7 @@ from stepgraph.runtime.files import (
     sync_folder,
     unfinished_path,
 )
-from stepgraph.runtime.messages import Messages
-from stepgraph.runtime.ranks import Ranks, largest
+from stepgraph.runtime.ranks import Messages, Ranks, largest
 from stepgraph.runtime.state import State
 
 log = logging.getLogger("stepgraph")
@@ -64,10 +63,8 @@ class Saver:
     ) -> None:
         """Saves everything; without ``wait``, returns when the state is copied to the host.
 
-        Args:
-            folder: what will be the checkpoint; one that is there is replaced.
-            manifest: all that the engine knows; extras and files are added here.
-            extra: objects with ``state_dict``, by name.
+        A checkpoint that is there is replaced. The manifest has all that the engine knows; extras and files
+        are added here.
 
         Raises:
             CheckpointError: on every rank, whichever failed; also that of an earlier save.
@@ -109,10 +106,7 @@ class Saver:
             sync_folder(unfinished)
             put_folder(unfinished, folder)
 
-        def abandon() -> None:
-            shutil.rmtree(unfinished, ignore_errors=True)
-
-        self._start(token, folder, write, complete, abandon, wait)
+        self._start(token, folder, wait, write, complete, unfinished)
 
     def save_weights(self, path: Path, *, wait: bool) -> None:
         """Writes the model's whole weights to one file, on the first rank.
@@ -131,20 +125,19 @@ class Saver:
                 remove_unfinished(path)
                 weights_file.write(whole, path)
 
-        self._start(token, path, write, lambda written: None, lambda: None, wait)
+        self._start(token, path, wait, write)
 
     def _start(
         self,
         token: str,
         path: Path,
-        write: Callable[[], Any],
-        complete: Callable[[Sequence[Any]], None],
-        abandon: Callable[[], None],
         wait: bool,
+        write: Callable[[], Any],
+        complete: Callable[[Sequence[Any]], None] = lambda written: None,
+        unfinished: Path | None = None,
     ) -> None:
-        """``write`` on every rank, then ``complete`` on the first; where any fails, ``abandon``."""
-        messages = Messages(self.ranks, token)
-        arguments = (messages, path, write, complete, abandon)
+        """``write`` on every rank, then ``complete`` on the first; ``unfinished`` goes where any fails."""
+        arguments = (Messages(self.ranks, token), path, write, complete, unfinished)
         if wait:
             self._commit(*arguments)
             self.finish()
@@ -153,7 +146,7 @@ class Saver:
             self._thread = threading.Thread(target=self._commit, args=arguments, name="save")
             self._thread.start()
 
-    def _commit(self, messages: Messages, path: Path, write, complete, abandon) -> None:
+    def _commit(self, messages: Messages, path: Path, write, complete, unfinished) -> None:
         try:
             written, error = None, None
             try:
@@ -168,8 +161,8 @@ class Saver:
                         complete([written for written, _ in reports])
                     except Exception as caught:
                         error = _not_written(caught, path, self.ranks.rank)
-                if error is not None:
-                    abandon()
+                if error is not None and unfinished is not None:
+                    shutil.rmtree(unfinished, ignore_errors=True)
             self._error = messages.tell("outcome", error)
         except Exception as caught:  # the other ranks are gone
             self._error = _not_written(caught, path, self.ranks.rank)
@@ -202,12 +195,7 @@ class Saver:
     # -- loading
 
     def load(self, folder: Path, extra: Mapping[str, Any], *, weights_only: bool) -> Manifest:
-        """Loads everything; nothing is changed before all of it has been checked.
-
-        Args:
-            folder: a checkpoint.
-            extra: objects with ``load_state_dict``, by name.
-            weights_only: the model alone; optimizer, step and seed stay.
+        """Loads everything, or the model alone; nothing is changed before all of it has been checked.
 
         Raises:
             CheckpointError: on every rank: missing, damaged, or of another model or optimizer.
@@ -245,11 +233,12 @@ class Saver:
 
     def _has_optimizer(self, manifest: Manifest, folder: Path) -> bool:
         optimizer = self.state.optimizer
-        if optimizer is None or manifest.optimizer is None:
-            if optimizer is not None:
-                log.warning("%s was saved without an optimizer: this one starts afresh", folder)
-            elif manifest.optimizer is not None:
+        if optimizer is None:
+            if manifest.optimizer is not None:
                 log.warning("not loaded, this engine has no optimizer: the saved one's state")
+            return False
+        if manifest.optimizer is None:
+            log.warning("%s was saved without an optimizer: this one starts afresh", folder)
             return False
         if manifest.optimizer not in {cls.__name__ for cls in type(optimizer).__mro__}:
             raise CheckpointError(
@@ -327,11 +316,9 @@ def together(ranks: Ranks, work: Callable[[], Result]) -> Result:
         if not isinstance(caught, StepgraphError):
             what = f"rank {ranks.rank} failed: {type(caught).__name__}: {caught}"
             error = CheckpointError(what)
-    errors: list[Any] = [error]
-    if largest(ranks, error is not None)[0]:
-        errors = [None] * ranks.shape.world_size
-        if len(errors) > 1:
-            dist.all_gather_object(errors, error)
+    errors: list[Any] = [None] * ranks.shape.world_size
+    if largest(ranks, error is not None)[0] and len(errors) > 1:
+        dist.all_gather_object(errors, error)
     if own is not None:
         raise own
     if (first := next((e for e in errors if e is not None), None)) is not None:
@@ -380,8 +367,7 @@ def _not_written(error: Exception, path: Path, rank: int) -> CheckpointError:
     root: BaseException = error
     while not isinstance(root, OSError) and root.__context__ is not None:
         root = root.__context__  # torch's writer, told of an error, raises its own
-    reason = root.strerror if isinstance(root, OSError) else None
-    reason = reason or str(error)
+    reason = (root.strerror if isinstance(root, OSError) else "") or str(error)
     return CheckpointError(
         f"rank {rank} could not write the checkpoint {path}: {reason or type(error).__name__}",
         where=None if named is None else str(named),

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from stepgraph.errors import CheckpointError, UsageError, near_misses
-from stepgraph.program.layout import local_shape, replicated
+from stepgraph.program.layout import replicated
 from stepgraph.program.program import Value
 from stepgraph.runtime.checkpoints.saved_state import SavedState
 from stepgraph.runtime.ranks import largest
@@ -154,9 +154,8 @@ class _Placed:
         """An empty one on this run's mesh: placed as it was where the mesh has those dimensions."""
         ranks = state.ranks.shape
         placements = self.placements if self.names == ranks.names else replicated(ranks)
-        local = local_shape(self.shape, placements, ranks)
-        made = torch.zeros(local, dtype=self.dtype, device=state.device)
-        return state.as_dtensor(made, Value(self.shape, self.dtype, placements))
+        value = Value(self.shape, self.dtype, placements)
+        return state.as_dtensor(state.filled(value), value)
 
 
 def _stay(storage: Any, location: str) -> Any:

@@ -91,7 +91,15 @@ class Manifest(Strict, frozen=True):
             text = read_bytes(path)
             content = parse_json(text)
         except FileNotFoundError:
-            raise _foreign(folder) from None
+            if not (folder / ".metadata").exists():
+                what = f"{folder} is not a checkpoint: it has no {NAME}"
+                raise CheckpointError(what) from None
+            raise CheckpointError(
+                f"{folder} has no {NAME}",
+                why="it was written by torch.distributed.checkpoint alone, or by another program",
+                do="fill the model with torch.distributed.checkpoint.load(engine.state_dict(), "
+                "checkpoint_id=...), under that checkpoint's own keys",
+            ) from None
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         except MalformedError as error:
@@ -141,17 +149,6 @@ def damaged(path: Path, why: str) -> CheckpointError:
         why=why,
         do="nothing was loaded; load an earlier checkpoint",
     )
-
-
-def _foreign(folder: Path) -> CheckpointError:
-    if (folder / ".metadata").exists():
-        why = "it was written by torch.distributed.checkpoint alone, or by another program"
-        do = (
-            "fill the model with torch.distributed.checkpoint.load(engine.state_dict(), "
-            "checkpoint_id=...), under that checkpoint's own keys"
-        )
-        return CheckpointError(f"{folder} has no {NAME}", why=why, do=do)
-    return CheckpointError(f"{folder} is not a checkpoint: it has no {NAME}")
 
 
 def _checksum(content: dict[str, Any]) -> str:

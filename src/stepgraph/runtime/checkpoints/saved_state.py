@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from stepgraph.errors import CheckpointError, name_a_few
-from stepgraph.program.layout import local_shape, replicated
+from stepgraph.program.layout import replicated
 from stepgraph.program.program import Value
 from stepgraph.runtime import optimizer_state as states
 from stepgraph.runtime.state import State
@@ -56,11 +56,7 @@ def optimizer_state(state: State) -> dict[str, Any]:
 
 
 class SavedState:
-    """Reads a checkpoint's tensors and values; of each tensor this rank reads its own part.
-
-    Args:
-        folder: one whose manifest has been verified.
-    """
+    """Reads a verified checkpoint's tensors and values; of each tensor this rank reads its own part."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -241,11 +237,7 @@ def _target(
         value = Value(shape, dtype, replicated(state.ranks.shape))
     if not shape:
         return torch.zeros((), dtype=dtype, device=state.device)
-    assert value.placements is not None
-    local = torch.zeros(
-        local_shape(shape, value.placements, state.ranks.shape), dtype=dtype, device=state.device
-    )
-    return state.as_dtensor(local, value)
+    return state.as_dtensor(state.filled(value), value)
 
 
 def _load_groups(state: State, saved_groups: list[dict[str, Any]]) -> None:

@@ -58,19 +58,23 @@ def _aligned(strategy: Strategy, results: list[object]) -> Strategy:
 class Rules:
     """Answers "under which placements can this operator run locally" for one mesh dimension.
 
-    ``extra``: strategies beside those of DTensor and the table, by operator.
-
     Args:
         size: ranks along the dimension.
         unit: what a sharded dimension must divide by; more than ``size`` where other mesh dimensions
             cut it as well.
-        others: ranks along all other mesh dimensions: they may cut the blocks of an InnerShard.
+        others: ranks along all other mesh dimensions: they may shard the blocks of an InnerShard.
+        extra: strategies beside those of DTensor and the table, by operator.
     """
 
-    def __init__(self, size: int, unit: int | None = None, others: int = 1) -> None:
-        self.size, self.unit, self.others = size, unit or size, others
+    def __init__(
+        self,
+        size: int,
+        unit: int | None = None,
+        others: int = 1,
+        extra: Mapping[Any, Entry] | None = None,
+    ) -> None:
+        self.size, self.unit, self.others, self.extra = size, unit or size, others, extra or {}
         self._mesh = torch_internals.planning_mesh((size,))
-        self.extra: Mapping[Any, Entry] = {}
         self._answers: dict[Any, list[Strategy]] = {}
         self.without_rule: set[str] = set()
 

@@ -39,8 +39,7 @@ class Candidates:
     """The strategies of operations along one mesh dimension, whatever its size."""
 
     def __init__(self) -> None:
-        self._rules = Rules(2, 1)
-        self._rules.extra = STRATEGIES
+        self._rules = Rules(2, 1, extra=STRATEGIES)
 
     def of(self, node: fx.Node, blocks: Sequence[Sequence[InnerShard]]) -> list[Strategy]:
         """All strategies of an operation.

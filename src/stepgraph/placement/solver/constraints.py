@@ -12,9 +12,9 @@ from torch.distributed.tensor.placement_types import Placement
 from stepgraph.errors import UsageError, near_misses
 from stepgraph.operators.sharding import Strategy
 from stepgraph.placement.presets.beside_data import BESIDE_DATA
+from stepgraph.placement.presets.data_parallel import PRESETS
 from stepgraph.placement.presets.named import check_preset, walk_along
 from stepgraph.placement.presets.walk import Walk
-from stepgraph.placement.presets.zero_stages import PRESETS
 from stepgraph.placement.rules.coded import Coded
 from stepgraph.placement.solver.groups import Group
 from stepgraph.placement.solver.problem import Model
@@ -67,8 +67,8 @@ class Constraints:
                 do=near_misses(name, known),
             )
         check_preset(name, MeshShape(((dim, size),)) if beside else data_mesh(size))
-        first = next(iter(self.walks.values()), None)  # tensor parallelism's, if that is asked for
-        self.walks[axis] = walk_along(self.program, self.mesh, axis, name, first)
+        others = [walk for a, walk in self.walks.items() if self.mesh.roles[a] in BESIDE_DATA]
+        self.walks[axis] = walk_along(self.program, self.mesh, axis, name, *others[:1])
 
     def _input(self, pattern: str, wanted: Placements) -> None:
         names = {r.name: r for r in self.program.inputs if isinstance(r, roles.UserInput)}
@@ -120,7 +120,7 @@ class Constraints:
         for axis, walk in self.walks.items():
             shape = self.program.input_values[self.program.inputs.index(role)].shape
             pair: tuple[Placement, Placement] = (
-                walk.inputs[role], walk.updated(role, tuple(shape))
+                walk.inputs[role], walk.kind.updated(name, tuple(shape))
             )  # fmt: skip
             if pair != (storage.stored[axis], storage.updated[axis]):
                 return False

@@ -17,8 +17,15 @@ from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from stepgraph.analysis.batched import drawn_for_rows, is_batched, of_one_shape
-from stepgraph.analysis.numbers import MAY_COUNT_ROWS, literals, may_count_rows, with_numbers
+from stepgraph.analysis.rows import (
+    MAY_COUNT_ROWS,
+    drawn_for_rows,
+    is_batched,
+    literals,
+    may_count_rows,
+    of_one_shape,
+    with_numbers,
+)
 from stepgraph.operators.sharding import Rules, results_of
 from stepgraph.planning.decisions import Normalisation
 from stepgraph.program import roles

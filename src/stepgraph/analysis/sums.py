@@ -20,9 +20,8 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Replicate
 
-from stepgraph.analysis.batched import drawn_for_rows
 from stepgraph.analysis.loss_normalisation import find_normalisation, find_totals
-from stepgraph.analysis.numbers import MAY_COUNT_ROWS, counts_rows, numbers_in
+from stepgraph.analysis.rows import MAY_COUNT_ROWS, counts_rows, drawn_for_rows, numbers_in
 from stepgraph.planning.decisions import Normalisation
 from stepgraph.program import roles
 from stepgraph.program.layout import Apart, Spread

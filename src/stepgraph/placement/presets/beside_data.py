@@ -11,12 +11,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph.errors import name_a_few
 from stepgraph.placement.presets.data_parallel import WHOLE, ranks_that_divide, walk_data_parallel
-from stepgraph.placement.presets.tensor_parallel import (
-    find_layout,
-    shapes_of,
-    walk_tensor_parallel,
-)
-from stepgraph.placement.presets.walk import Walk
+from stepgraph.placement.presets.tensor_parallel import find_layout, walk_tensor_parallel
+from stepgraph.placement.presets.walk import Walk, shapes_of
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.mesh_roles import Role
 from stepgraph.program.metadata import meta

@@ -33,6 +33,7 @@ from stepgraph.placement.presets.walk import (
     Walk,
     as_sharded,
     redistribution_bytes,
+    shapes_of,
     size_in_bytes,
     with_repeated_work,
 )
@@ -214,12 +215,6 @@ class TensorParallel:
             free = isinstance(have, Replicate) and self._may_slice(walk, node, argument)
             return 1e-3 * size_in_bytes(value) if free else _NEVER
         return redistribution_bytes(value, have, want, walk.rules.size)
-
-
-def shapes_of(program: Program) -> dict[str, tuple[int, ...]]:
-    """Of parameters, by name."""
-    rows = zip(program.inputs, program.input_values, strict=True)
-    return {role.name: value.shape for role, value in rows if isinstance(role, roles.Param)}
 
 
 def _made_of(program: Program) -> dict[fx.Node, set[str]]:

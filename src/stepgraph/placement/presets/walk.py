@@ -244,6 +244,12 @@ class Walk:
                 self.outputs[role] = REPLICATE
 
 
+def shapes_of(program: Program) -> dict[str, tuple[int, ...]]:
+    """Of parameters, by name."""
+    rows = zip(program.inputs, program.input_values, strict=True)
+    return {role.name: value.shape for role, value in rows if isinstance(role, roles.Param)}
+
+
 def as_sharded(walk: Walk, node: fx.Node) -> Placement:
     """Where a value is made, if it is sharded; sums are added up."""
     placement = walk.now[node][0]

@@ -72,21 +72,17 @@ def decide_automatically(
     """
     if any("traffic" not in meta(node) for node in program.operations()):
         assign_traffic(program, fused=True)
-    asked = Constraints(constraints or {}, program, mesh)
+    asked = Constraints(constraints or {}, program, mesh, known or {})
     pins = {**_pins(program, mesh), **asked.inputs}
-    model = Model(
-        program,
-        mesh,
-        device,
-        pins,
-        lambda name, storage: _is_known(known or {}, name, storage) and asked.allows(name, storage),
-        asked.allows_option if constraints else None,
-        None if memory_limit is None else float(memory_limit),
-        recomputed,
-        asked.extra_options,
-        asked.apart,
-    )
-    asked.check(model)
+    limit = None if memory_limit is None else float(memory_limit)
+    model = Model(program, mesh, device, pins, asked, limit, recomputed)
+    for choice in model.choices:
+        if not len(choice.block.cost):
+            name = choice.parameters[0] if choice.parameters else choice.block.name
+            raise UsageError(
+                f"no placement of {name!r} satisfies all constraints",
+                do="drop one of them; what an operation can do is in its rules",
+            )
     try:
         solution = solve(model.problem, SECONDS, GAP)
     except InfeasibleError as error:
@@ -110,12 +106,6 @@ def decide_automatically(
     record(program, _walks(program, mesh, model, solution, pins), decision)
     decision.reasons = _reasons(model, solution)
     return decision.decision()
-
-
-def _is_known(known: Mapping[str, Placements], name: str, storage: Storage) -> bool:
-    stored = known.get(f"Param({name})")
-    updated = known.get(f"Accumulator(grad:{name})")
-    return stored in (None, storage.stored) and updated in (None, storage.updated)
 
 
 def _pins(program: Program, mesh: MeshShape) -> dict[Any, Placements]:

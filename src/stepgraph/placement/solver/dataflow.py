@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from stepgraph.operators.views import viewed
-from stepgraph.placement.solver.groups import decided_here
+from stepgraph.placement.solver.candidates import decided_here
 from stepgraph.program import roles
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import BACKWARD, Program

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from stepgraph.cost.work import size_in_bytes
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import FORWARD, Program, tensors_of
 
@@ -95,7 +96,7 @@ def _crossing_bytes(nodes: list[fx.Node]) -> list[int]:
     for node, i in position.items():
         readers = [position[user] for user in node.users if user in position]
         if readers:
-            size = sum(t.numel() * t.element_size() for t in tensors_of(meta(node)["val"]))
+            size = size_in_bytes(meta(node)["val"])
             change[i + 1] += size
             change[max(readers) + 1] -= size
     alive, total = [], 0

@@ -15,10 +15,10 @@ import numpy as np
 from torch import fx
 
 from stepgraph.cost.device import Device, Link
+from stepgraph.cost.work import size_in_bytes
 from stepgraph.program.collectives import KINDS, is_collective, mesh_dim_of
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.metadata import meta
-from stepgraph.program.program import tensors_of
 
 # Of a ring's bandwidth; what tuning tables of NCCL give its tree.
 TREE_EFFICIENCY = 0.85
@@ -158,5 +158,4 @@ def collective_of(node: fx.Node) -> tuple[str, int, str]:
 
 def moved_bytes(node: fx.Node) -> int:
     """Bytes of the larger of a collective's tensors before and after, on one rank."""
-    values = [meta(node)["val"], meta(node.args[0])["val"]]  # type: ignore[union-attr]
-    return max(sum(t.numel() * t.element_size() for t in tensors_of(value)) for value in values)
+    return max(size_in_bytes(meta(each)["val"]) for each in (node, node.args[0]))  # type: ignore[arg-type]

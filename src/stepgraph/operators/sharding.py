@@ -185,12 +185,8 @@ class Rules:
             )
         if isinstance(placement, Partial):
             # Masked and norm partials carry state that a plain local program does not have.
-            return type(placement) is Partial and placement.reduce_op in (
-                "sum",
-                "avg",
-                "max",
-                "min",
-            )
+            known = ("sum", "avg", "max", "min")
+            return type(placement) is Partial and placement.reduce_op in known
         return isinstance(placement, Replicate)
 
 
@@ -307,17 +303,14 @@ def _drawn(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
     return [Strategy((Replicate(),), (where,)) for where in (Replicate(), *cuts)]
 
 
+_CONSTANTS = (
+    aten.arange.default, aten.arange.start, aten.arange.start_step, aten.full.default,
+    aten.zeros.default, aten.ones.default, aten.empty.memory_format, aten.scalar_tensor.default,
+    aten.eye.default, aten.linspace.default,
+)  # fmt: skip
+
 TABLE: dict[Any, Entry] = {
-    aten.arange.default: _same_everywhere,
-    aten.arange.start: _same_everywhere,
-    aten.arange.start_step: _same_everywhere,
-    aten.full.default: _same_everywhere,
-    aten.zeros.default: _same_everywhere,
-    aten.ones.default: _same_everywhere,
-    aten.empty.memory_format: _same_everywhere,
-    aten.scalar_tensor.default: _same_everywhere,
-    aten.eye.default: _same_everywhere,
-    aten.linspace.default: _same_everywhere,
+    **dict.fromkeys(_CONSTANTS, _same_everywhere),
     RANDOM: _drawn,
     aten.embedding.default: _looked_up,
     aten.embedding_dense_backward.default: _sorted_into_rows,

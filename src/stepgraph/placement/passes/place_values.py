@@ -73,7 +73,7 @@ class _Placer:
         input_values = [self._input(node, role, value) for node, role, value in rows]
         for node in program.graph.nodes:
             if node.op == "get_attr":
-                self._set(node, self._copy(node), (replicated(self.mesh),))
+                self._set(node, self.graph.node_copy(node), (replicated(self.mesh),))
             elif node.op == "call_function":
                 self._operation(node)
         results = [
@@ -115,12 +115,9 @@ class _Placer:
             wanted.setdefault(node, {})[self.decision.outputs[roles.label(role)]] = None
         return wanted
 
-    def _copy(self, node: fx.Node) -> fx.Node:
-        return self.graph.node_copy(node)
-
     def _input(self, node: fx.Node, role: roles.Input, value: Value) -> Value:
         stored = self.decision.inputs[roles.label(role)]
-        new = self._copy(node)
+        new = self.graph.node_copy(node)
         if any(isinstance(placement, Shard) for placement in stored):
             shape = local_shape(value.shape, stored, self.mesh)
             with self.shapes.mode:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph import torch_internals
+from stepgraph.cost.work import size_in_bytes
 from stepgraph.operators.sharding import Rules, Strategy
 from stepgraph.placement.presets.walk import (
     REPLICATE,
@@ -34,7 +35,6 @@ from stepgraph.placement.presets.walk import (
     as_sharded,
     redistribution_bytes,
     shapes_of,
-    size_in_bytes,
     with_repeated_work,
 )
 from stepgraph.placement.rules.vocabulary import STRATEGIES

@@ -15,6 +15,7 @@ from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from stepgraph.cost.work import size_in_bytes
 from stepgraph.operators.sharding import Rules, Strategy
 from stepgraph.program import roles
 from stepgraph.program.layout import InnerShard
@@ -25,7 +26,6 @@ from stepgraph.program.program import (
     PHASES,
     Program,
     tensor_arguments,
-    tensors_of,
 )
 
 REPLICATE, SUM = Replicate(), Partial("sum")
@@ -292,8 +292,3 @@ def with_repeated_work(cost: float, node: fx.Node, reads: Sequence[Read]) -> flo
     """A cost, and a little for the bytes that are touched where every rank does the same work."""
     cost += 1e-2 * size_in_bytes(meta(node)["val"])
     return cost + 1e-2 * sum(size_in_bytes(meta(argument)["val"]) for argument, *_ in reads)
-
-
-def size_in_bytes(value: object) -> int:
-    """Of a value, or of all tensors in a tuple."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(value))

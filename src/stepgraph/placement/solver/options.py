@@ -11,7 +11,7 @@ from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from stepgraph.cost.work import looks_up, matmul_dtype, node_flops, runs_no_kernel
+from stepgraph.cost.work import looks_up, matmul_dtype, node_flops, runs_no_kernel, size_in_bytes
 from stepgraph.operators.sharding import Strategy, results_of
 from stepgraph.operators.views import viewed
 from stepgraph.placement.rules.coded import Coded
@@ -20,7 +20,7 @@ from stepgraph.placement.rules.vocabulary import LOCAL_FORMS, rows_cut
 from stepgraph.placement.solver.dataflow import needed_by_backward, values_that_vary
 from stepgraph.placement.solver.groups import Group
 from stepgraph.program.metadata import meta
-from stepgraph.program.program import Program, tensor_arguments, tensors_of
+from stepgraph.program.program import Program, tensor_arguments
 
 REPLICATE = Replicate()
 _SMALL = 32 * 2**20  # bytes
@@ -51,8 +51,8 @@ class Options:
 
     def of(self, group: Group) -> list[tuple[int, ...]]:
         """Options on the whole mesh: one per dimension, where every value is cut evenly."""
-        sizes = self.mesh.sizes
-        single = [np.flatnonzero(self._fit(group, _column(group), (size,))) for size in sizes]
+        sizes, every = self.mesh.sizes, np.arange(len(group.options))[:, None]
+        single = [np.flatnonzero(self._fit(group, every, (size,))) for size in sizes]
         grid = np.meshgrid(*single, indexing="ij")
         found = np.stack([axis.ravel() for axis in grid], axis=1)
         # Mesh dimensions that hold rows of the batch are cut alike: what is stored may still differ.
@@ -63,8 +63,15 @@ class Options:
             found = found[self._fit(group, found, sizes)]
         options = [tuple(map(int, option)) for option in found]
         if self._free and self._is_small_constant(group):
-            whole = [o for o in options if self._is_whole(group, o)]
-            options = whole or options
+            strategies = [
+                [s for way in option for s in group.options[way].values()] for option in options
+            ]
+            whole = [
+                option
+                for option, ways in zip(options, strategies, strict=True)
+                if all(p == REPLICATE for s in ways for p in s.outputs)
+            ]
+            return whole or options
         return options
 
     def seconds(
@@ -86,15 +93,11 @@ class Options:
         """Whether an operation is recomputed in the backward."""
         return meta(node)["name"] in self._recomputed and node in self.needed
 
-    def _is_whole(self, group: Group, option: tuple[int, ...]) -> bool:
-        ways = [group.options[o] for o in option]
-        return all(p == REPLICATE for way in ways for s in way.values() for p in s.outputs)
-
     def _is_small_constant(self, group: Group) -> bool:
         """What depends on nothing and is small is made whole on every rank, without a thought."""
         if any(node in self._varying for node in group.nodes):
             return False
-        return sum(_nbytes(meta(node)["val"]) for node in group.nodes) <= _SMALL
+        return sum(size_in_bytes(meta(node)["val"]) for node in group.nodes) <= _SMALL
 
     def _fit(self, group: Group, options: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
         """Which of many options cut every value evenly."""
@@ -236,14 +239,6 @@ def _pending(node: fx.Node, group: Group, picked: np.ndarray, result: int = 0) -
     """Under which options (a row each) a result is still to be summed over ranks."""
     column = [isinstance(option[node].outputs[result], Partial) for option in group.options]
     return np.array(column)[picked].any(axis=1)
-
-
-def _nbytes(value: object) -> int:
-    return sum(tensor.nbytes for tensor in tensors_of(value))
-
-
-def _column(group: Group) -> np.ndarray:
-    return np.arange(len(group.options))[:, None]
 
 
 def _coded(column: Sequence[Placement], options: np.ndarray) -> Coded:

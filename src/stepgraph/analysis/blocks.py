@@ -3,7 +3,7 @@
 The forward is read as a text whose letters are (operator, shape, dtype); repeated layers are a
 stretch that equals itself shifted by one period. Periods are tried among the distances at which
 letters recur; the one that covers most of the text wins, the smallest on a tie. Within the freedom
-that a repetition leaves (it may be cut anywhere in its period), blocks are cut where the fewest bytes
+that a repetition leaves (it may begin anywhere in its period), blocks are split where the fewest bytes
 cross: at the residual stream.
 """
 

@@ -30,8 +30,8 @@ def drawn_for_rows(program: Program, drawn: fx.Node, rows: int | None = None) ->
     """How slices have random numbers of which there are as many as rows, each drawing its own."""
     inputs = zip(program.inputs, program.input_values, strict=True)
     batch = {rows, *(value.shape[0] for role, value in inputs if is_batched(role, value, rows))}
-    cuts = [dim for dim, size in enumerate(meta(drawn)["val"].shape) if size in batch]
-    return Shard(cuts[0]) if cuts else None
+    dims = [dim for dim, size in enumerate(meta(drawn)["val"].shape) if size in batch]
+    return Shard(dims[0]) if dims else None
 
 
 def of_one_shape(drawn: fx.Node, before: Collection[fx.Node] = ()) -> Iterator[fx.Node]:

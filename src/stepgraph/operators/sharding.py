@@ -61,7 +61,7 @@ class Rules:
     Args:
         size: ranks along the dimension.
         unit: what a sharded dimension must divide by; more than ``size`` where other mesh dimensions
-            cut it as well.
+            shard it as well.
         others: ranks along all other mesh dimensions: they may shard the blocks of an InnerShard.
         extra: strategies beside those of DTensor and the table, by operator.
     """
@@ -100,8 +100,8 @@ class Rules:
         arguments = [meta(argument)["val"] for argument in tensor_arguments(node)]
         dims = dict.fromkeys(p.dim for p in placements if isinstance(p, Shard)) or {0: None}
         if meta(node).get("padding_is_zero"):
-            cuts = [dim for dim in dims if dim < arguments[0].dim()]
-            return [Strategy((Shard(dim),), (Partial("sum"),)) for dim in cuts]
+            inside = [dim for dim in dims if dim < arguments[0].dim()]
+            return [Strategy((Shard(dim),), (Partial("sum"),)) for dim in inside]
         if (
             not operators.of(node.target).elementwise
             or not isinstance(value, torch.Tensor)
@@ -273,9 +273,9 @@ def _looked_up(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strateg
 
 
 def _reshaped(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
-    """View: a cut stays where its slices are the same elements in the order of memory.
+    """View: a shard stays where its slices are the same elements in the order of memory.
 
-    A cut takes a slice of each of ``before`` blocks of that order: of as many in argument and result.
+    A shard takes a slice of each of ``before`` blocks of that order: of as many in argument and result.
     (DTensor keeps the blocks of a dimension that it splits, which are then others.)
     """
     place, old, new = placements[0], meta(node.args[0])["val"].shape, meta(node)["val"].shape  # type: ignore[union-attr]
@@ -298,9 +298,9 @@ def _repeated(node: fx.Node) -> list[Strategy]:
 
 
 def _drawn(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
-    """Random numbers: any part can be drawn alone; whole, until a reader wants it cut."""
-    cuts = [Shard(dim) for dim in range(meta(node)["val"].dim())]
-    return [Strategy((Replicate(),), (where,)) for where in (Replicate(), *cuts)]
+    """Random numbers: any part can be drawn alone; whole, until a reader wants it sharded."""
+    shards = [Shard(dim) for dim in range(meta(node)["val"].dim())]
+    return [Strategy((Replicate(),), (where,)) for where in (Replicate(), *shards)]
 
 
 _CONSTANTS = (

@@ -1,7 +1,7 @@
 """Applies a placement decision: the global Program becomes one rank's own.
 
 Reductions stand right behind the value they reduce, so that the unreduced value dies at once; gathers
-and cuts stand right before their first reader, so that the whole value is born late.
+and slices stand right before their first reader, so that the whole value is born late.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from stepgraph.operators import table as operators
 from stepgraph.operators.views import NAMES_A_SHAPE
 from stepgraph.placement.passes.draw_by_global_row import local_part_of
 from stepgraph.placement.rules.redistribution import redistribute_over
-from stepgraph.placement.rules.vocabulary import LOCAL_FORMS, Rows, rows_cut, share_traffic
+from stepgraph.placement.rules.vocabulary import LOCAL_FORMS, Rows, rows_sharded, share_traffic
 from stepgraph.planning.decisions import PlacementDecision
 from stepgraph.program import roles
 from stepgraph.program.build import ShapeRunner
@@ -147,14 +147,14 @@ class _Placer:
             args, kwargs = map_arg(
                 (node.args, node.kwargs), lambda a: self._as(a, next(wanted), node)
             )
-        if cut := rows_cut(node, choice.inputs, choice.outputs):
-            self._set(node, self._on_own_rows(node, tuple(args), *cut), choice.outputs)
+        if table := rows_sharded(node, choice.inputs, choice.outputs):
+            self._set(node, self._on_own_rows(node, tuple(args), *table), choice.outputs)
             return
         target, args = self._localise(node, tuple(args), dict(kwargs), choice)
         self._set(node, self._emit(target, args, dict(kwargs), meta(node)), choice.outputs)
 
     def _on_own_rows(self, node: fx.Node, args: tuple, axis: int, size: int) -> fx.Node:
-        """What a rank does alone where the rows of a table are cut."""
+        """What a rank does alone where the rows of a table are sharded."""
         made: list[fx.Node] = []
         unnamed = {"placements": (), **{k: v for k, v in meta(node).items() if k != "name"}}
 

@@ -84,12 +84,12 @@ def for_own_update(name: str) -> str:
 
 
 def stored_parameter(preset_name: str, shape: tuple[int, ...], mesh: MeshShape) -> Placements:
-    """Where a parameter of a global shape is stored before the first program says how it is cut."""
+    """Where a parameter of a global shape is stored before the first program says how it is sharded."""
     preset = check_preset(preset_name, mesh)
-    cut = {name for name, storage in preset.items() if storage.shard_parameters}
+    sharded = {name for name, storage in preset.items() if storage.shard_parameters}
     if preset_name == AUTO:
-        cut = {role.dim for role in mesh.roles if role.divides_batch}
-    return tuple(Shard(0) if name in cut and shape else REPLICATE for name in mesh.names)
+        sharded = {role.dim for role in mesh.roles if role.divides_batch}
+    return tuple(Shard(0) if name in sharded and shape else REPLICATE for name in mesh.names)
 
 
 def decide_by_preset(

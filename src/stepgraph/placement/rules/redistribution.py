@@ -65,28 +65,28 @@ def redistribute_over(
 
 
 def steps(have: Placements, want: Placements) -> list[tuple[int, Placement]]:
-    """One change of placement per mesh dimension: communication inside out, then cuts outside in.
+    """One change of placement per mesh dimension: communication inside out, then slices outside in.
 
-    Where several mesh dimensions cut one dimension of the value, the outer one cuts first. So before an
-    outer cut changes, the inner ones are undone; and a new cut waits for those outside it.
+    Where several mesh dimensions shard one dimension of the value, the outer one comes first. So before an
+    outer one changes, the inner ones are undone; and a new one waits for those outside it.
     """
     changed = {axis for axis in range(len(have)) if have[axis] != want[axis]}
     undone: set[int] = set()
     waiting: set[int] = set()
-    cuts = [
+    shards = [
         {(p.dim, blocks_of(p)) for p in pair if isinstance(p, Shard)}
         for pair in zip(have, want, strict=True)
     ]
-    for part in set().union(*cuts):
-        sharing = sorted(axis for axis, parts in enumerate(cuts) if part in parts)
+    for part in set().union(*shards):
+        sharing = sorted(axis for axis, parts in enumerate(shards) if part in parts)
         if len(sharing) == 1 or not changed.intersection(sharing):
             continue
         first = min(changed.intersection(sharing))
         for axis in sharing:
-            if axis > first and _cuts(have[axis], part):
+            if axis > first and _shards(have[axis], part):
                 undone.add(axis)
-            elif axis in changed and _cuts(want[axis], part):
-                (undone if _cuts(have[axis]) else waiting).add(axis)
+            elif axis in changed and _shards(want[axis], part):
+                (undone if _shards(have[axis]) else waiting).add(axis)
     steps: list[tuple[int, Placement]] = []
     for axis in reversed(range(len(have))):
         if axis in undone:
@@ -101,8 +101,8 @@ def steps(have: Placements, want: Placements) -> list[tuple[int, Placement]]:
     return steps
 
 
-def _cuts(placement: Placement, part: tuple[int, int] | None = None) -> bool:
-    """Whether it cuts a dimension: this one, of so many blocks."""
+def _shards(placement: Placement, part: tuple[int, int] | None = None) -> bool:
+    """Whether it shards a dimension: this one, of so many blocks."""
     if not isinstance(placement, Shard):
         return False
     return part is None or (placement.dim, blocks_of(placement)) == part
@@ -202,7 +202,7 @@ class Moves:
     """What changes of placement cost, by shape, type and placements.
 
     A collective costs what :mod:`stepgraph.cost.collectives` says, a copy around it what the device takes
-    to read and write it; a cut is a view, and free.
+    to read and write it; a slice is a view, and free.
     """
 
     def __init__(self, mesh: MeshShape, device: Device) -> None:

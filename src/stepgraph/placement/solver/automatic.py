@@ -68,7 +68,7 @@ def decide_automatically(
 
     Raises:
         UsageError: a constraint that names nothing, or that cannot be had.
-        BudgetError: parameters, gradients and states do not fit the limit however they are cut.
+        BudgetError: parameters, gradients and states do not fit the limit however they are sharded.
     """
     if any("traffic" not in meta(node) for node in program.operations()):
         assign_traffic(program, fused=True)
@@ -113,9 +113,9 @@ def _pins(program: Program, mesh: MeshShape) -> dict[Any, Placements]:
     pins: dict[Any, Placements] = {}
     for role, value in zip(program.inputs, program.input_values, strict=True):
         if isinstance(role, roles.UserInput):
-            cut = bool(value.shape) and value.shape[0] % mesh.data_size == 0
+            divides = bool(value.shape) and value.shape[0] % mesh.data_size == 0
             pins[role] = (
-                _where_rows_differ(mesh, Shard(0)) if cut else (REPLICATE,) * len(mesh.dims)
+                _where_rows_differ(mesh, Shard(0)) if divides else (REPLICATE,) * len(mesh.dims)
             )
     results = [role for role in program.outputs if isinstance(role, roles.ModuleResult)]
     if results:

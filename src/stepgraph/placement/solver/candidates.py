@@ -75,8 +75,8 @@ def find_strategies(program: Program) -> dict[fx.Node, list[Strategy]]:
         if key not in known:
             known[key] = _strategies(rules, node, blocks)
         found[node] = known[key]
-        cuts = {p for s in found[node] for p in s.outputs if isinstance(p, InnerShard)}
-        blocks_of[node] = tuple(sorted(cuts, key=lambda cut: (cut.dim, cut.outer)))
+        inner = {p for s in found[node] for p in s.outputs if isinstance(p, InnerShard)}
+        blocks_of[node] = tuple(sorted(inner, key=lambda p: (p.dim, p.outer)))
     return found
 
 
@@ -131,7 +131,7 @@ def _questions(
 def _in_blocks(
     strategy: Strategy, outer: int, blocks: Sequence[Sequence[InnerShard]]
 ) -> Strategy | None:
-    """A product's strategy on rows cut in blocks (or sums over them), where its arguments can be cut so."""
+    """A product's strategy on rows sharded in blocks (or sums over them), where its arguments can be."""
 
     def turned(placement: Placement | None) -> Placement | None:
         return InnerShard(placement.dim, outer) if isinstance(placement, Shard) else placement
@@ -146,7 +146,7 @@ def _in_blocks(
 def _is_odd(strategy: Strategy, blocks: Sequence[Sequence[InnerShard]]) -> bool:
     """Whether a strategy is right and useless.
 
-    It takes parts in blocks that its argument is never in; it is a view that begins to cut a width in
+    It takes slices of blocks that its argument is never in; it is a view that begins to shard a width in
     blocks (a part of every head); or it passes on maxima, which a result on several mesh dimensions could
     not tell from sums.
     """

@@ -203,7 +203,7 @@ def _follows(strategies: dict[fx.Node, list[Strategy]], source: fx.Node, view: f
 def _options(group: Group, strategies: dict[fx.Node, list[Strategy]]) -> Iterable[list[Strategy]]:
     """All choices of one strategy per operation that agree inside the group.
 
-    Sums may be added up over ranks inside it: a norm, or a loss, whose rows are cut; or several of them
+    Sums may be added up over ranks inside it: a norm, or a loss, whose rows are sharded; or several of them
     together. Not before its last view: behind it they are added up as cheaply, and a gradient's with no one
     waiting.
     """

@@ -20,10 +20,11 @@ from torch.distributed.tensor.placement_types import Placement
 from stepgraph.operators.sharding import TABLE, Rules, Strategy
 from stepgraph.operators.views import REARRANGES
 from stepgraph.placement.rules.vocabulary import STRATEGIES
+from stepgraph.placement.solver.dataflow import decided_here
 from stepgraph.program.build import freeze
 from stepgraph.program.layout import InnerShard
 from stepgraph.program.metadata import meta
-from stepgraph.program.program import OPTIMIZER, Program, tensor_arguments
+from stepgraph.program.program import Program, tensor_arguments
 from stepgraph.torch_internals import operators as private
 
 aten = torch.ops.aten
@@ -36,20 +37,6 @@ _CARRY_SUMS = {
 }  # fmt: skip
 # Made of numbers alone: any part can be made alone.
 _CONSTANTS = {aten.full.default, aten.zeros.default, aten.ones.default}
-
-
-# Tags of what is done to a gradient on its way into the update.
-_OF_GRADIENTS = ("reduced_before", "accumulates", "accumulated_next")
-
-
-def decided_here(node: fx.Node) -> bool:
-    """Whether an operation's placement is the solver's to choose: not the update's, nor a stored cast's."""
-    return (
-        node.op == "call_function"
-        and meta(node)["phase"] != OPTIMIZER
-        and not any(tag in meta(node) for tag in _OF_GRADIENTS)
-        and not meta(node).get("casts_parameter")
-    )
 
 
 def find_strategies(program: Program) -> dict[fx.Node, list[Strategy]]:

@@ -8,10 +8,22 @@ import torch
 from torch import fx
 
 from stepgraph.operators.views import viewed
-from stepgraph.placement.solver.candidates import decided_here
 from stepgraph.program import roles
 from stepgraph.program.metadata import meta
-from stepgraph.program.program import BACKWARD, Program
+from stepgraph.program.program import BACKWARD, OPTIMIZER, Program
+
+# Tags of what is done to a gradient on its way into the update.
+_OF_GRADIENTS = ("reduced_before", "accumulates", "accumulated_next")
+
+
+def decided_here(node: fx.Node) -> bool:
+    """Whether an operation's placement is the solver's to choose: not the update's, nor a stored cast's."""
+    return (
+        node.op == "call_function"
+        and meta(node)["phase"] != OPTIMIZER
+        and not any(tag in meta(node) for tag in _OF_GRADIENTS)
+        and not is_stored_cast(node)
+    )
 
 
 def _parameter_of(role: roles.Output) -> str | None:

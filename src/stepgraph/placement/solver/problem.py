@@ -21,7 +21,7 @@ from torch.distributed.tensor import Partial, Replicate
 from stepgraph.cost.devices import Device
 from stepgraph.operators.sharding import Strategy
 from stepgraph.placement.rules.redistribution import Moves
-from stepgraph.placement.solver.candidates import decided_here, find_strategies
+from stepgraph.placement.solver.candidates import find_strategies
 from stepgraph.placement.solver.choices import (
     BACKWARD,
     FORWARD,
@@ -32,7 +32,7 @@ from stepgraph.placement.solver.choices import (
     Reader,
 )
 from stepgraph.placement.solver.constraints import Constraints
-from stepgraph.placement.solver.dataflow import find_gradients, is_stored_cast
+from stepgraph.placement.solver.dataflow import decided_here, find_gradients, is_stored_cast
 from stepgraph.placement.solver.groups import Group, find_groups, share
 from stepgraph.placement.solver.hiding import Hidden, Hiding
 from stepgraph.placement.solver.options import Options

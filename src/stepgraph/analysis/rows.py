@@ -51,6 +51,15 @@ def of_one_shape(drawn: fx.Node, before: Collection[fx.Node] = ()) -> Iterator[f
                 values.append(user)
 
 
+def reached(program: Program, start: set[fx.Node]) -> set[fx.Node]:
+    """Some values and all that is computed of them."""
+    reached = set(start)
+    for node in program.operations():
+        if not reached.isdisjoint(node.all_input_nodes):
+            reached.add(node)
+    return reached
+
+
 def counts_rows(number: float, rows: int) -> bool:
     """Whether a number, or one divided by it, is a multiple of the number of rows."""
     if not number or not math.isfinite(number):

@@ -114,17 +114,13 @@ def _pins(program: Program, mesh: MeshShape) -> dict[Any, Placements]:
     for role, value in zip(program.inputs, program.input_values, strict=True):
         if isinstance(role, roles.UserInput):
             divides = bool(value.shape) and value.shape[0] % mesh.data_size == 0
-            pins[role] = (
-                _where_rows_differ(mesh, Shard(0)) if divides else (REPLICATE,) * len(mesh.dims)
-            )
+            pins[role] = _where_rows_differ(mesh, Shard(0) if divides else REPLICATE)
     results = [role for role in program.outputs if isinstance(role, roles.ModuleResult)]
     if results:
         walk = walk_data_parallel(program, mesh.data_size, mesh.data_size, WHOLE)
         for role in results:
-            rows = walk.outputs[role]
-            placements = _where_rows_differ(mesh, rows)
-            pins[role] = placements
-            pins[roles.ResultTangent(role.index)] = placements
+            pins[role] = _where_rows_differ(mesh, walk.outputs[role])
+            pins[roles.ResultTangent(role.index)] = pins[role]
     return pins
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
+from stepgraph.analysis.rows import reached
 from stepgraph.operators.views import viewed
 from stepgraph.program import roles
 from stepgraph.program.metadata import meta
@@ -85,11 +86,7 @@ def values_that_vary(program: Program) -> set[fx.Node]:
     """Values that depend on a parameter or the batch."""
     kinds = (roles.Param, roles.UserInput, roles.ResultTangent)
     rows = zip(program.placeholders, program.inputs, strict=True)
-    found = {node for node, role in rows if isinstance(role, kinds)}
-    for node in program.graph.nodes:
-        if any(source in found for source in node.all_input_nodes):
-            found.add(node)
-    return found
+    return reached(program, {node for node, role in rows if isinstance(role, kinds)})
 
 
 def needed_by_backward(program: Program, recomputed: Collection[str]) -> set[fx.Node]:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepgraph.cost.wires import Wires
+from stepgraph.cost.simulate import Wires
 
 NEAR, FAR = "near", "far"
 

@@ -10,7 +10,7 @@ import torch
 
 from stepgraph import torch_internals
 from stepgraph.operators import table as operators
-from stepgraph.operators.record import CONSTANT, LOOP, ROWS, Operator
+from stepgraph.operators.table import CONSTANT, LOOP, ROWS, Operator
 from stepgraph.operators.views import NAMES_A_SHAPE, PARTS_OF_A_RESULT, REARRANGES
 from stepgraph.torch_internals import operators as private
 

@@ -3,7 +3,7 @@
 The forward is read as a text whose letters are (operator, shape, dtype); repeated layers are a
 stretch that equals itself shifted by one period. Periods are tried among the distances at which
 letters recur; the one that covers most of the text wins, the smallest on a tie. Within the freedom
-that a repetition leaves (it may be cut anywhere in its period), blocks are cut where the fewest bytes
+that a repetition leaves (it may begin anywhere in its period), blocks are split where the fewest bytes
 cross: at the residual stream.
 """
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from stepgraph.cost.work import size_in_bytes
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import FORWARD, Program, tensors_of
 
@@ -95,7 +96,7 @@ def _crossing_bytes(nodes: list[fx.Node]) -> list[int]:
     for node, i in position.items():
         readers = [position[user] for user in node.users if user in position]
         if readers:
-            size = sum(t.numel() * t.element_size() for t in tensors_of(meta(node)["val"]))
+            size = size_in_bytes(meta(node)["val"])
             change[i + 1] += size
             change[max(readers) + 1] -= size
     alive, total = [], 0

@@ -1,6 +1,6 @@
 """Reads off a joint Program how its loss is normalised over the batch.
 
-Micro-batches are data parallelism in time, so the question is put as one of placement: cut the batch
+Micro-batches are data parallelism in time, so the question is put as one of placement: shard the batch
 along an imaginary mesh dimension and follow the rules. Values that come out as pending sums or means
 of single numbers can be added up over micro-batches; operations that need such a number whole (the
 division of a sum by a count) form the tail, which runs once, on the totals. If anything else would
@@ -17,8 +17,15 @@ from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from stepgraph.analysis.batched import drawn_for_rows, is_batched, of_one_shape
-from stepgraph.analysis.numbers import MAY_COUNT_ROWS, literals, may_count_rows, with_numbers
+from stepgraph.analysis.rows import (
+    MAY_COUNT_ROWS,
+    drawn_for_rows,
+    is_batched,
+    literals,
+    may_count_rows,
+    of_one_shape,
+    with_numbers,
+)
 from stepgraph.operators.sharding import Rules, results_of
 from stepgraph.planning.decisions import Normalisation
 from stepgraph.program import roles
@@ -43,8 +50,8 @@ def find_normalisation(
 
     Args:
         loss, tangent: the roles of the loss and of its gradient.
-        rows: only inputs whose first dimension is a multiple of it are cut, and may be activations that
-            depend on parameters; None: all of the user's are cut.
+        rows: only inputs whose first dimension is a multiple of it are sharded, and may be activations that
+            depend on parameters; None: all of the user's are sharded.
         spread: inputs of which it is known how slices have them, whatever their shapes.
     """
     return _Walk(program, tangent, rows, spread or {}).run(program.result(loss))
@@ -172,7 +179,7 @@ class _Walk:
             elif node.op == "call_function" and meta(node)["phase"] == FORWARD:
                 self._visit(node)
         drawn = {n: self._drawn_as(n) for n in self.state if n.target is RANDOM}
-        self.drawn = {node: cut for node, cut in drawn.items() if cut} | self.drawn
+        self.drawn = {node: shard for node, shard in drawn.items() if shard} | self.drawn
         if not self.drawn.keys() <= self.varies:
             self._forward()
 
@@ -185,13 +192,13 @@ class _Walk:
         readers = {user for mask in masks for user in mask.users if user not in masks}
         if not any(user in self.state or user.op == "output" for user in readers - self.varies):
             return None
-        cuts = (cut for mask in masks if isinstance(cut := self.read_as.get(mask), Shard))
-        return next(cuts, None) or drawn_for_rows(self.program, drawn, self.rows)
+        shards = (shard for mask in masks if isinstance(shard := self.read_as.get(mask), Shard))
+        return next(shards, None) or drawn_for_rows(self.program, drawn, self.rows)
 
     def _visit(self, node: fx.Node) -> None:
-        if cut := self.drawn.get(node):
+        if shard := self.drawn.get(node):
             self.varies.add(node)
-            self.state[node] = (cut,)
+            self.state[node] = (shard,)
             return
         arguments = tensor_arguments(node)
         if any(argument in self.varies for argument in arguments):
@@ -220,7 +227,7 @@ class _Walk:
                     for have, want in zip(placements, strategy.inputs, strict=True)
                 )
             ]
-            if free:  # the one that cuts the fewest constants
+            if free:  # the one that shards the fewest constants
                 same = [
                     sum(a == b for a, b in zip(placements, s.inputs, strict=True)) for s in free
                 ]

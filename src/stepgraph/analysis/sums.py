@@ -20,9 +20,8 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Replicate
 
-from stepgraph.analysis.batched import drawn_for_rows
 from stepgraph.analysis.loss_normalisation import find_normalisation, find_totals
-from stepgraph.analysis.numbers import MAY_COUNT_ROWS, counts_rows, numbers_in
+from stepgraph.analysis.rows import MAY_COUNT_ROWS, counts_rows, drawn_for_rows, numbers_in, reached
 from stepgraph.planning.decisions import Normalisation
 from stepgraph.program import roles
 from stepgraph.program.layout import Apart, Spread
@@ -144,13 +143,13 @@ def _constant(
         for node in program.operations()
         if node.target is RANDOM and drawn_for_rows(program, node, rows)
     }
-    varies, computed = _reached(program, batch | drawn), _reached(program, inputs | held)
+    varies, computed = reached(program, batch | drawn), reached(program, inputs | held)
     made = {
         node
         for node in program.operations()
         if node not in computed and _may_be_of_rows(program, node, rows)
     }
-    unsure = _reached(program, made)
+    unsure = reached(program, made)
     results = {
         role.index: node
         for role, node in zip(program.outputs, program.results, strict=True)
@@ -158,15 +157,6 @@ def _constant(
     }
     alike: dict[int, Spread] = {i: Replicate() for i, node in results.items() if node not in unsure}
     return alike, results.keys() - alike.keys()
-
-
-def _reached(program: Program, start: set[fx.Node]) -> set[fx.Node]:
-    """Some values and all that is computed of them."""
-    reached = set(start)
-    for node in program.operations():
-        if not reached.isdisjoint(node.all_input_nodes):
-            reached.add(node)
-    return reached
 
 
 def _may_be_of_rows(program: Program, node: fx.Node, rows: int) -> bool:

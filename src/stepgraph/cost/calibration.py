@@ -5,6 +5,7 @@ The file is untrusted input: JSON of a bounded size, checked by msgspec against 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Mapping
@@ -147,12 +148,10 @@ def to_json(devices: Mapping[str, Device]) -> str:
 
 
 def _dump(device: Device) -> dict[str, Any]:
-    found = {key: value for key, value in vars(device).items() if key != "name"}
+    found = dataclasses.asdict(device)
+    del found["name"]
     for key in ("matmul", "peak"):
         found[key] = {str(k).removeprefix("torch."): v for k, v in found[key].items()}
-    for key in ("intra", "inter"):
-        found[key] = vars(found[key])
-    found["collectives"] = {kind: vars(link) for kind, link in device.collectives.items()}
     return found
 
 

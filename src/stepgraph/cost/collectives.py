@@ -15,9 +15,10 @@ import numpy as np
 from torch import fx
 
 from stepgraph.cost.device import Device, Link
-from stepgraph.operators.collectives import moved_bytes
+from stepgraph.cost.work import size_in_bytes
 from stepgraph.program.collectives import KINDS, is_collective, mesh_dim_of
 from stepgraph.program.layout import MeshShape
+from stepgraph.program.metadata import meta
 
 # Of a ring's bandwidth; what tuning tables of NCCL give its tree.
 TREE_EFFICIENCY = 0.85
@@ -153,3 +154,8 @@ def collective_of(node: fx.Node) -> tuple[str, int, str]:
     if not is_collective(node):
         raise ValueError(f"{node} is no collective")
     return KINDS[node.target], moved_bytes(node), mesh_dim_of(node)
+
+
+def moved_bytes(node: fx.Node) -> int:
+    """Bytes of the larger of a collective's tensors before and after, on one rank."""
+    return max(size_in_bytes(meta(each)["val"]) for each in (node, node.args[0]))  # type: ignore[arg-type]

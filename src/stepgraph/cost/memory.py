@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from stepgraph.cost.work import size_in_bytes
 from stepgraph.operators.views import viewed
 from stepgraph.program import roles
 from stepgraph.program.collectives import is_collective
@@ -66,10 +67,10 @@ def memory_timeline(program: Program) -> MemoryTimeline:
             dead[min(last + 1, end)].append(entry)
     alive = dict.fromkeys(CATEGORIES, 0)
     for node, role in zip(program.placeholders, program.inputs, strict=True):
-        alive[_input_category(role)] += _bytes(node)
+        alive[_input_category(role)] += size_in_bytes(meta(node).get("val"))
     for node in program.graph.nodes:
         if node.op == "get_attr":  # a constant of the graph
-            alive["inputs"] += _bytes(node)
+            alive["inputs"] += size_in_bytes(meta(node).get("val"))
     at = []
     for i in range(end):
         for category, size in dead[i]:
@@ -173,11 +174,7 @@ def _input_category(role: roles.Input) -> str:
     return "inputs"
 
 
-def _bytes(node: fx.Node) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors_of(meta(node).get("val")))
-
-
 def _bytes_of(storage: Storage) -> int:
     node, index = storage
     made = tensors_of(meta(node).get("val"))
-    return made[index].numel() * made[index].element_size() if made else 0
+    return size_in_bytes(made[index]) if made else 0

@@ -89,6 +89,10 @@ def predict(programs: Mapping[str, Program], device: Device, micro_batches: int 
     memory = [memory_timeline(program) for program, _, _ in parts]
     seconds = sum(line.seconds * times for _, line, times in parts)
     useful = sum(_ideal_seconds(program, device) * times for program, _, times in parts)
+    totals: dict[str, float] = defaultdict(float)
+    for _, line, times in parts:
+        for event in line.events:
+            totals[cost_group(event.node)] += event.seconds * times * 1e3
     return Prediction(
         device=device.name,
         step_ms=seconds * 1e3,
@@ -100,9 +104,9 @@ def predict(programs: Mapping[str, Program], device: Device, micro_batches: int 
         forward_peak_bytes=_peak(memory, FORWARD),
         backward_peak_bytes=_peak(memory, BACKWARD),
         bytes_by_category={c: max(t.peak_of(c) for t in memory) for c in CATEGORIES},
-        collectives=_count([(program, n) for program, _, n in parts], by_dim=False),
-        collectives_by_dim=_count([(program, n) for program, _, n in parts], by_dim=True),
-        largest=_largest([(line, n) for _, line, n in parts]),
+        collectives=_collectives(parts, by_dim=False),
+        collectives_by_dim=_collectives(parts, by_dim=True),
+        largest=sorted(totals.items(), key=lambda row: -row[1])[:_LARGEST],
         error=device.error,
     )
 
@@ -120,9 +124,11 @@ def _ideal_seconds(program: Program, device: Device) -> float:
     return total
 
 
-def _count(parts: list[tuple[Program, int]], by_dim: bool) -> dict[tuple, dict[str, int]]:
+def _collectives(
+    parts: list[tuple[Program, StepTimeline, int]], by_dim: bool
+) -> dict[tuple, dict[str, int]]:
     found: dict[tuple, dict[str, int]] = {}
-    for program, times in parts:
+    for program, _, times in parts:
         for node in filter(is_collective, program.operations()):
             kind, size, mesh_dim = collective_of(node)
             key = (meta(node)["phase"], kind, *([mesh_dim] if by_dim else []))
@@ -130,11 +136,3 @@ def _count(parts: list[tuple[Program, int]], by_dim: bool) -> dict[tuple, dict[s
             row["count"] += times
             row["bytes"] += size * times
     return found
-
-
-def _largest(parts: list[tuple[StepTimeline, int]]) -> list[tuple[str, float]]:
-    totals: dict[str, float] = defaultdict(float)
-    for line, times in parts:
-        for event in line.events:
-            totals[cost_group(event.node)] += event.seconds * times * 1e3
-    return sorted(totals.items(), key=lambda row: -row[1])[:_LARGEST]

@@ -14,7 +14,7 @@ from torch import fx
 
 from stepgraph import torch_internals
 from stepgraph.operators import table as operators
-from stepgraph.operators.record import CONSTANT
+from stepgraph.operators.table import CONSTANT
 from stepgraph.operators.views import is_view, viewed
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.metadata import meta

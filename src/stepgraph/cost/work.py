@@ -96,6 +96,11 @@ def node_flops(node: fx.Node) -> float:
     return flops_of(node.target, arguments, meta(node).get("val"))
 
 
+def size_in_bytes(value: object) -> int:
+    """Of a value, or of all tensors in a tuple."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(value))
+
+
 def stored_bytes(value: object) -> int:
     """Bytes that lie behind a value; what an ``expand`` repeats counts once."""
     total = 0

@@ -58,19 +58,23 @@ def _aligned(strategy: Strategy, results: list[object]) -> Strategy:
 class Rules:
     """Answers "under which placements can this operator run locally" for one mesh dimension.
 
-    ``extra``: strategies beside those of DTensor and the table, by operator.
-
     Args:
         size: ranks along the dimension.
         unit: what a sharded dimension must divide by; more than ``size`` where other mesh dimensions
-            cut it as well.
-        others: ranks along all other mesh dimensions: they may cut the blocks of an InnerShard.
+            shard it as well.
+        others: ranks along all other mesh dimensions: they may shard the blocks of an InnerShard.
+        extra: strategies beside those of DTensor and the table, by operator.
     """
 
-    def __init__(self, size: int, unit: int | None = None, others: int = 1) -> None:
-        self.size, self.unit, self.others = size, unit or size, others
+    def __init__(
+        self,
+        size: int,
+        unit: int | None = None,
+        others: int = 1,
+        extra: Mapping[Any, Entry] | None = None,
+    ) -> None:
+        self.size, self.unit, self.others, self.extra = size, unit or size, others, extra or {}
         self._mesh = torch_internals.planning_mesh((size,))
-        self.extra: Mapping[Any, Entry] = {}
         self._answers: dict[Any, list[Strategy]] = {}
         self.without_rule: set[str] = set()
 
@@ -96,8 +100,8 @@ class Rules:
         arguments = [meta(argument)["val"] for argument in tensor_arguments(node)]
         dims = dict.fromkeys(p.dim for p in placements if isinstance(p, Shard)) or {0: None}
         if meta(node).get("padding_is_zero"):
-            cuts = [dim for dim in dims if dim < arguments[0].dim()]
-            return [Strategy((Shard(dim),), (Partial("sum"),)) for dim in cuts]
+            inside = [dim for dim in dims if dim < arguments[0].dim()]
+            return [Strategy((Shard(dim),), (Partial("sum"),)) for dim in inside]
         if (
             not operators.of(node.target).elementwise
             or not isinstance(value, torch.Tensor)
@@ -181,12 +185,8 @@ class Rules:
             )
         if isinstance(placement, Partial):
             # Masked and norm partials carry state that a plain local program does not have.
-            return type(placement) is Partial and placement.reduce_op in (
-                "sum",
-                "avg",
-                "max",
-                "min",
-            )
+            known = ("sum", "avg", "max", "min")
+            return type(placement) is Partial and placement.reduce_op in known
         return isinstance(placement, Replicate)
 
 
@@ -273,9 +273,9 @@ def _looked_up(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strateg
 
 
 def _reshaped(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
-    """View: a cut stays where its slices are the same elements in the order of memory.
+    """View: a shard stays where its slices are the same elements in the order of memory.
 
-    A cut takes a slice of each of ``before`` blocks of that order: of as many in argument and result.
+    A shard takes a slice of each of ``before`` blocks of that order: of as many in argument and result.
     (DTensor keeps the blocks of a dimension that it splits, which are then others.)
     """
     place, old, new = placements[0], meta(node.args[0])["val"].shape, meta(node)["val"].shape  # type: ignore[union-attr]
@@ -298,22 +298,19 @@ def _repeated(node: fx.Node) -> list[Strategy]:
 
 
 def _drawn(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
-    """Random numbers: any part can be drawn alone; whole, until a reader wants it cut."""
-    cuts = [Shard(dim) for dim in range(meta(node)["val"].dim())]
-    return [Strategy((Replicate(),), (where,)) for where in (Replicate(), *cuts)]
+    """Random numbers: any part can be drawn alone; whole, until a reader wants it sharded."""
+    shards = [Shard(dim) for dim in range(meta(node)["val"].dim())]
+    return [Strategy((Replicate(),), (where,)) for where in (Replicate(), *shards)]
 
+
+_CONSTANTS = (
+    aten.arange.default, aten.arange.start, aten.arange.start_step, aten.full.default,
+    aten.zeros.default, aten.ones.default, aten.empty.memory_format, aten.scalar_tensor.default,
+    aten.eye.default, aten.linspace.default,
+)  # fmt: skip
 
 TABLE: dict[Any, Entry] = {
-    aten.arange.default: _same_everywhere,
-    aten.arange.start: _same_everywhere,
-    aten.arange.start_step: _same_everywhere,
-    aten.full.default: _same_everywhere,
-    aten.zeros.default: _same_everywhere,
-    aten.ones.default: _same_everywhere,
-    aten.empty.memory_format: _same_everywhere,
-    aten.scalar_tensor.default: _same_everywhere,
-    aten.eye.default: _same_everywhere,
-    aten.linspace.default: _same_everywhere,
+    **dict.fromkeys(_CONSTANTS, _same_everywhere),
     RANDOM: _drawn,
     aten.embedding.default: _looked_up,
     aten.embedding_dense_backward.default: _sorted_into_rows,

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from stepgraph import torch_internals
-from stepgraph.operators.collectives import moved_bytes
+from stepgraph.cost.collectives import moved_bytes
 from stepgraph.planning.target import Target
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from stepgraph.placement.passes.place_values import place_values
+from stepgraph.placement.presets.data_parallel import PRESETS
 from stepgraph.placement.presets.named import decide_by_preset
-from stepgraph.placement.presets.zero_stages import PRESETS
 from stepgraph.program import roles
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.invariants import check_invariants

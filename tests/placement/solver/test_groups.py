@@ -2,13 +2,9 @@
 
 from stepgraph.cost.traffic import assign_traffic
 from stepgraph.placement.solver import groups as grouping
-from stepgraph.placement.solver.groups import (
-    decided_here,
-    find_groups,
-    find_strategies,
-    folded,
-    share,
-)
+from stepgraph.placement.solver.candidates import find_strategies
+from stepgraph.placement.solver.dataflow import decided_here
+from stepgraph.placement.solver.groups import find_groups, folded, share
 from stepgraph.program.program import tensor_arguments
 from tests.placement.planned import global_step
 from tests.placement.solver.test_automatic import chain, convolutional, llama

@@ -32,7 +32,7 @@ def compare_with_classes(program: Program) -> Program:
     the zeros in memory and a copy to write into; a comparison is elementwise and merges with its reader.
 
     Args:
-        program: placed; where classes are cut, placement has spelt them out.
+        program: placed; where classes are sharded, placement has spelt them out.
     """
     for node in list(program.operations()):
         if node.target is aten.scatter.value and one_a_row(node):

@@ -78,9 +78,9 @@ def draw_by_global_row(
 def local_part_of(
     node: fx.Node, args: tuple, placements: Placements | None, mesh: MeshShape
 ) -> tuple:
-    """Arguments of a placed ``random``: this rank's sizes, and the mesh dimensions that cut it."""
+    """Arguments of a placed ``random``: this rank's sizes, and the mesh dimensions that shard it."""
     seed, kind, operation, sizes, whole, starts, rows, _ = args
-    cuts = {
+    shards = {
         name: (placement.dim, size)
         for (name, size), placement in zip(mesh.dims, placements or (), strict=True)
         if isinstance(placement, Shard)
@@ -88,7 +88,7 @@ def local_part_of(
     local = list(local_shape(sizes, placements or (), mesh))
     if rows:
         dim, ranks, micro_batches, blocks = rows
-        parts = math.prod(size for name, (d, size) in cuts.items() if d == dim)
+        parts = math.prod(size for name, (d, size) in shards.items() if d == dim)
         rows = [dim, ranks // parts, micro_batches, blocks]
-    cut_by = " ".join(f"{dim}:{name}" for name, (dim, _) in cuts.items())
-    return (seed, kind, operation, local, whole, starts, rows, cut_by)
+    sharded_by = " ".join(f"{dim}:{name}" for name, (dim, _) in shards.items())
+    return (seed, kind, operation, local, whole, starts, rows, sharded_by)

@@ -1,7 +1,7 @@
 """Applies a placement decision: the global Program becomes one rank's own.
 
 Reductions stand right behind the value they reduce, so that the unreduced value dies at once; gathers
-and cuts stand right before their first reader, so that the whole value is born late.
+and slices stand right before their first reader, so that the whole value is born late.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from stepgraph.operators import table as operators
 from stepgraph.operators.views import NAMES_A_SHAPE
 from stepgraph.placement.passes.draw_by_global_row import local_part_of
 from stepgraph.placement.rules.redistribution import redistribute_over
-from stepgraph.placement.rules.vocabulary import LOCAL_FORMS, Rows, rows_cut, share_traffic
+from stepgraph.placement.rules.vocabulary import LOCAL_FORMS, Rows, rows_sharded, share_traffic
 from stepgraph.planning.decisions import PlacementDecision
 from stepgraph.program import roles
 from stepgraph.program.build import ShapeRunner
@@ -73,7 +73,7 @@ class _Placer:
         input_values = [self._input(node, role, value) for node, role, value in rows]
         for node in program.graph.nodes:
             if node.op == "get_attr":
-                self._set(node, self._copy(node), (replicated(self.mesh),))
+                self._set(node, self.graph.node_copy(node), (replicated(self.mesh),))
             elif node.op == "call_function":
                 self._operation(node)
         results = [
@@ -115,12 +115,9 @@ class _Placer:
             wanted.setdefault(node, {})[self.decision.outputs[roles.label(role)]] = None
         return wanted
 
-    def _copy(self, node: fx.Node) -> fx.Node:
-        return self.graph.node_copy(node)
-
     def _input(self, node: fx.Node, role: roles.Input, value: Value) -> Value:
         stored = self.decision.inputs[roles.label(role)]
-        new = self._copy(node)
+        new = self.graph.node_copy(node)
         if any(isinstance(placement, Shard) for placement in stored):
             shape = local_shape(value.shape, stored, self.mesh)
             with self.shapes.mode:
@@ -150,14 +147,14 @@ class _Placer:
             args, kwargs = map_arg(
                 (node.args, node.kwargs), lambda a: self._as(a, next(wanted), node)
             )
-        if cut := rows_cut(node, choice.inputs, choice.outputs):
-            self._set(node, self._on_own_rows(node, tuple(args), *cut), choice.outputs)
+        if table := rows_sharded(node, choice.inputs, choice.outputs):
+            self._set(node, self._on_own_rows(node, tuple(args), *table), choice.outputs)
             return
         target, args = self._localise(node, tuple(args), dict(kwargs), choice)
         self._set(node, self._emit(target, args, dict(kwargs), meta(node)), choice.outputs)
 
     def _on_own_rows(self, node: fx.Node, args: tuple, axis: int, size: int) -> fx.Node:
-        """What a rank does alone where the rows of a table are cut."""
+        """What a rank does alone where the rows of a table are sharded."""
         made: list[fx.Node] = []
         unnamed = {"placements": (), **{k: v for k, v in meta(node).items() if k != "name"}}
 

@@ -22,7 +22,7 @@ aten = torch.ops.aten
     preserves=SUMMATION,
 )
 def spell_out_log_softmax(program: Program, mesh: MeshShape) -> Program:
-    """Log-softmax and its backward as maxima, sums and differences, which classes that are cut allow."""
+    """Log-softmax and its backward as maxima, sums and differences, which sharded classes allow."""
     if Role.TENSOR not in mesh.roles:
         return program
     for node in list(program.operations()):

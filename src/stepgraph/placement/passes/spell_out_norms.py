@@ -1,7 +1,7 @@
-"""Batch and group norm in operations whose rules know that the batch is cut.
+"""Batch and group norm in operations whose rules know that the batch is sharded.
 
 Batch norm mixes rows of the batch: its statistics are sums over all of them. DTensor's rules keep the
-fused operators whole, or cut them by channels, and every activation would travel; as sums and
+fused operators whole, or shard them by channels, and every activation would travel; as sums and
 elementwise work, two numbers per channel do.
 """
 

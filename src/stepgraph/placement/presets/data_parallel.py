@@ -4,170 +4,169 @@ Activations are sharded on the batch, parameters are whole where they are used, 
 leaves the backward as a pending sum that is reduced once. The operations' placements come from the
 rules (:mod:`stepgraph.operators.sharding`), but the choice among them is ours: an activation is never
 communicated where a rule lets it stay, and work on the batch is never repeated on every rank where a
-rule lets it be divided.
+rule lets it be divided. What is sharded between uses is what ``ddp``, ``hsdp`` and the stages of ZeRO
+differ in.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from stepgraph.operators.sharding import Strategy
+from stepgraph.operators.sharding import Rules, Strategy
 from stepgraph.placement.presets.walk import (
     REPLICATE,
     SUM,
+    Kind,
+    Read,
     Walk,
+    as_sharded,
     redistribution_bytes,
-    size_in_bytes,
+    with_repeated_work,
 )
-from stepgraph.placement.presets.zero_stages import Storage
 from stepgraph.program import roles
+from stepgraph.program.mesh_roles import Role
 from stepgraph.program.metadata import meta
-from stepgraph.program.program import OPTIMIZER, Program, tensor_arguments, tensors_of
+from stepgraph.program.program import OPTIMIZER, Program, tensor_arguments
 
 
-class DataParallel(Walk):
-    """The batch is cut, parameters are whole where the model reads them.
+@dataclass(frozen=True)
+class Storage:
+    """What is sharded along a data-parallel dimension, and what is on every rank.
 
-    Args:
-        storage: what is sharded between uses.
-        unit: ranks along all data-parallel dimensions.
-        taken: names of parameters, and gradients on their way into the update, whose dimension 0 another
-            kind of parallelism cuts: dimension 1 is cut here.
+    ``accumulate_sharded``: with micro-batches, reduce each one's gradients into a sharded
+    accumulator, instead of once at the end. ``gather_again``: a parameter that was gathered for the forward
+    is not kept for the backward.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        ranks: int,
-        unit: int,
-        storage: Storage,
-        taken: frozenset = frozenset(),
-    ) -> None:
-        super().__init__(program, ranks, unit)
-        self.storage, self.taken = storage, taken
+    shard_parameters: bool
+    shard_optimizer: bool
+    accumulate_sharded: bool
+    gather_again: bool = True
 
-    def decide(self) -> DataParallel:
-        """Places everything; what has the batch's shape is found on the way."""
-        self.place_inputs()
-        while True:
-            self.walk()
-            found = self._constants_cut_by_some()
-            if found.keys() <= self.cut_by_some.keys():
-                break
-            self.cut_by_some |= found
-            self.from_batch |= found.keys()
-        self.finish()
-        return self
 
-    def stored(self, role: roles.Input, shape: tuple[int, ...]) -> Placement:
-        """Parameters and states by the preset, the batch by rows."""
-        storage = self.storage
+WHOLE = Storage(shard_parameters=False, shard_optimizer=False, accumulate_sharded=False)
+_ZERO1 = Storage(shard_parameters=False, shard_optimizer=True, accumulate_sharded=False)
+_ZERO2 = Storage(shard_parameters=False, shard_optimizer=True, accumulate_sharded=True)
+ZERO3 = Storage(shard_parameters=True, shard_optimizer=True, accumulate_sharded=True)
+
+PRESETS: dict[str, dict[Role, Storage]] = {
+    "ddp": {Role.DATA: WHOLE},
+    "zero1": {Role.DATA: _ZERO1},
+    "zero2": {Role.DATA: _ZERO2},
+    "zero3": {Role.DATA: ZERO3},
+    "zero3-keep": {Role.DATA: replace(ZERO3, gather_again=False)},
+    "hsdp": {Role.REPLICATE: WHOLE, Role.SHARD: ZERO3},
+}
+
+
+def data_parallel(unit: int, storage: Storage, taken: frozenset = frozenset()) -> Kind:
+    """The batch is sharded, parameters are whole where the model reads them.
+
+    Args:
+        unit: ranks along all data-parallel dimensions.
+        storage: what is sharded between uses.
+        taken: names of parameters, and gradients on their way into the update, whose dimension 0 another
+            kind of parallelism shards: dimension 1 is sharded here.
+    """
+
+    def sharded(wanted: bool, parameter: object, shape: tuple[int, ...]) -> Placement:
+        dim = 1 if parameter in taken else 0
+        return Shard(dim) if wanted and len(shape) > dim else REPLICATE
+
+    def stored(role: roles.Input, shape: tuple[int, ...]) -> Placement:
         match role:
             case roles.Param(name):
-                return self._cut(storage.shard_parameters, name, shape)
-            case roles.GivenGrad(name):
-                return self._cut(storage.shard_optimizer, name, shape)
-            case roles.OptimizerState(owner):
-                return self._cut(storage.shard_optimizer, owner, shape)
+                return sharded(storage.shard_parameters, name, shape)
+            case roles.GivenGrad(name) | roles.OptimizerState(name):
+                return updated(name, shape)
             case roles.UserInput():
-                divides = bool(shape) and shape[0] % self.unit == 0
-                return Shard(0) if divides else REPLICATE
-            case roles.Accumulator(name) if name.startswith("grad:"):
-                if storage.accumulate_sharded:
-                    return self._cut(storage.shard_optimizer, name.removeprefix("grad:"), shape)
-                return SUM
+                return Shard(0) if shape and shape[0] % unit == 0 else REPLICATE
+            case roles.Accumulator(name) if name.startswith("grad:") and storage.accumulate_sharded:
+                return updated(name.removeprefix("grad:"), shape)
             case roles.Accumulator():
                 return SUM
         return REPLICATE
 
-    def _cut(self, wanted: bool, parameter: object, shape: tuple[int, ...]) -> Placement:
-        dim = 1 if parameter in self.taken else 0
-        return Shard(dim) if wanted and len(shape) > dim else REPLICATE
+    def updated(parameter: object, shape: tuple[int, ...]) -> Placement:
+        return sharded(storage.shard_optimizer, parameter, shape)
 
-    def in_model(self, role: roles.Input, stored: Placement) -> Placement:
-        """Parameters are whole where the model uses them."""
-        return REPLICATE if isinstance(role, roles.Param) else stored
-
-    def updated(self, role: roles.Param, shape: tuple[int, ...]) -> Placement:
-        """As the optimizer's states are stored."""
-        return self._cut(self.storage.shard_optimizer, role.name, shape)
-
-    def returned(self, node: fx.Node) -> Placement:
-        """This rank's rows, if the result has any."""
-        placement = self.now[node][0]
-        return placement if isinstance(placement, Shard) else REPLICATE
-
-    def reduced_before(self, node: fx.Node) -> bool:
-        """Also for an accumulator that is sharded."""
-        each = self.storage.accumulate_sharded and "accumulated_next" in meta(node)
-        return each or super().reduced_before(node)
-
-    def crossing(self, node: fx.Node) -> Placement:
+    def crossing(walk: Walk, node: fx.Node) -> Placement:
         """Reduced on the way into the update, once."""
         value = meta(node)["val"]
         if not isinstance(value, torch.Tensor):
-            return self.now[node][0] or REPLICATE
-        return self._cut(self.storage.shard_optimizer, node, tuple(value.shape))
+            return walk.now[node][0] or REPLICATE
+        return updated(node, tuple(value.shape))
 
-    def _constants_cut_by_some(self) -> dict[fx.Node, Placement]:
-        """Constants that one reader cuts and another reads whole: they have the batch's shape.
+    return Kind(
+        stored,
+        updated,
+        crossing,
+        _cost,
+        returned=as_sharded,  # this rank's rows, if the result has any
+        gathers=True,
+        reduces_each=storage.accumulate_sharded,
+    )
 
-        The gradient of a sum is ones; its readers must not work on the whole batch on every rank.
-        """
-        wanted: dict[fx.Node, set[Placement]] = {}
-        for node, strategy in self.chosen.items():
-            if meta(node)["phase"] != OPTIMIZER:
-                for argument, placement in zip(
-                    tensor_arguments(node), strategy.inputs, strict=True
-                ):
-                    wanted.setdefault(argument, set()).add(placement)
-        found = {}
-        for node in reversed(self.chosen):
-            cuts = [kind for kind in wanted.get(node, ()) if isinstance(kind, Shard)]
-            if len(cuts) != 1 or self.now[node] != (REPLICATE,) or node in self.from_batch:
-                continue
-            if len(wanted[node]) > 1:
-                found[node] = cuts[0]
-            for argument, placement in self.cut_through(node, cuts[0]):
-                wanted[argument].add(placement)
-        return found
 
-    def offers(self, node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
-        """A constant that some cut is made cut that way, or whole: random numbers could be in any."""
-        strategies = super().offers(node, placements)
-        wanted = ((self.cut_by_some.get(node),), (REPLICATE,))
-        fitting = [strategy for strategy in strategies if strategy.outputs in wanted]
-        return fitting if node in self.cut_by_some and fitting else strategies
+def walk_data_parallel(
+    program: Program, ranks: int, unit: int, storage: Storage, taken: frozenset = frozenset()
+) -> Walk:
+    """Places everything; what has the batch's shape is found on the way."""
+    walk = Walk(program, data_parallel(unit, storage, taken), Rules(ranks, unit))
+    while True:
+        walk.place_operations()
+        found = _constants_sharded_by_some(walk)
+        if found.keys() <= walk.sharded_for_some.keys():
+            break
+        walk.sharded_for_some |= found
+        walk.from_batch |= found.keys()
+    walk.finish()
+    return walk
 
-    def cost(
-        self,
-        node: fx.Node,
-        arguments: Sequence[fx.Node],
-        placements: Sequence[Placement],
-        strategy: Strategy,
-    ) -> float:
-        """Bytes moved between ranks, plus a little for bytes touched and work done on every rank."""
-        cost = 0.0
-        for argument, have, want in zip(arguments, placements, strategy.inputs, strict=True):
-            joins = meta(node).get("accumulates") and want == SUM and have != SUM
-            if joins:  # a gradient that is whole, or cut, already: zero on all ranks but one
-                have, want = SUM, REPLICATE
-            cost += redistribution_bytes(meta(argument)["val"], have, want, self.ranks)
-        # A preset may want the update done on every rank; work on the batch never.
-        update = meta(node)["phase"] == OPTIMIZER or self.reduced_before(node)
-        repeated = node in self.from_batch and not update
-        if repeated and not any(isinstance(p, Shard) for p in strategy.outputs):
-            if any(isinstance(p, Partial) for p in strategy.outputs):
-                return cost
-            cost += 1e-2 * sum(size_in_bytes(value) for value in tensors_of(meta(node)["val"]))
-            cost += 1e-2 * sum(size_in_bytes(meta(argument)["val"]) for argument in arguments)
-        return cost
+
+def _constants_sharded_by_some(walk: Walk) -> dict[fx.Node, Placement]:
+    """Constants that one reader takes a slice of and another reads whole: they have the batch's shape.
+
+    The gradient of a sum is ones; its readers must not work on the whole batch on every rank.
+    """
+    wanted: dict[fx.Node, set[Placement]] = {}
+    for node, strategy in walk.chosen.items():
+        if meta(node)["phase"] != OPTIMIZER:
+            for argument, placement in zip(tensor_arguments(node), strategy.inputs, strict=True):
+                wanted.setdefault(argument, set()).add(placement)
+    found = {}
+    for node in reversed(walk.chosen):
+        shards = [kind for kind in wanted.get(node, ()) if isinstance(kind, Shard)]
+        if len(shards) != 1 or walk.now[node] != (REPLICATE,) or node in walk.from_batch:
+            continue
+        if len(wanted[node]) > 1:
+            found[node] = shards[0]
+        for argument, placement in walk.through_view(node, shards[0]):
+            wanted[argument].add(placement)
+    return found
+
+
+def _cost(walk: Walk, node: fx.Node, strategy: Strategy, reads: Sequence[Read]) -> float:
+    """Bytes moved between ranks, plus a little for bytes touched and work done on every rank."""
+    cost = 0.0
+    for argument, have, want in reads:
+        joins = meta(node).get("accumulates") and want == SUM and have != SUM
+        if joins:  # a gradient that is whole, or sharded, already: zero on all ranks but one
+            have, want = SUM, REPLICATE
+        cost += redistribution_bytes(meta(argument)["val"], have, want, walk.rules.size)
+    # A preset may want the update done on every rank; work on the batch never.
+    update = meta(node)["phase"] == OPTIMIZER or walk.reduced_before(node)
+    repeated = node in walk.from_batch and not update
+    if repeated and not any(isinstance(p, (Shard, Partial)) for p in strategy.outputs):
+        return with_repeated_work(cost, node, reads)
+    return cost
 
 
 def ranks_that_divide(program: Program) -> int:

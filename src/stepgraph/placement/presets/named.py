@@ -15,9 +15,13 @@ from torch.distributed.tensor import Shard
 
 from stepgraph.errors import MeshError, UsageError, near_misses
 from stepgraph.placement.presets.beside_data import BESIDE_DATA
-from stepgraph.placement.presets.data_parallel import DataParallel
+from stepgraph.placement.presets.data_parallel import (
+    PRESETS,
+    WHOLE,
+    Storage,
+    walk_data_parallel,
+)
 from stepgraph.placement.presets.walk import REPLICATE, Walk
-from stepgraph.placement.presets.zero_stages import PRESETS, WHOLE, Storage
 from stepgraph.planning.decisions import OperationPlacement, PlacementDecision, PlacementDraft
 from stepgraph.planning.request import AUTO
 from stepgraph.program import roles
@@ -80,12 +84,12 @@ def for_own_update(name: str) -> str:
 
 
 def stored_parameter(preset_name: str, shape: tuple[int, ...], mesh: MeshShape) -> Placements:
-    """Where a parameter of a global shape is stored before the first program says how it is cut."""
+    """Where a parameter of a global shape is stored before the first program says how it is sharded."""
     preset = check_preset(preset_name, mesh)
-    cut = {name for name, storage in preset.items() if storage.shard_parameters}
+    sharded = {name for name, storage in preset.items() if storage.shard_parameters}
     if preset_name == AUTO:
-        cut = {role.dim for role in mesh.roles if role.divides_batch}
-    return tuple(Shard(0) if name in cut and shape else REPLICATE for name in mesh.names)
+        sharded = {role.dim for role in mesh.roles if role.divides_batch}
+    return tuple(Shard(0) if name in sharded and shape else REPLICATE for name in mesh.names)
 
 
 def decide_by_preset(
@@ -120,26 +124,25 @@ def decide_by_preset(
             decision.notes += notes
     for name, storage in preset.items():
         size = mesh.sizes[mesh.names.index(name)]
-        walks[name] = DataParallel(program, size, mesh.data_size, storage, taken).decide()
+        walks[name] = walk_data_parallel(program, size, mesh.data_size, storage, taken)
     record(program, [walks[name] for name in mesh.names], decision)
     return decision.decision()
 
 
 def walk_along(
-    program: Program, mesh: MeshShape, axis: int, preset_name: str, tensor: Walk | None = None
+    program: Program, mesh: MeshShape, axis: int, preset_name: str, beside: Walk | None = None
 ) -> Walk:
     """What a preset does along one mesh dimension.
 
     Args:
         preset_name: of a data-parallel dimension, or ``tp`` with or without ``sp``.
-        tensor: the walk along the dimension of tensor parallelism, where that is a preset's too.
+        beside: the walk along a dimension that does not divide the batch, where that is a preset's too.
     """
-    if beside := BESIDE_DATA.get(mesh.roles[axis]):
-        return beside.walk(program, mesh, axis, preset_name.split("+"), {})[0]
+    if kind := BESIDE_DATA.get(mesh.roles[axis]):
+        return kind.walk(program, mesh, axis, preset_name.split("+"), {})[0]
     (storage,) = PRESETS[preset_name].values()
-    apart = tensor is not None and not isinstance(tensor, DataParallel)
-    taken = _sharded_by_rows(tensor) if apart else frozenset()
-    return DataParallel(program, mesh.sizes[axis], mesh.data_size, storage, taken).decide()
+    taken = _sharded_by_rows(beside) if beside is not None else frozenset()
+    return walk_data_parallel(program, mesh.sizes[axis], mesh.data_size, storage, taken)
 
 
 def _sharded_by_rows(walk: Walk) -> frozenset:

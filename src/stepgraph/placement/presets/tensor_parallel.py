@@ -1,12 +1,12 @@
 """Tensor parallelism along one mesh dimension: Megatron's pairs, found from the graph.
 
-A weight that multiplies a whole activation is cut by columns, so that its result is cut; the cut
-travels through whatever works on parts alone (activations, heads, attention) to a weight that is cut by
-rows, whose result is a pending sum. A cut that would have to be gathered on its way is given up, and the
+A weight that multiplies a whole activation is sharded by columns, so that its result is; the sharding
+travels through whatever works on slices alone (activations, heads, attention) to a weight that is sharded
+by rows, whose result is a pending sum. What would have to be gathered on its way is given up, and the
 weight that began it stays on every rank (heads that do not divide, a projection that is split unevenly).
-Embedding and loss are cut by the vocabulary.
+Embedding and loss are sharded by the vocabulary.
 
-With sequence-parallel norms a pending sum is not added up on every rank: each rank gets a part of the
+With sequence-parallel norms a pending sum is not added up on every rank: each rank gets a slice of the
 sequence, does the norm's and the residual's share of the work on it, and keeps no more than that.
 
 After Shoeybi et al., "Megatron-LM" (2019), and Korthikanti et al., "Reducing Activation Recomputation
@@ -16,6 +16,7 @@ in Large Transformer Models" (2022). Names of modules are never looked at.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -23,25 +24,23 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph import torch_internals
-from stepgraph.operators.sharding import Strategy
+from stepgraph.cost.work import size_in_bytes
+from stepgraph.operators.sharding import Rules, Strategy
 from stepgraph.placement.presets.walk import (
     REPLICATE,
     SUM,
+    Kind,
+    Read,
     Walk,
+    as_sharded,
     redistribution_bytes,
-    size_in_bytes,
+    shapes_of,
+    with_repeated_work,
 )
 from stepgraph.placement.rules.vocabulary import STRATEGIES
 from stepgraph.program import roles
 from stepgraph.program.metadata import meta
-from stepgraph.program.program import (
-    BACKWARD,
-    FORWARD,
-    OPTIMIZER,
-    Program,
-    tensor_arguments,
-    tensors_of,
-)
+from stepgraph.program.program import BACKWARD, FORWARD, OPTIMIZER, Program, tensor_arguments
 from stepgraph.torch_internals import operators as private
 
 aten = torch.ops.aten
@@ -54,158 +53,136 @@ _PASS_SUMS = {
     aten.expand.default, aten.clone.default, aten.add.Tensor,
 }  # fmt: skip
 
-# An activation that every rank has may be cut in front of these: heads of keys and values that do not
-# divide serve queries that do.
-_CUT_THEIR_INPUTS = {
-    private.CPU_ATTENTION,
-    private.CPU_ATTENTION_BACKWARD,
-}
+# These may read slices of an activation that every rank has: heads of keys and values that do not divide
+# serve queries that do.
+_SLICE_THEIR_INPUTS = {private.CPU_ATTENTION, private.CPU_ATTENTION_BACKWARD}
 
 _NEVER = float("inf")
 
 
-class TensorParallel(Walk):
-    """Weights stay cut; activations are cut between pairs, whole elsewhere.
+@dataclass(frozen=True)
+class TensorParallel:
+    """What tensor parallelism knows of a Program, and decides by it.
 
-    Args:
-        layout: where each cut parameter is cut, by name.
-        sequence: the dimension along which an activation may be cut beside the pairs (none by default).
+    ``layout``: how each sharded parameter is, by name; ``shapes``: of all of them. ``made_of``: the
+    parameters that go into a value that no row of the batch goes into. ``sequence``: the dimension along
+    which an activation may be sharded beside the pairs. ``whole``: while a layout is looked for, the
+    parameters that have to stay whole; any other is sharded as its readers like. None: it is found.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        ranks: int,
-        others: int,
-        layout: Mapping[str, Placement],
-        sequence: Mapping[fx.Node, int] | None = None,
-    ) -> None:
-        super().__init__(program, ranks, ranks, others)
-        self.sequence = sequence or {}
-        self.rules.extra = STRATEGIES
-        self.layout = layout
-        self.shapes = {
-            role.name: value.shape
-            for role, value in zip(program.inputs, program.input_values, strict=True)
-            if isinstance(role, roles.Param)
-        }
-        self.of_parameters: dict[fx.Node, set[str]] = {}
+    layout: Mapping[str, Placement]
+    shapes: Mapping[str, tuple[int, ...]]
+    made_of: Mapping[fx.Node, set[str]]
+    sequence: Mapping[fx.Node, int] = field(default_factory=dict)
+    whole: set[str] | None = None
 
-    def stored(self, role: roles.Input, shape: tuple[int, ...]) -> Placement:
+    def walk(self, program: Program, ranks: int, others: int) -> Walk:
+        """A walk that has placed the inputs."""
+        kind = Kind(self._stored, self._laid_out, as_sharded, self._cost, offers=self._offers)
+        return Walk(program, kind, Rules(ranks, ranks, others, STRATEGIES))
+
+    def _laid_out(self, parameter: str, shape: tuple[int, ...]) -> Placement:
+        alike = self.shapes.get(parameter) == shape
+        return self.layout.get(parameter, REPLICATE) if alike else REPLICATE
+
+    def _stored(self, role: roles.Input, shape: tuple[int, ...]) -> Placement:
         """Parameters, and what belongs to them, by the layout."""
         match role:
             case roles.Param(name) | roles.OptimizerState(name) | roles.GivenGrad(name):
-                owner = name
+                return self._laid_out(name, shape)
             case roles.Accumulator(name):
-                owner = name.removeprefix("grad:")
-            case _:
-                return REPLICATE
-        return self.layout.get(owner, REPLICATE) if self.shapes.get(owner) == shape else REPLICATE
+                return self._laid_out(name.removeprefix("grad:"), shape)
+        return REPLICATE
 
-    def in_model(self, role: roles.Input, stored: Placement) -> Placement:
-        """As stored."""
-        return stored
+    def _offers(
+        self, walk: Walk, node: fx.Node, placements: tuple[Placement, ...]
+    ) -> list[Strategy]:
+        """Also what could be done along the sequence, or with slices of weights.
 
-    def updated(self, role: roles.Param, shape: tuple[int, ...]) -> Placement:
-        """As stored."""
-        return self.stored(role, shape)
-
-    def crossing(self, node: fx.Node) -> Placement:
-        """As it is made, and summed."""
-        placement = self.now[node][0] or REPLICATE
-        return placement if isinstance(placement, Shard) else REPLICATE
-
-    def place_inputs(self) -> None:
-        """Also notes which nodes are parameters."""
-        super().place_inputs()
-        for node, role in self.role_of.items():
-            if isinstance(role, roles.Param):
-                self.of_parameters[node] = {role.name}
-
-    def place(self, node: fx.Node) -> None:
-        """Also notes which parameters a value is made of."""
-        super().place(node)
-        if any(self._joins_sequence(argument) for argument in tensor_arguments(node)):
-            self.unruled.pop(meta(node)["name"], None)  # meant, not a fallback
-        made_of = [self.of_parameters.get(argument, set()) for argument in tensor_arguments(node)]
-        if node not in self.from_batch and any(made_of):
-            self.of_parameters[node] = set().union(*made_of)
-
-    def offers(self, node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
-        """Also what could be done along the sequence: the rules speak of what is cut already."""
-        found = super().offers(node, placements)
+        The rules speak of what is sharded already.
+        """
+        found = walk.rules.strategies(node, placements)
         arguments = tensor_arguments(node)
-        if not any(argument in self.sequence for argument in arguments):
-            return found
-        asked = tuple(
-            Shard(self.sequence[argument]) if argument in self.sequence else placement
-            for argument, placement in zip(arguments, placements, strict=True)
-        )
-        return list(dict.fromkeys([*found, *self.rules.strategies(node, asked)]))
+        if any(argument in self.sequence for argument in arguments):
+            asked = tuple(
+                Shard(self.sequence[argument]) if argument in self.sequence else placement
+                for argument, placement in zip(arguments, placements, strict=True)
+            )
+            found = [*found, *walk.rules.strategies(node, asked)]
+        for position, argument in enumerate(arguments):
+            if placements[position] == REPLICATE and self._may_shard_weight(walk, node, argument):
+                for dim in range(meta(argument)["val"].dim()):
+                    asked = (*placements[:position], Shard(dim), *placements[position + 1 :])
+                    found = [*found, *walk.rules.strategies(node, asked)]
+        return list(dict.fromkeys(found))
 
-    def _joins_sequence(self, argument: fx.Node) -> bool:
+    def _may_shard_weight(self, walk: Walk, node: fx.Node, argument: fx.Node) -> bool:
+        """Whether a value is made of weights alone that are free, for an operation on activations."""
+        if self.whole is None or argument not in self.made_of:
+            return False
+        # Elementwise work on a weight alone is no product to divide.
+        return node in walk.from_batch and not self.made_of[argument] & self.whole
+
+    def _may_slice(self, walk: Walk, node: fx.Node, argument: fx.Node) -> bool:
+        """Whether an operation may read a slice of what every rank has."""
+        if self.whole is not None and argument in self.made_of:
+            return self._may_shard_weight(walk, node, argument)
+        if node.target in _SLICE_THEIR_INPUTS:
+            return True
+        return argument not in walk.from_batch and argument not in self.made_of
+
+    def joins_sequence(self, walk: Walk, argument: fx.Node) -> bool:
+        """Whether a value is sharded along its sequence."""
         dim = self.sequence.get(argument)
-        return dim is not None and self.now[argument] == (Shard(dim),)
+        return dim is not None and walk.now[argument] == (Shard(dim),)
 
-    def _cuts_along_sequence(
-        self, node: fx.Node, have: Placement, want: Placement, strategy: Strategy
+    def _begins_sequence(
+        self, walk: Walk, node: fx.Node, have: Placement, want: Placement, strategy: Strategy
     ) -> bool:
-        """Whether a pending sum, or what is added to one, is cut so that the result is."""
+        """Whether a pending sum, or what is added to one, is sharded so that the result is."""
         dim = self.sequence.get(node)
         if dim is None or isinstance(have, Shard) or not isinstance(want, Shard):
             return False
         begun = any(
-            self._joins_sequence(argument) or isinstance(self.now[argument][0], Partial)
+            self.joins_sequence(walk, argument) or isinstance(walk.now[argument][0], Partial)
             for argument in tensor_arguments(node)
         )
         return begun and strategy.outputs[0] == Shard(dim)
 
-    def may_cut(self, node: fx.Node, argument: fx.Node) -> bool:
-        """Whether an operation may read a part of what every rank has."""
-        if node.target in _CUT_THEIR_INPUTS:
-            return True
-        return argument not in self.from_batch and argument not in self.of_parameters
-
-    def cost(
-        self,
-        node: fx.Node,
-        arguments: Sequence[fx.Node],
-        placements: Sequence[Placement],
-        strategy: Strategy,
-    ) -> float:
+    def _cost(self, walk: Walk, node: fx.Node, strategy: Strategy, reads: Sequence[Read]) -> float:
         """Bytes moved between ranks, and a little for work that every rank repeats."""
-        rows = list(zip(arguments, placements, strategy.inputs, strict=True))
         if meta(node)["phase"] == OPTIMIZER:
             return sum(
-                redistribution_bytes(meta(argument)["val"], have, want, self.ranks)
-                for argument, have, want in rows
+                redistribution_bytes(meta(argument)["val"], have, want, walk.rules.size)
+                for argument, have, want in reads
             )
-        if not self._table_is_cut_so(node, strategy):
+        if not self._table_is_sharded_so(node, strategy):
             return _NEVER
-        if _begins_a_cut(strategy) and node in self.from_batch and node.target not in STRATEGIES:
+        sliced = [have != want for _, have, want in reads if isinstance(want, Shard)]
+        begins = not sliced and any(isinstance(p, Shard) for p in strategy.outputs)
+        if begins and node in walk.from_batch and node.target not in STRATEGIES:
             return _NEVER  # only weights begin one
-        if node.target in _CUT_THEIR_INPUTS and _begins_with(strategy, placements):
-            return _NEVER  # nor does attention, and the batch is not for tp to cut
-        cost = sum(self._moved(node, *row, strategy) for row in rows)
-        if any(isinstance(p, (Shard, Partial)) for p in strategy.outputs):
+        if node.target in _SLICE_THEIR_INPUTS and sliced and all(sliced):
+            return _NEVER  # nor does attention, and the batch is not for tp to divide
+        cost = sum(self._moved(walk, node, *read, strategy) for read in reads)
+        divided = any(isinstance(p, (Shard, Partial)) for p in strategy.outputs)
+        if divided or node not in walk.from_batch:
             return cost
-        if node in self.from_batch:
-            cost += 1e-2 * sum(size_in_bytes(value) for value in tensors_of(meta(node)["val"]))
-            cost += 1e-2 * sum(size_in_bytes(meta(argument)["val"]) for argument in arguments)
-        return cost
+        return with_repeated_work(cost, node, reads)
 
-    def _table_is_cut_so(self, node: fx.Node, strategy: Strategy) -> bool:
-        """Tables are cut by rows, and their gradients where a table of that shape is."""
+    def _table_is_sharded_so(self, node: fx.Node, strategy: Strategy) -> bool:
+        """Tables are sharded by rows, and their gradients where a table of that shape is."""
         if node.target is aten.embedding.default:
             return strategy.inputs[0] != Shard(1)
         if node.target is not aten.embedding_dense_backward.default:
             return True
         shape = tuple(meta(node)["val"].shape)
-        cuts = {self.layout[name] for name in self.layout if self.shapes[name] == shape}
-        return not isinstance(strategy.outputs[0], Shard) or strategy.outputs[0] in cuts
+        tables = {where for name, where in self.layout.items() if self.shapes[name] == shape}
+        return not isinstance(strategy.outputs[0], Shard) or strategy.outputs[0] in tables
 
     def _moved(
         self,
+        walk: Walk,
         node: fx.Node,
         argument: fx.Node,
         have: Placement,
@@ -213,151 +190,146 @@ class TensorParallel(Walk):
         strategy: Strategy,
     ) -> float:
         value = meta(argument)["val"]
-        if self._joins_sequence(argument) and isinstance(want, Shard):
+        if self.joins_sequence(walk, argument) and isinstance(want, Shard):
             stays = all(p in (have, None) or isinstance(p, Partial) for p in strategy.outputs)
-            # Norms and sums are done in parts, products are not.
+            # Norms and sums are done in slices, products are not.
             return 0.0 if stays and have == want else _NEVER
-        if self._cuts_along_sequence(node, have, want, strategy):
-            return redistribution_bytes(value, have, want, self.ranks)
+        if self._begins_sequence(walk, node, have, want, strategy):
+            return redistribution_bytes(value, have, want, walk.rules.size)
         if isinstance(want, Partial):
             bias = node.target is aten.addmm.default and argument is node.args[0]
             # What is added to several pending gradients joins them, so that they are reduced once.
             joins = (
                 node.target is aten.add.Tensor
                 and meta(node)["phase"] == BACKWARD
-                and any(self.now[other] == (SUM,) for other in tensor_arguments(node))
+                and any(walk.now[other] == (SUM,) for other in tensor_arguments(node))
             )
-            added = joins or (bias and argument in self.of_parameters)
+            added = joins or (bias and argument in self.made_of)
             if added and want == SUM and isinstance(have, Replicate):
                 return 1e-3 * size_in_bytes(value)  # added on one rank
             return 0.0 if have == want and node.target in _PASS_SUMS else _NEVER
         if have == want:
             return 0.0
         if isinstance(want, Shard):
-            if isinstance(have, Replicate):
-                return 1e-3 * size_in_bytes(value) if self.may_cut(node, argument) else _NEVER
-            return _NEVER  # the cheapest reduction, or exchange of cuts, would cut the batch
-        return redistribution_bytes(value, have, want, self.ranks)
+            # The cheapest reduction, or exchange of slices, would divide the batch.
+            free = isinstance(have, Replicate) and self._may_slice(walk, node, argument)
+            return 1e-3 * size_in_bytes(value) if free else _NEVER
+        return redistribution_bytes(value, have, want, walk.rules.size)
 
 
-def _begins_a_cut(strategy: Strategy) -> bool:
-    cut_before = any(isinstance(placement, Shard) for placement in strategy.inputs)
-    return not cut_before and any(isinstance(placement, Shard) for placement in strategy.outputs)
+def _made_of(program: Program) -> dict[fx.Node, set[str]]:
+    found: dict[fx.Node, set[str]] = {}
+    from_batch: set[fx.Node] = set()
+    for node, role in zip(program.placeholders, program.inputs, strict=True):
+        if isinstance(role, roles.Param):
+            found[node] = {role.name}
+        elif isinstance(role, roles.UserInput):
+            from_batch.add(node)
+    for node in program.operations():
+        arguments = tensor_arguments(node)
+        if not from_batch.isdisjoint(arguments):
+            from_batch.add(node)
+        elif names := set().union(*(found.get(argument, ()) for argument in arguments)):
+            found[node] = names
+    return found
 
 
-def _begins_with(strategy: Strategy, placements: Sequence[Placement]) -> bool:
-    """Whether a strategy cuts arguments none of which is cut so yet."""
-    cuts = [
-        (have, want)
-        for have, want in zip(placements, strategy.inputs, strict=True)
-        if isinstance(want, Shard)
-    ]
-    return bool(cuts) and all(have != want for have, want in cuts)
+def walk_tensor_parallel(
+    program: Program,
+    ranks: int,
+    others: int,
+    layout: Mapping[str, Placement],
+    sequence: Mapping[fx.Node, int],
+) -> Walk:
+    """Weights stay sharded; activations are sharded between pairs, whole elsewhere.
 
-
-class _Search(TensorParallel):
-    """The forward alone, with weights free to be cut as their readers like, but for ``banned`` ones."""
-
-    def __init__(self, program: Program, ranks: int, others: int, banned: set[str]) -> None:
-        super().__init__(program, ranks, others, {})
-        self.banned = banned
-        self.blamed: set[str] = set()
-        self.began: dict[fx.Node, set[str]] = {}
-
-    def walk(self) -> None:
-        """Up to the loss."""
-        for node in self.program.graph.nodes:
-            if node.op == "get_attr":
-                self.now[node] = (REPLICATE,)
-            elif node.op == "call_function" and meta(node)["phase"] == FORWARD:
-                self.place(node)
-
-    def offers(self, node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
-        """Also what could be done were a weight cut: the rules speak of what is cut already."""
-        found = super().offers(node, placements)
-        for position, argument in enumerate(tensor_arguments(node)):
-            if placements[position] == REPLICATE and self.may_cut_weight(node, argument):
-                for dim in range(meta(argument)["val"].dim()):
-                    asked = (*placements[:position], Shard(dim), *placements[position + 1 :])
-                    found = [*found, *self.rules.strategies(node, asked)]
-        return list(dict.fromkeys(found))
-
-    def may_cut_weight(self, node: fx.Node, argument: fx.Node) -> bool:
-        """Whether a value is made of weights alone, for an operation on activations."""
-        if argument not in self.of_parameters or argument in self.from_batch:
-            return False
-        # Elementwise work on a weight alone is no product to divide.
-        return node in self.from_batch and not self.of_parameters[argument] & self.banned
-
-    def may_cut(self, node: fx.Node, argument: fx.Node) -> bool:
-        """Weights, too."""
-        if argument in self.of_parameters:
-            return self.may_cut_weight(node, argument)
-        return super().may_cut(node, argument)
-
-    def place(self, node: fx.Node) -> None:
-        """Also follows every cut from the weights that began it."""
-        super().place(node)
-        began: set[str] = set()
-        strategy = self.chosen[node]
-        for argument, want in zip(tensor_arguments(node), strategy.inputs, strict=True):
-            have = self.placement_of(argument, node)
-            if isinstance(want, Shard) and have != want:
-                began |= self.of_parameters.get(argument, set())
-            if isinstance(have, Shard):
-                began |= self.began.get(argument, set())
-                if have != want:
-                    self.blamed |= self.began.get(argument, set())
-        if any(isinstance(placement, Shard) for placement in self.now[node]):
-            self.began[node] = began
-
-    def layout_found(self) -> dict[str, Placement]:
-        """How the readers want each parameter cut; blames those that two want differently."""
-        wanted: dict[fx.Node, set[Placement]] = {}
-        for node, strategy in self.chosen.items():
-            for argument, placement in zip(tensor_arguments(node), strategy.inputs, strict=True):
-                if isinstance(placement, Shard) and argument in self.of_parameters:
-                    wanted.setdefault(argument, set()).add(placement)
-        layout: dict[str, Placement] = {}
-        for node in reversed(list(self.program.graph.nodes)):
-            cuts = wanted.get(node, set())
-            if len(cuts) > 1:
-                self.blamed |= self.of_parameters[node]
-            elif cuts and node in self.role_of:
-                (layout[self.role_of[node].name],) = cuts  # type: ignore[union-attr]
-            elif cuts and self.now[node] == (REPLICATE,):
-                (cut,) = cuts
-                through = self.cut_through(node, cut) if isinstance(cut, Shard) else []
-                if not through:
-                    self.blamed |= self.of_parameters[node]
-                for argument, placement in through:
-                    wanted.setdefault(argument, set()).add(placement)
-        return layout
+    Args:
+        others: ranks along other mesh dimensions, which may shard the blocks of an InnerShard.
+        layout, sequence: of :class:`TensorParallel`.
+    """
+    kind = TensorParallel(layout, shapes_of(program), _made_of(program), sequence)
+    walk = kind.walk(program, ranks, others)
+    walk.place_operations()
+    for node in program.operations():
+        if any(kind.joins_sequence(walk, argument) for argument in tensor_arguments(node)):
+            walk.unruled.pop(meta(node)["name"], None)  # meant, not a fallback
+    walk.finish()
+    return walk
 
 
 def find_layout(
     program: Program, ranks: int, others: int, known: Mapping[str, Placement]
 ) -> dict[str, Placement]:
-    """Where tensor parallelism cuts each parameter of a Program.
+    """How tensor parallelism shards each parameter of a Program.
+
+    The forward alone is walked, with weights free to be sharded as their readers like; those that began
+    what had to be gathered are made to stay whole, and it is walked again.
 
     Args:
         ranks, others: along the mesh dimension, and along all others together.
         known: parameters that another program has placed; all of them, or none.
 
     Returns:
-        placements of the parameters that are cut; the others stay whole.
+        placements of the parameters that are sharded; the others stay whole.
     """
-    names = {role.name for role in program.inputs if isinstance(role, roles.Param)}
-    if names <= known.keys():
-        return {name: known[name] for name in names if isinstance(known[name], Shard)}
-    banned = {name for name, placement in known.items() if isinstance(placement, Replicate)}
+    shapes = shapes_of(program)
+    fixed = {n: p for n, p in known.items() if n in shapes and isinstance(p, Shard)}
+    if shapes.keys() <= known.keys():
+        return fixed
+    made_of = _made_of(program)
+    whole = {name for name, placement in known.items() if isinstance(placement, Replicate)}
     while True:
-        search = _Search(program, ranks, others, banned)
-        search.place_inputs()
-        search.walk()
-        layout = search.layout_found()
-        new = search.blamed - banned
+        kind = TensorParallel({}, shapes, made_of, whole=whole)
+        walk = kind.walk(program, ranks, others)
+        walk.place_operations([FORWARD])
+        layout, blamed = _wanted_layout(walk, made_of)
+        new = (blamed | _given_up(walk, made_of)) - whole
         if not new:
-            fixed = {n: cut for n, cut in known.items() if n in names and isinstance(cut, Shard)}
             return layout | fixed
-        banned |= new
+        whole |= new
+
+
+def _given_up(walk: Walk, made_of: Mapping[fx.Node, set[str]]) -> set[str]:
+    """Follows every shard from the weights that began it; those of what is gathered on its way."""
+    blamed: set[str] = set()
+    began: dict[fx.Node, set[str]] = {}
+    for node, strategy in walk.chosen.items():
+        here: set[str] = set()
+        for argument, want in zip(tensor_arguments(node), strategy.inputs, strict=True):
+            have = walk.placement_of(argument, node)
+            if isinstance(want, Shard) and have != want:
+                here |= made_of.get(argument, set())
+            if isinstance(have, Shard):
+                here |= began.get(argument, set())
+                if have != want:
+                    blamed |= began.get(argument, set())
+        if any(isinstance(placement, Shard) for placement in walk.now[node]):
+            began[node] = here
+    return blamed
+
+
+def _wanted_layout(
+    walk: Walk, made_of: Mapping[fx.Node, set[str]]
+) -> tuple[dict[str, Placement], set[str]]:
+    """How the readers want each parameter sharded; and those that two want differently."""
+    wanted: dict[fx.Node, set[Placement]] = {}
+    for node, strategy in walk.chosen.items():
+        for argument, placement in zip(tensor_arguments(node), strategy.inputs, strict=True):
+            if isinstance(placement, Shard) and argument in made_of:
+                wanted.setdefault(argument, set()).add(placement)
+    layout: dict[str, Placement] = {}
+    blamed: set[str] = set()
+    for node in reversed(list(walk.program.graph.nodes)):
+        shards = wanted.get(node, set())
+        if len(shards) > 1:
+            blamed |= made_of[node]
+        elif shards and node in walk.role_of:
+            (layout[walk.role_of[node].name],) = shards  # type: ignore[union-attr]
+        elif shards and walk.now[node] == (REPLICATE,):
+            (shard,) = shards
+            through = walk.through_view(node, shard) if isinstance(shard, Shard) else []
+            if not through:
+                blamed |= made_of[node]
+            for argument, placement in through:
+                wanted.setdefault(argument, set()).add(placement)
+    return layout, blamed

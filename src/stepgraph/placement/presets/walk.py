@@ -2,140 +2,127 @@
 
 Operations are placed in order: each takes the cheapest of its rules' strategies
 (:mod:`stepgraph.operators.sharding`), where cost is a kind of parallelism's own say. Then, in reverse,
-values made of constants are cut where they are made.
+values made of constants are sharded where they are made.
 """
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from stepgraph.cost.work import size_in_bytes
 from stepgraph.operators.sharding import Rules, Strategy
 from stepgraph.program import roles
 from stepgraph.program.layout import InnerShard
 from stepgraph.program.metadata import meta
-from stepgraph.program.program import FORWARD, OPTIMIZER, Program, tensor_arguments, tensors_of
+from stepgraph.program.program import (
+    FORWARD,
+    OPTIMIZER,
+    PHASES,
+    Program,
+    tensor_arguments,
+)
 
 REPLICATE, SUM = Replicate(), Partial("sum")
 
+# An argument of an operation, the placement that it has, and the one that a strategy wants it in.
+Read = tuple[fx.Node, Placement, Placement]
 
 # Tags of operations that work on shards of any size, padding included.
 _ELEMENTWISE = ("accumulates", "reduced_before", "accumulated_next")
 
 
-class Walk(abc.ABC):
-    """One kind of parallelism along one mesh dimension.
+@dataclass(frozen=True)
+class Kind:
+    """One kind of parallelism: what it decides along a mesh dimension, seeing what a walk has placed.
+
+    ``stored(role, shape)``: where an input lives between steps. ``updated(parameter, shape)``: where the
+    update reads a parameter, and leaves its gradient. ``crossing(walk, node)``: where the update reads a
+    value of the forward or the backward: a gradient, mostly. ``cost(walk, node, strategy, reads)``:
+    infinite: never. ``returned(walk, node)``: where a module's result goes to its caller.
+    ``offers(walk, node, placements)``: the strategies to choose from. ``gathers``: the model reads
+    parameters whole, else as they are stored. ``reduces_each``: accumulators of gradients are sharded.
+    """
+
+    stored: Callable[[roles.Input, tuple[int, ...]], Placement]
+    updated: Callable[[str, tuple[int, ...]], Placement]
+    crossing: Callable[[Walk, fx.Node], Placement]
+    cost: Callable[[Walk, fx.Node, Strategy, Sequence[Read]], float]
+    returned: Callable[[Walk, fx.Node], Placement] = lambda walk, node: REPLICATE
+    offers: Callable[[Walk, fx.Node, tuple[Placement, ...]], list[Strategy]] = (
+        lambda walk, node, placements: walk.rules.strategies(node, placements)
+    )
+    gathers: bool = False
+    reduces_each: bool = False
+
+
+class Walk:
+    """What is placed along one mesh dimension: inputs at once, then operations, then outputs.
+
+    ``chosen`` has a Strategy per operation, ``now`` where its results are, ``inputs`` and ``outputs`` a
+    placement per role, ``unruled`` the operations that no rule could place.
 
     Args:
         program: with global shapes, not placed yet.
-        ranks: along this mesh dimension.
-        unit: what a sharded dimension must divide by.
-        others: ranks along other mesh dimensions that may cut the blocks of an InnerShard. (None of data
-            parallelism's: its dimensions cut alike, and tensor parallelism never cuts rows of activations.)
-
-    After :meth:`decide`, ``chosen`` has a Strategy per operation, ``inputs`` and ``outputs`` a placement
-    per role, ``unruled`` the operations that no rule could place.
+        rules: for the ranks along this mesh dimension.
+        given: strategies of operations that are decided already.
     """
 
-    def __init__(self, program: Program, ranks: int, unit: int, others: int = 1) -> None:
-        self.program, self.ranks, self.unit = program, ranks, unit
-        self.rules = Rules(ranks, unit, others)
-        self.inputs: dict[roles.Input, Placement] = {}
+    def __init__(
+        self,
+        program: Program,
+        kind: Kind,
+        rules: Rules,
+        given: Mapping[fx.Node, Strategy] | None = None,
+    ) -> None:
+        self.program, self.kind, self.rules, self.given = program, kind, rules, given or {}
         self.role_of = dict(zip(program.placeholders, program.inputs, strict=True))
         self.tangents = [
-            (node, role)
-            for node, role in self.role_of.items()
-            if isinstance(role, roles.ResultTangent)
+            (n, r) for n, r in self.role_of.items() if isinstance(r, roles.ResultTangent)
         ]
+        self.inputs: dict[roles.Input, Placement] = {}
         self.outputs: dict[roles.Output, Placement] = {}
         self.unruled: dict[str, str] = {}
         self.chosen: dict[fx.Node, Strategy] = {}
         self.now: dict[fx.Node, tuple[Placement | None, ...]] = {}
         self.in_update: dict[fx.Node, Placement] = {}
         self.from_batch: set[fx.Node] = set()
-        self.cut_by_some: dict[fx.Node, Placement] = {}
+        self.sharded_for_some: dict[fx.Node, Placement] = {}  # constants of the batch's shape
         self.casts: dict[fx.Node, Placement] = {}
-
-    @abc.abstractmethod
-    def stored(self, role: roles.Input, shape: tuple[int, ...]) -> Placement:
-        """Where an input lives between steps."""
-
-    @abc.abstractmethod
-    def in_model(self, role: roles.Input, stored: Placement) -> Placement:
-        """Where the forward and the backward read an input."""
-
-    @abc.abstractmethod
-    def crossing(self, node: fx.Node) -> Placement:
-        """Where the update reads a value of the forward or the backward: a gradient, mostly."""
-
-    @abc.abstractmethod
-    def updated(self, role: roles.Param, shape: tuple[int, ...]) -> Placement:
-        """Where the update reads a parameter, and leaves its gradient."""
-
-    @abc.abstractmethod
-    def cost(
-        self,
-        node: fx.Node,
-        arguments: Sequence[fx.Node],
-        placements: Sequence[Placement],
-        strategy: Strategy,
-    ) -> float:
-        """What a strategy costs where the arguments are placed as given; infinite: never."""
-
-    def decide(self) -> Walk:
-        """Places everything."""
-        self.place_inputs()
-        self.walk()
-        self.finish()
-        return self
-
-    def finish(self) -> None:
-        """What follows from the strategies: constants, outputs."""
-        self._shard_constants_at_their_source()
-        self._place_outputs()
-
-    def place_inputs(self) -> None:
-        """Inputs as stored, and as read."""
-        rows = zip(
-            self.program.placeholders, self.program.inputs, self.program.input_values, strict=True
-        )
-        for node, role, value in rows:
+        for (node, role), value in zip(self.role_of.items(), program.input_values, strict=True):
             if isinstance(role, roles.ResultTangent):
                 continue  # when the result is placed
-            stored = self.inputs[role] = self.stored(role, value.shape)
-            self.now[node] = (self.in_model(role, stored),)
+            stored = self.inputs[role] = kind.stored(role, value.shape)
+            is_parameter = isinstance(role, roles.Param)
+            self.now[node] = (REPLICATE if kind.gathers and is_parameter else stored,)
             if isinstance(role, roles.Param):
-                self.in_update[node] = self.updated(role, value.shape)
+                self.in_update[node] = kind.updated(role.name, value.shape)
             if isinstance(role, roles.UserInput):
                 self.from_batch.add(node)
 
-    def walk(self) -> None:
-        """Places every operation, in order."""
+    def place_operations(self, phases: Sequence[str] = PHASES) -> None:
+        """Places the operations of some phases, in order."""
         self.unruled.clear()
         for node in self.program.graph.nodes:
             if node.op == "get_attr":
                 self.now[node] = (REPLICATE,)
-            elif node.op == "call_function":
+            elif node.op == "call_function" and meta(node)["phase"] in phases:
                 if meta(node)["phase"] != FORWARD:
-                    self.place_tangents()
-                self.place(node)
+                    self._place_tangents()
+                self._place(node)
 
-    def place_tangents(self) -> None:
+    def _place_tangents(self) -> None:
         """What comes back for a result is placed like the result."""
         for node, role in self.tangents:
             if role not in self.inputs:
                 result = self.program.result(roles.ModuleResult(role.index))
-                self.inputs[role] = self.returned(result)
+                self.inputs[role] = self.kind.returned(self, result)
                 self.now[node] = (self.inputs[role],)
-
-    def returned(self, node: fx.Node) -> Placement:
-        """Where a module's result goes to its caller."""
-        return REPLICATE
 
     def placement_of(self, argument: fx.Node, reader: fx.Node) -> Placement:
         """Where a reader finds a value."""
@@ -143,68 +130,79 @@ class Walk(abc.ABC):
             if argument in self.in_update:
                 return self.in_update[argument]
             if argument.op == "call_function" and meta(argument)["phase"] != OPTIMIZER:
-                return self.crossing(argument)
+                return self.kind.crossing(self, argument)
         if self.reduced_before(reader):
-            return self.crossing(argument)
+            return self.kind.crossing(self, argument)
         if argument in self.casts:
             return self.casts[argument]
-        return self.cut_by_some.get(argument) or self.now[argument][0] or REPLICATE
+        return self.sharded_for_some.get(argument) or self.now[argument][0] or REPLICATE
 
     def reduced_before(self, node: fx.Node) -> bool:
         """Whether an operation of the backward reads a gradient that is reduced already."""
-        return "reduced_before" in meta(node)
+        tags = meta(node)
+        return "reduced_before" in tags or (self.kind.reduces_each and "accumulated_next" in tags)
 
-    def _place_cast(self, node: fx.Node, parameter: fx.Node) -> None:
-        """A parameter is cast where it is stored; readers find it as they would the parameter."""
-        stored = self.inputs[self.role_of[parameter]]
-        self.chosen[node], self.now[node] = Strategy((stored,), (stored,)), (stored,)
-        self.casts[node] = self.now[parameter][0] or REPLICATE
-
-    def offers(self, node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
-        """The strategies to choose from."""
-        return self.rules.strategies(node, placements)
-
-    def place(self, node: fx.Node) -> None:
+    def _place(self, node: fx.Node) -> None:
         """Chooses an operation's strategy."""
         arguments = tensor_arguments(node)
+        if node in self.given:
+            self._choose(node, self.given[node])
+            return
         if meta(node).get("casts_parameter"):
-            self._place_cast(node, arguments[0])
+            # Where the parameter is stored; readers find it as they would the parameter.
+            stored = self.inputs[self.role_of[arguments[0]]]
+            self._choose(node, Strategy((stored,), (stored,)))
+            self.casts[node] = self.now[arguments[0]][0] or REPLICATE
             return
         if any(argument in self.from_batch for argument in arguments):
             self.from_batch.add(node)
         if node.target.__name__ == "getitem":  # type: ignore[union-attr]
             placement = self.now[arguments[0]][node.args[1]]  # type: ignore[index]
-            self.now[node] = (placement,)
-            self.chosen[node] = Strategy((placement or REPLICATE,), (placement,))
+            self._choose(node, Strategy((placement or REPLICATE,), (placement,)))
             return
         placements = tuple(self.placement_of(argument, node) for argument in arguments)
-        strategies = self.offers(node, placements)
+        strategies = self.kind.offers(self, node, placements)
+        if node in self.sharded_for_some:  # made so, or whole: random numbers could be in any way
+            wanted = ((self.sharded_for_some[node],), (REPLICATE,))
+            strategies = [s for s in strategies if s.outputs in wanted] or strategies
         if meta(node)["phase"] == OPTIMIZER or any(tag in meta(node) for tag in _ELEMENTWISE):
             strategies = [*self.rules.element_by_element(node, placements), *strategies]
-        best = min(strategies, key=lambda s: self.cost(node, arguments, placements, s))
-        self.chosen[node] = best
-        self.now[node] = best.outputs
+
+        def cost(strategy: Strategy) -> float:
+            reads = [*zip(arguments, placements, strategy.inputs, strict=True)]
+            return self.kind.cost(self, node, strategy, reads)
+
+        best = min(strategies, key=cost)
+        self._choose(node, best)
         replicates = all(isinstance(p, Replicate) for p in best.inputs)
         gathers = any(isinstance(placement, Shard) for placement in placements)
         if replicates and gathers and len(strategies) == 1:
             self.unruled[meta(node)["name"]] = str(node.target)
 
-    def cut_through(self, node: fx.Node, target: Shard) -> list[tuple[fx.Node, Placement]]:
-        """How the argument of a view would be cut, were its result cut as ``target``."""
+    def _choose(self, node: fx.Node, strategy: Strategy) -> None:
+        self.chosen[node], self.now[node] = strategy, strategy.outputs
+
+    def through_view(self, node: fx.Node, target: Shard) -> list[tuple[fx.Node, Placement]]:
+        """How the argument of a view would be sharded, were its result sharded as ``target``."""
         arguments = tensor_arguments(node)
         if len(arguments) != 1 or not isinstance(meta(arguments[0])["val"], torch.Tensor):
             return []
         for dim in range(meta(arguments[0])["val"].dim()):
-            cut = Strategy((Shard(dim),), (target,))
-            if cut in self.rules.strategies(node, cut.inputs):
-                return [(arguments[0], cut.inputs[0])]
+            wanted = Strategy((Shard(dim),), (target,))
+            if wanted in self.rules.strategies(node, wanted.inputs):
+                return [(arguments[0], wanted.inputs[0])]
         return []
 
+    def finish(self) -> None:
+        """What follows from the strategies: constants, outputs."""
+        self._shard_constants_at_their_source()
+        self.place_outputs()
+
     def _shard_constants_at_their_source(self) -> None:
-        """A constant that every reader cuts is made cut: a mask, or a gradient of ones, costs n-th."""
+        """A constant that every reader takes a slice of is made so: a gradient of ones costs n-th."""
         results = set(self.program.results)
         for node in reversed(list(self.program.graph.nodes)):
-            constant = node not in self.from_batch or node in self.cut_by_some
+            constant = node not in self.from_batch or node in self.sharded_for_some
             if node not in self.chosen or not constant or node in results:
                 continue
             if self.now[node] != (REPLICATE,) or not isinstance(meta(node)["val"], torch.Tensor):
@@ -219,46 +217,59 @@ class Walk(abc.ABC):
                 continue
             arguments = tensor_arguments(node)
             have = tuple(self.now[argument][0] or REPLICATE for argument in arguments)
-            cut = tuple(self._cut_like(argument, node, target) for argument in arguments)
-            for strategy in self.rules.strategies(node, cut):
+            asked = tuple(_sharded_like(argument, node, target) for argument in arguments)
+            for strategy in self.rules.strategies(node, asked):
                 free = all(
                     h == w or isinstance(h, Replicate)
                     for h, w in zip(have, strategy.inputs, strict=True)
                 )
                 if free and strategy.outputs == (target,):
-                    self.chosen[node], self.now[node] = strategy, strategy.outputs
+                    self._choose(node, strategy)
                     break
 
-    def _cut_like(self, argument: fx.Node, node: fx.Node, target: Shard) -> Placement:
-        """The same cut on an argument that broadcasting aligns at the right, if it can be had."""
-        if not isinstance(meta(argument)["val"], torch.Tensor):
-            return REPLICATE  # several results, of which one is read
-        if isinstance(target, InnerShard):
-            return target if meta(argument)["val"].shape == meta(node)["val"].shape else REPLICATE
-        own = target.dim - (meta(node)["val"].dim() - meta(argument)["val"].dim())
-        value = meta(argument)["val"]
-        fits = 0 <= own < value.dim() and value.shape[own] == meta(node)["val"].shape[target.dim]
-        return Shard(own) if fits else REPLICATE
-
-    def _place_outputs(self) -> None:
-        params = {role.name: role for role in self.program.inputs if isinstance(role, roles.Param)}
-        rows = zip(
-            self.program.outputs, self.program.results, self.program.output_values, strict=True
-        )
-        for role, node, value in rows:
+    def place_outputs(self) -> None:
+        """Where inputs are whose new values they are, or where they are read."""
+        program = self.program
+        for role, node, value in zip(
+            program.outputs, program.results, program.output_values, strict=True
+        ):
             written = roles.written_input(role)
             if written is not None and written in self.inputs:
                 self.outputs[role] = self.inputs[written]
             elif isinstance(role, roles.Grad):
-                self.outputs[role] = self.updated(params[role.name], value.shape)
+                self.outputs[role] = self.kind.updated(role.name, value.shape)
             elif isinstance(role, roles.ModuleResult):
-                self.outputs[role] = self.returned(node)
+                self.outputs[role] = self.kind.returned(self, node)
             else:
                 self.outputs[role] = REPLICATE
 
 
+def shapes_of(program: Program) -> dict[str, tuple[int, ...]]:
+    """Of parameters, by name."""
+    rows = zip(program.inputs, program.input_values, strict=True)
+    return {role.name: value.shape for role, value in rows if isinstance(role, roles.Param)}
+
+
+def as_sharded(walk: Walk, node: fx.Node) -> Placement:
+    """Where a value is made, if it is sharded; sums are added up."""
+    placement = walk.now[node][0]
+    return placement if isinstance(placement, Shard) else REPLICATE
+
+
+def _sharded_like(argument: fx.Node, node: fx.Node, target: Shard) -> Placement:
+    """The same for an argument that broadcasting aligns at the right, if it can be had."""
+    value, result = meta(argument)["val"], meta(node)["val"]
+    if not isinstance(value, torch.Tensor):
+        return REPLICATE  # several results, of which one is read
+    if isinstance(target, InnerShard):
+        return target if value.shape == result.shape else REPLICATE
+    own = target.dim - (result.dim() - value.dim())
+    fits = 0 <= own < value.dim() and value.shape[own] == result.shape[target.dim]
+    return Shard(own) if fits else REPLICATE
+
+
 def redistribution_bytes(value: object, have: Placement, want: Placement, ranks: int) -> float:
-    """Bytes that one rank sends to change a placement; a local cut costs a thousandth of its bytes."""
+    """Bytes that one rank sends to change a placement; a local slice costs a thousandth of its bytes."""
     if have == want:
         return 0.0
     size = size_in_bytes(value)
@@ -277,6 +288,7 @@ def redistribution_bytes(value: object, have: Placement, want: Placement, ranks:
     return share if isinstance(want, Replicate) else share / ranks
 
 
-def size_in_bytes(value: object) -> int:
-    """Of a value, or of all tensors in a tuple."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(value))
+def with_repeated_work(cost: float, node: fx.Node, reads: Sequence[Read]) -> float:
+    """A cost, and a little for the bytes that are touched where every rank does the same work."""
+    cost += 1e-2 * size_in_bytes(meta(node)["val"])
+    return cost + 1e-2 * sum(size_in_bytes(meta(argument)["val"]) for argument, *_ in reads)

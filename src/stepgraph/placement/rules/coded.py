@@ -11,14 +11,14 @@ from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph.program.layout import Placements, blocks_of
 
-WHOLE, PENDING, CUT = 0, 1, 2
+WHOLE, PENDING, SHARDED = 0, 1, 2
 
 
 class Coded:
     """Placements as arrays ``[how many, mesh dimensions]``: questions about thousands take no time.
 
-    ``kind``: whole, pending or cut. ``dim``: that is cut, or the number of the reduction that is pending.
-    ``blocks``: of an InnerShard, else 1.
+    ``kind``: whole, pending or sharded. ``dim``: that is sharded, or the number of the reduction that is
+    pending. ``blocks``: of an InnerShard, else 1.
     """
 
     def __init__(self, placements: Sequence[Placements]) -> None:
@@ -34,15 +34,15 @@ class Coded:
         return picked
 
     def fits(self, shape: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
-        """Which are even cuts of a shape on a mesh, those of one dimension in agreement."""
+        """Which shard a shape evenly on a mesh, those of one dimension in agreement."""
         good = np.ones(len(self.kind), bool)
         ranks = np.array(sizes)
-        for dim in np.unique(self.dim[self.kind == CUT]):
+        for dim in np.unique(self.dim[self.kind == SHARDED]):
             if dim >= len(shape):
                 return good & False
-            cut = (self.kind == CUT) & (self.dim == dim)
-            inner = cut & (self.blocks > 1)
-            plain = np.where(cut & ~inner, ranks, 1).prod(axis=1)
+            here = (self.kind == SHARDED) & (self.dim == dim)
+            inner = here & (self.blocks > 1)
+            plain = np.where(here & ~inner, ranks, 1).prod(axis=1)
             inside = np.where(inner, ranks, 1).prod(axis=1)
             blocks = np.where(inner, self.blocks, 1).max(axis=1)
             agree = np.where(inner, self.blocks, blocks[:, None]).min(axis=1) == blocks
@@ -52,16 +52,10 @@ class Coded:
                 (length % blocks == 0) & (blocks % plain == 0) & (length // blocks % inside == 0),
                 length % plain == 0,
             )
-            good &= ~cut.any(axis=1) | (even & agree & (length > 0))
+            good &= ~here.any(axis=1) | (even & agree & (length > 0))
         kinds = np.where(self.kind == PENDING, self.dim, -1)
         mixed = np.where(self.kind == PENDING, self.dim, kinds.max(axis=1)[:, None]).min(axis=1)
         return good & (mixed == kinds.max(axis=1))
-
-    def parts(self, strides: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
-        """Into how many parts the memory of a value is cut; a dimension of stride 0 has none."""
-        real = np.array([*(stride != 0 for stride in strides), False])
-        cuts = (self.kind == CUT) & real[np.minimum(self.dim, len(strides))]
-        return np.where(cuts, np.array(sizes), 1).prod(axis=1)
 
 
 _REDUCTIONS = ("sum", "avg", "max", "min")
@@ -69,7 +63,7 @@ _REDUCTIONS = ("sum", "avg", "max", "min")
 
 def _code(placement: Placement) -> tuple[int, int, int]:
     if isinstance(placement, Shard):
-        return CUT, placement.dim, blocks_of(placement)
+        return SHARDED, placement.dim, blocks_of(placement)
     if isinstance(placement, Partial):
         return PENDING, _REDUCTIONS.index(placement.reduce_op), 1
     return WHOLE, 0, 1

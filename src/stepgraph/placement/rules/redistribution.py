@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,28 +65,28 @@ def redistribute_over(
 
 
 def steps(have: Placements, want: Placements) -> list[tuple[int, Placement]]:
-    """One change of placement per mesh dimension: communication inside out, then cuts outside in.
+    """One change of placement per mesh dimension: communication inside out, then slices outside in.
 
-    Where several mesh dimensions cut one dimension of the value, the outer one cuts first. So before an
-    outer cut changes, the inner ones are undone; and a new cut waits for those outside it.
+    Where several mesh dimensions shard one dimension of the value, the outer one comes first. So before an
+    outer one changes, the inner ones are undone; and a new one waits for those outside it.
     """
     changed = {axis for axis in range(len(have)) if have[axis] != want[axis]}
     undone: set[int] = set()
     waiting: set[int] = set()
-    cuts = [
+    shards = [
         {(p.dim, blocks_of(p)) for p in pair if isinstance(p, Shard)}
         for pair in zip(have, want, strict=True)
     ]
-    for part in set().union(*cuts):
-        sharing = sorted(axis for axis, parts in enumerate(cuts) if part in parts)
+    for part in set().union(*shards):
+        sharing = sorted(axis for axis, parts in enumerate(shards) if part in parts)
         if len(sharing) == 1 or not changed.intersection(sharing):
             continue
         first = min(changed.intersection(sharing))
         for axis in sharing:
-            if axis > first and _cuts(have[axis], part):
+            if axis > first and _shards(have[axis], part):
                 undone.add(axis)
-            elif axis in changed and _cuts(want[axis], part):
-                (undone if _cuts(have[axis]) else waiting).add(axis)
+            elif axis in changed and _shards(want[axis], part):
+                (undone if _shards(have[axis]) else waiting).add(axis)
     steps: list[tuple[int, Placement]] = []
     for axis in reversed(range(len(have))):
         if axis in undone:
@@ -101,8 +101,8 @@ def steps(have: Placements, want: Placements) -> list[tuple[int, Placement]]:
     return steps
 
 
-def _cuts(placement: Placement, part: tuple[int, int] | None = None) -> bool:
-    """Whether it cuts a dimension: this one, of so many blocks."""
+def _shards(placement: Placement, part: tuple[int, int] | None = None) -> bool:
+    """Whether it shards a dimension: this one, of so many blocks."""
     if not isinstance(placement, Shard):
         return False
     return part is None or (placement.dim, blocks_of(placement)) == part
@@ -127,6 +127,14 @@ class _Part:
     @property
     def bytes(self) -> int:
         return self.itemsize * math.prod(self.shape)
+
+    def dense(self, shape: Sequence[int]) -> _Part:
+        """Of another shape, contiguous."""
+        return _Part(tuple(shape), dense_strides(shape), self.itemsize)
+
+    def resized(self, dim: int, size: int) -> _Part:
+        """With another size of a dimension, contiguous."""
+        return self.dense((*self.shape[:dim], size, *self.shape[dim + 1 :]))
 
     def is_contiguous(self) -> bool:
         dense = dense_strides(self.shape)
@@ -194,7 +202,7 @@ class Moves:
     """What changes of placement cost, by shape, type and placements.
 
     A collective costs what :mod:`stepgraph.cost.collectives` says, a copy around it what the device takes
-    to read and write it; a cut is a view, and free.
+    to read and write it; a slice is a view, and free.
     """
 
     def __init__(self, mesh: MeshShape, device: Device) -> None:
@@ -276,11 +284,7 @@ def _result(target: Any, part: _Part, args: tuple) -> _Part:
     """Shape and strides of one emitted operation's result."""
     if target in _RESULTS:
         return _RESULTS[target](part, *args)
-    return _dense(part, part.shape)
-
-
-def _dense(part: _Part, shape: Sequence[int]) -> _Part:
-    return _Part(tuple(shape), dense_strides(shape), part.itemsize)
+    return part.dense(part.shape)
 
 
 def _permuted(part: _Part, order: Sequence[int]) -> _Part:
@@ -295,12 +299,12 @@ def _transposed(part: _Part, a: int, b: int) -> _Part:
 
 
 def _sliced(part: _Part, dim: int, start: int, end: int) -> _Part:
-    return _Part(_with_size(part.shape, dim, end - start), part.strides, part.itemsize)
+    return replace(part.resized(dim, end - start), strides=part.strides)
 
 
 def _viewed(part: _Part, sizes: Sequence[int]) -> _Part:
     if part.is_contiguous():
-        return _dense(part, sizes)
+        return part.dense(sizes)
     shape, strides, new = list(part.shape), list(part.strides), list(sizes)
     dim = next(  # one dimension in two
         i for i in range(len(shape)) if [*new[:i], new[i] * new[i + 1], *new[i + 2 :]] == shape
@@ -309,25 +313,9 @@ def _viewed(part: _Part, sizes: Sequence[int]) -> _Part:
     return _Part(tuple(new), tuple(strides), part.itemsize)
 
 
-def _with_size(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
-    return (*shape[:dim], size, *shape[dim + 1 :])
-
-
-def _gathered(part: _Part, ranks: int, *_: Any) -> _Part:
-    return _dense(part, _with_size(part.shape, 0, part.shape[0] * ranks))
-
-
-def _scattered(part: _Part, kind: str, ranks: int, *_: Any) -> _Part:
-    return _dense(part, _with_size(part.shape, 0, part.shape[0] // ranks))
-
-
 def _padded(part: _Part, pads: Sequence[int], *_: Any) -> _Part:
     dim = part.dim() - len(pads) // 2
-    return _dense(part, _with_size(part.shape, dim, part.shape[dim] + pads[-1]))
-
-
-def _shard_of(part: _Part, dim: int, ranks: int, *_: Any) -> _Part:
-    return _dense(part, _with_size(part.shape, dim, chunk_size(part.shape[dim], ranks)))
+    return part.resized(dim, part.shape[dim] + pads[-1])
 
 
 # What an emitted operation makes of shape and strides; any other keeps the shape, and is contiguous.
@@ -337,7 +325,9 @@ _RESULTS: dict[Any, Callable[..., _Part]] = {
     aten.slice.Tensor: _sliced,
     aten.view.default: _viewed,
     aten.constant_pad_nd.default: _padded,
-    torch_internals.ALL_GATHER: _gathered,
-    torch_internals.REDUCE_SCATTER: _scattered,
-    SHARD_OF: _shard_of,
+    torch_internals.ALL_GATHER: lambda part, ranks, *_: part.resized(0, part.shape[0] * ranks),
+    torch_internals.REDUCE_SCATTER: (
+        lambda part, kind, ranks, *_: part.resized(0, part.shape[0] // ranks)
+    ),
+    SHARD_OF: (lambda part, dim, ranks, *_: part.resized(dim, chunk_size(part.shape[dim], ranks))),
 }

@@ -1,8 +1,8 @@
-"""Tables that are cut by rows, and choices among classes that are cut: what each rank does alone.
+"""Tables sharded by rows, and choices among classes that are sharded: what each rank does alone.
 
 An embedding, a ``gather`` of the label's logit and their backwards read one row in many. Where rows are
-cut, a rank answers for its own and adds zero for the others; DTensor says so with a placement of its own
-(``MaskPartial``), a plain program spells it out.
+sharded, a rank answers for its own and adds zero for the others; DTensor says so with a placement of its
+own (``MaskPartial``), a plain program spells it out.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def _gather(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
 
 def _scatter(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
     """One class a row: a comparison with the label says which rank has it."""
-    cut = Shard(class_dim(node))
-    return [Strategy((cut, _WHOLE), (cut,))] if one_a_row(node) else []
+    shard = Shard(class_dim(node))
+    return [Strategy((shard, _WHOLE), (shard,))] if one_a_row(node) else []
 
 
 def one_a_row(node: fx.Node) -> bool:
@@ -166,8 +166,8 @@ LOCAL_FORMS: dict[Any, Callable[[Rows, fx.Node, tuple], fx.Node]] = {
 }
 
 
-def rows_cut(node: fx.Node, inputs: tuple, outputs: tuple) -> tuple[int, int] | None:
-    """(mesh axis, size of the whole table) where a placed operation has its rows cut, or None.
+def rows_sharded(node: fx.Node, inputs: tuple, outputs: tuple) -> tuple[int, int] | None:
+    """(mesh axis, size of the whole table) where a placed operation has its rows sharded, or None.
 
     Args:
         inputs, outputs: placements of each tensor argument and result, over all mesh dimensions.

@@ -8,23 +8,28 @@ from where gradients, parameters and states are stored, by the same walk that pl
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph.cost.devices import Device
 from stepgraph.cost.traffic import assign_traffic
 from stepgraph.errors import BudgetError, UsageError
-from stepgraph.operators.sharding import Strategy
-from stepgraph.placement.presets.data_parallel import DataParallel
+from stepgraph.operators.sharding import Rules, Strategy
+from stepgraph.placement.presets.data_parallel import (
+    WHOLE,
+    ZERO3,
+    data_parallel,
+    walk_data_parallel,
+)
 from stepgraph.placement.presets.named import record
-from stepgraph.placement.presets.zero_stages import Storage as Stored
+from stepgraph.placement.presets.walk import REPLICATE, Kind, Walk
 from stepgraph.placement.solver.choices import Solution, runners_up
 from stepgraph.placement.solver.constraints import Constraints
-from stepgraph.placement.solver.groups import decided_here
 from stepgraph.placement.solver.optimise import InfeasibleError, solve
 from stepgraph.placement.solver.problem import Choice, Model
 from stepgraph.placement.solver.storages import Storage
@@ -35,7 +40,6 @@ from stepgraph.program.layout import MeshShape, Placements, show
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program
 
-REPLICATE = Replicate()
 SECONDS, GAP = 60.0, 0.001  # of one solution; a smaller gap is not looked for
 
 
@@ -64,25 +68,21 @@ def decide_automatically(
 
     Raises:
         UsageError: a constraint that names nothing, or that cannot be had.
-        BudgetError: parameters, gradients and states do not fit the limit however they are cut.
+        BudgetError: parameters, gradients and states do not fit the limit however they are sharded.
     """
     if any("traffic" not in meta(node) for node in program.operations()):
         assign_traffic(program, fused=True)
-    asked = Constraints(constraints or {}, program, mesh)
+    asked = Constraints(constraints or {}, program, mesh, known or {})
     pins = {**_pins(program, mesh), **asked.inputs}
-    model = Model(
-        program,
-        mesh,
-        device,
-        pins,
-        lambda name, storage: _is_known(known or {}, name, storage) and asked.allows(name, storage),
-        asked.allows_option if constraints else None,
-        None if memory_limit is None else float(memory_limit),
-        recomputed,
-        asked.extra_options,
-        asked.apart,
-    )
-    asked.check(model)
+    limit = None if memory_limit is None else float(memory_limit)
+    model = Model(program, mesh, device, pins, asked, limit, recomputed)
+    for choice in model.choices:
+        if not len(choice.block.cost):
+            name = choice.parameters[0] if choice.parameters else choice.block.name
+            raise UsageError(
+                f"no placement of {name!r} satisfies all constraints",
+                do="drop one of them; what an operation can do is in its rules",
+            )
     try:
         solution = solve(model.problem, SECONDS, GAP)
     except InfeasibleError as error:
@@ -103,19 +103,9 @@ def decide_automatically(
         raise too_small from error
     decision = PlacementDraft(AUTO, optimality_gap=solution.gap, views_apart=True)
     decision.held_bytes = int(model.problem.memory(solution.chosen))
-    walks = [
-        Chosen(program, mesh, axis, model, solution, pins).decide()
-        for axis in range(len(mesh.dims))
-    ]
-    record(program, walks, decision)
+    record(program, _walks(program, mesh, model, solution, pins), decision)
     decision.reasons = _reasons(model, solution)
     return decision.decision()
-
-
-def _is_known(known: Mapping[str, Placements], name: str, storage: Storage) -> bool:
-    stored = known.get(f"Param({name})")
-    updated = known.get(f"Accumulator(grad:{name})")
-    return stored in (None, storage.stored) and updated in (None, storage.updated)
 
 
 def _pins(program: Program, mesh: MeshShape) -> dict[Any, Placements]:
@@ -123,19 +113,14 @@ def _pins(program: Program, mesh: MeshShape) -> dict[Any, Placements]:
     pins: dict[Any, Placements] = {}
     for role, value in zip(program.inputs, program.input_values, strict=True):
         if isinstance(role, roles.UserInput):
-            cut = bool(value.shape) and value.shape[0] % mesh.data_size == 0
-            pins[role] = (
-                _where_rows_differ(mesh, Shard(0)) if cut else (REPLICATE,) * len(mesh.dims)
-            )
+            divides = bool(value.shape) and value.shape[0] % mesh.data_size == 0
+            pins[role] = _where_rows_differ(mesh, Shard(0) if divides else REPLICATE)
     results = [role for role in program.outputs if isinstance(role, roles.ModuleResult)]
     if results:
-        kept = Stored(False, False, False)
-        walk = DataParallel(program, mesh.data_size, mesh.data_size, kept).decide()
+        walk = walk_data_parallel(program, mesh.data_size, mesh.data_size, WHOLE)
         for role in results:
-            rows = walk.outputs[role]
-            placements = _where_rows_differ(mesh, rows)
-            pins[role] = placements
-            pins[roles.ResultTangent(role.index)] = placements
+            pins[role] = _where_rows_differ(mesh, walk.outputs[role])
+            pins[roles.ResultTangent(role.index)] = pins[role]
     return pins
 
 
@@ -143,86 +128,76 @@ def _where_rows_differ(mesh: MeshShape, rows: Placement) -> Placements:
     return tuple(rows if role.divides_batch else REPLICATE for role in mesh.roles)
 
 
-class Chosen(DataParallel):
-    """A walk along one mesh dimension where forward and backward have been decided: the update follows."""
+def _walks(
+    program: Program,
+    mesh: MeshShape,
+    model: Model,
+    solution: Solution,
+    pins: Mapping[Any, Placements],
+) -> list[Walk]:
+    """Walks along all mesh dimensions on which forward and backward are decided: the update follows."""
+    storages: dict[str, Storage] = {}
+    solved: dict[fx.Node, tuple[Strategy, ...]] = {}
+    for choice, option in zip(model.choices, solution.chosen, strict=True):
+        storages |= {name: choice.storages[option] for name in choice.parameters}
+        for group in choice.groups:
+            solved |= choice.strategies(group, option)
+    gradients = dict(model.gradient_of)
+    for node in program.operations():  # what is cast behind its reduction
+        reduced = "reduced_before" in meta(node) or "accumulated_next" in meta(node)
+        if reduced and node.all_input_nodes and node.all_input_nodes[-1] in gradients:
+            gradients[node] = gradients[node.all_input_nodes[-1]]
+    walks = []
+    for axis in range(len(mesh.dims)):
+        given = {node: ways[axis] for node, ways in solved.items()}
+        kind = _as_solved(program, mesh, axis, gradients, storages, pins)
+        walk = Walk(program, kind, Rules(mesh.sizes[axis], mesh.data_size), given)
+        walk.place_operations()
+        walk.place_outputs()
+        walks.append(walk)
+    return walks
 
-    def __init__(
-        self,
-        program: Program,
-        mesh: MeshShape,
-        axis: int,
-        model: Model,
-        solution: Solution,
-        pins: Mapping[Any, Placements],
-    ) -> None:
-        super().__init__(program, mesh.sizes[axis], mesh.data_size, Stored(True, True, True))
-        self.axis, self.pins = axis, pins
-        self.gradient_of = dict(model.gradient_of)
-        for node in program.operations():  # what is cast behind its reduction
-            if not decided_here(node) and node.all_input_nodes:
-                source = node.all_input_nodes[-1]
-                if self.reduced_before(node) and source in self.gradient_of:
-                    self.gradient_of[node] = self.gradient_of[source]
-        self.storages: dict[str, Storage] = {}
-        self.solved: dict[fx.Node, Strategy] = {}
-        for choice, option in zip(model.choices, solution.chosen, strict=True):
-            for name in choice.parameters:
-                self.storages[name] = choice.storages[option]
-            for group in choice.groups:
-                for node, ways in choice.strategies(group, option).items():
-                    self.solved[node] = ways[axis]
 
-    def decide(self) -> Chosen:
-        """Everything, in order."""
-        self.place_inputs()
-        self.walk()
-        self._place_outputs()
-        return self
+def _as_solved(
+    program: Program,
+    mesh: MeshShape,
+    axis: int,
+    gradients: Mapping[fx.Node, str],
+    storages: Mapping[str, Storage],
+    pins: Mapping[Any, Placements],
+) -> Kind:
+    """Inputs, results and gradients are where the solution, or another program of the step, has them."""
+    base = data_parallel(mesh.data_size, ZERO3)
 
-    def place(self, node: fx.Node) -> None:
-        """As solved, or as the walk does it."""
-        if node not in self.solved:
-            super().place(node)
-            return
-        self.chosen[node] = self.solved[node]
-        self.now[node] = self.solved[node].outputs
+    def updated(name: str, shape: tuple[int, ...]) -> Placement:
+        placement = storages[name].updated[axis]
+        outside = isinstance(placement, Shard) and placement.dim >= len(shape)
+        return REPLICATE if outside else placement
 
-    def _updated(self, name: str, shape: Sequence[int]) -> Placement:
-        placement = self.storages[name].updated[self.axis]
-        inside = isinstance(placement, Shard) and placement.dim < len(shape)
-        return placement if inside or not isinstance(placement, Shard) else REPLICATE
-
-    def stored(self, role: roles.Input, shape: tuple[int, ...]) -> Placement:
-        """As solved, or as another program of the step has it."""
+    def stored(role: roles.Input, shape: tuple[int, ...]) -> Placement:
         match role:
-            case roles.Param(name) if name in self.storages:
-                return self.storages[name].stored[self.axis]
-            case roles.GivenGrad(name) | roles.OptimizerState(name) if name in self.storages:
-                return self._updated(name, shape)
-            case roles.Accumulator(name) if name.removeprefix("grad:") in self.storages:
-                return self._updated(name.removeprefix("grad:"), shape)
+            case roles.Param(name) if name in storages:
+                return storages[name].stored[axis]
+            case roles.GivenGrad(name) | roles.OptimizerState(name) if name in storages:
+                return updated(name, shape)
+            case roles.Accumulator(name) if name.removeprefix("grad:") in storages:
+                return updated(name.removeprefix("grad:"), shape)
             case roles.Accumulator():
-                return super().stored(role, shape)
-        return self.pins[role][self.axis] if role in self.pins else REPLICATE
+                return base.stored(role, shape)
+        return pins[role][axis] if role in pins else REPLICATE
 
-    def in_model(self, role: roles.Input, stored: Placement) -> Placement:
-        """As stored: each reader says how it wants it."""
-        return stored
-
-    def updated(self, role: roles.Param, shape: tuple[int, ...]) -> Placement:
-        """Where the parameter's gradient and states are."""
-        return self._updated(role.name, shape)
-
-    def returned(self, node: fx.Node) -> Placement:
-        """To a module's caller."""
-        index = self.program.results.index(node)
-        return self.pins[self.program.outputs[index]][self.axis]
-
-    def crossing(self, node: fx.Node) -> Placement:
+    def crossing(walk: Walk, node: fx.Node) -> Placement:
         """A gradient is reduced to where its parameter is updated; anything else is whole."""
-        if node in self.gradient_of:
-            return self._updated(self.gradient_of[node], meta(node)["val"].shape)
+        if node in gradients:
+            return updated(gradients[node], tuple(meta(node)["val"].shape))
         return REPLICATE
+
+    def returned(walk: Walk, node: fx.Node) -> Placement:
+        return pins[program.outputs[program.results.index(node)]][axis]
+
+    return replace(
+        base, stored=stored, updated=updated, crossing=crossing, returned=returned, gathers=False
+    )
 
 
 def _reasons(model: Model, solution: Solution) -> dict[str, Reason]:

@@ -8,7 +8,9 @@ what is right on each is right on all).
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -18,9 +20,11 @@ from torch.distributed.tensor.placement_types import Placement
 from stepgraph.operators.sharding import TABLE, Rules, Strategy
 from stepgraph.operators.views import REARRANGES
 from stepgraph.placement.rules.vocabulary import STRATEGIES
+from stepgraph.placement.solver.dataflow import decided_here
+from stepgraph.program.build import freeze
 from stepgraph.program.layout import InnerShard
 from stepgraph.program.metadata import meta
-from stepgraph.program.program import tensor_arguments
+from stepgraph.program.program import Program, tensor_arguments
 from stepgraph.torch_internals import operators as private
 
 aten = torch.ops.aten
@@ -35,68 +39,86 @@ _CARRY_SUMS = {
 _CONSTANTS = {aten.full.default, aten.zeros.default, aten.ones.default}
 
 
-class Candidates:
-    """The strategies of operations along one mesh dimension, whatever its size."""
+def find_strategies(program: Program) -> dict[fx.Node, list[Strategy]]:
+    """Strategies of every operation that is decided here, along one mesh dimension.
 
-    def __init__(self) -> None:
-        self._rules = Rules(2, 1)
-        self._rules.extra = STRATEGIES
-
-    def of(self, node: fx.Node, blocks: Sequence[Sequence[InnerShard]]) -> list[Strategy]:
-        """All strategies of an operation.
-
-        Args:
-            node: an operation with global shapes.
-            blocks: per tensor argument the cuts of blocks that it may have.
-        """
+    Repeated layers are asked about once.
+    """
+    rules = Rules(2, 1, extra=STRATEGIES)
+    found: dict[fx.Node, list[Strategy]] = {}
+    blocks_of: dict[fx.Node, tuple[InnerShard, ...]] = {}
+    known: dict[Any, list[Strategy]] = {}
+    for node in program.graph.nodes:
+        if not decided_here(node):
+            continue
         arguments = tensor_arguments(node)
-        found: dict[Strategy, None] = {}
-        for placements in self._questions(node, arguments, blocks):
-            for strategy in self._rules.strategies(node, placements):
-                found[strategy] = None
-        if node.target in _PRODUCTS:
-            for outer in sorted({block.outer for each in blocks for block in each}):
-                turned = (_in_blocks(node, s, outer, blocks) for s in list(found))
-                found |= dict.fromkeys(s for s in turned if s is not None)
-        if node.target in _CONSTANTS:
-            value = meta(node)["val"]
-            found |= {Strategy((), (Shard(dim),)): None for dim in range(value.dim())}
-        # A pending sum is worth carrying on only through what gradients are added up by.
-        # And through a loss's division by a count: nothing waits for what is added up after it.
-        quotient = node.target is aten.div.Tensor and not meta(node)["val"].dim()
-        carries = quotient or node.target in _CARRY_SUMS or node.target in REARRANGES
-        return [
-            strategy
-            for strategy in found
-            if not _is_odd(strategy, blocks) and (carries or SUM not in strategy.inputs)
-        ]
+        if node.target is operator.getitem:
+            index = node.args[1]
+            results = dict.fromkeys(s.outputs[index] for s in found[arguments[0]])  # type: ignore[index]
+            found[node] = [Strategy((p,), (p,)) for p in results if p is not None]
+            continue
+        blocks = tuple(blocks_of.get(argument, ()) for argument in arguments)
+        key = (node.target, freeze(node.args), freeze(node.kwargs), blocks)
+        if key not in known:
+            known[key] = _strategies(rules, node, blocks)
+        found[node] = known[key]
+        inner = {p for s in found[node] for p in s.outputs if isinstance(p, InnerShard)}
+        blocks_of[node] = tuple(sorted(inner, key=lambda p: (p.dim, p.outer)))
+    return found
 
-    def _questions(
-        self, node: fx.Node, arguments: list[fx.Node], blocks: Sequence[Sequence[InnerShard]]
-    ) -> Iterable[tuple[Placement, ...]]:
-        whole = (REPLICATE,) * len(arguments)
-        yield whole
-        if node.target in TABLE:  # its answers do not depend on the question
-            return
-        values = [meta(argument)["val"] for argument in arguments]
-        ranks = [value.dim() if isinstance(value, torch.Tensor) else 0 for value in values]
+
+def _strategies(
+    rules: Rules, node: fx.Node, blocks: Sequence[Sequence[InnerShard]]
+) -> list[Strategy]:
+    """All strategies of an operation.
+
+    Args:
+        node: an operation with global shapes.
+        blocks: per tensor argument the shards of blocks that it may have.
+    """
+    found: dict[Strategy, None] = {}
+    for placements in _questions(node, blocks):
+        found |= dict.fromkeys(rules.strategies(node, placements))
+    if node.target in _PRODUCTS:
+        for outer in sorted({block.outer for each in blocks for block in each}):
+            turned = (_in_blocks(s, outer, blocks) for s in list(found))
+            found |= dict.fromkeys(s for s in turned if s is not None)
+    if node.target in _CONSTANTS:
+        value = meta(node)["val"]
+        found |= {Strategy((), (Shard(dim),)): None for dim in range(value.dim())}
+    # A pending sum is worth carrying on only through what gradients are added up by.
+    # And through a loss's division by a count: nothing waits for what is added up after it.
+    quotient = node.target is aten.div.Tensor and not meta(node)["val"].dim()
+    carries = quotient or node.target in _CARRY_SUMS or node.target in REARRANGES
+    return [
+        strategy
+        for strategy in found
+        if not _is_odd(strategy, blocks) and (carries or SUM not in strategy.inputs)
+    ]
+
+
+def _questions(
+    node: fx.Node, blocks: Sequence[Sequence[InnerShard]]
+) -> Iterable[tuple[Placement, ...]]:
+    values = [meta(argument)["val"] for argument in tensor_arguments(node)]
+    whole = (REPLICATE,) * len(values)
+    yield whole
+    if node.target in TABLE:  # its answers do not depend on the question
+        return
+    ranks = [value.dim() if isinstance(value, torch.Tensor) else 0 for value in values]
+    if len(values) > 1:
         for dim in range(max(ranks)):
-            asked = tuple(Shard(dim) if dim < rank else REPLICATE for rank in ranks)
-            if len(arguments) > 1:
-                yield asked
-        if len(arguments) > 1:
-            yield (SUM,) * len(arguments)
-        for position, rank in enumerate(ranks):
-            cuts: list[Placement] = [Shard(dim) for dim in range(rank)]
-            cuts += blocks[position]
-            for placement in [*cuts, SUM]:
-                yield (*whole[:position], placement, *whole[position + 1 :])
+            yield tuple(Shard(dim) if dim < rank else REPLICATE for rank in ranks)
+        yield (SUM,) * len(values)
+    for position, rank in enumerate(ranks):
+        for placement in (*map(Shard, range(rank)), *blocks[position], SUM):
+            yield (*whole[:position], placement, *whole[position + 1 :])
 
 
 def _in_blocks(
-    node: fx.Node, strategy: Strategy, outer: int, blocks: Sequence[Sequence[InnerShard]]
+    strategy: Strategy, outer: int, blocks: Sequence[Sequence[InnerShard]]
 ) -> Strategy | None:
-    """A product's strategy on rows cut in blocks (or sums over them), where its arguments can be cut so."""
+    """A product's strategy on rows sharded in blocks (or sums over them), where its arguments can be."""
 
     def turned(placement: Placement | None) -> Placement | None:
         return InnerShard(placement.dim, outer) if isinstance(placement, Shard) else placement
@@ -111,7 +133,7 @@ def _in_blocks(
 def _is_odd(strategy: Strategy, blocks: Sequence[Sequence[InnerShard]]) -> bool:
     """Whether a strategy is right and useless.
 
-    It takes parts in blocks that its argument is never in; it is a view that begins to cut a width in
+    It takes slices of blocks that its argument is never in; it is a view that begins to shard a width in
     blocks (a part of every head); or it passes on maxima, which a result on several mesh dimensions could
     not tell from sums.
     """

@@ -7,17 +7,15 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 from torch import fx
-from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph.errors import UsageError, near_misses
 from stepgraph.operators.sharding import Strategy
 from stepgraph.placement.presets.beside_data import BESIDE_DATA
+from stepgraph.placement.presets.data_parallel import PRESETS
 from stepgraph.placement.presets.named import check_preset, walk_along
-from stepgraph.placement.presets.walk import Walk
-from stepgraph.placement.presets.zero_stages import PRESETS
+from stepgraph.placement.presets.walk import Walk, shapes_of
 from stepgraph.placement.rules.coded import Coded
 from stepgraph.placement.solver.groups import Group
-from stepgraph.placement.solver.problem import Model
 from stepgraph.placement.solver.storages import Storage
 from stepgraph.planning.placements import parse_placements
 from stepgraph.program import roles
@@ -35,13 +33,21 @@ class Constraints:
         asked: pattern -> placements. ``input:labels`` is a batch leaf, ``layers.*.weight`` parameters,
             ``layers.*.mlp/output`` what a module returns, any other stable name that operation's result;
             the name of a mesh dimension maps to a preset.
+        known: where other programs of the step store inputs, by label.
 
     Raises:
         UsageError: a pattern that matches nothing, placements that are none or do not divide.
     """
 
-    def __init__(self, asked: Mapping[str, str], program: Program, mesh: MeshShape) -> None:
-        self.program, self.mesh = program, mesh
+    def __init__(
+        self,
+        asked: Mapping[str, str],
+        program: Program,
+        mesh: MeshShape,
+        known: Mapping[str, Placements],
+    ) -> None:
+        self.program, self.mesh, self.known, self.free = program, mesh, known, not asked
+        self.shapes = shapes_of(program)
         self.inputs: dict[roles.Input, Placements] = {}
         self.stored: dict[str, Placements] = {}
         self.made: dict[fx.Node, Placements] = {}
@@ -67,8 +73,8 @@ class Constraints:
                 do=near_misses(name, known),
             )
         check_preset(name, MeshShape(((dim, size),)) if beside else data_mesh(size))
-        first = next(iter(self.walks.values()), None)  # tensor parallelism's, if that is asked for
-        self.walks[axis] = walk_along(self.program, self.mesh, axis, name, first)
+        others = [walk for a, walk in self.walks.items() if self.mesh.roles[a] in BESIDE_DATA]
+        self.walks[axis] = walk_along(self.program, self.mesh, axis, name, *others[:1])
 
     def _input(self, pattern: str, wanted: Placements) -> None:
         names = {r.name: r for r in self.program.inputs if isinstance(r, roles.UserInput)}
@@ -84,12 +90,7 @@ class Constraints:
             self.inputs[names[name]] = wanted
 
     def _named(self, pattern: str, wanted: Placements) -> None:
-        shapes = {
-            role.name: value.shape
-            for role, value in zip(self.program.inputs, self.program.input_values, strict=True)
-            if isinstance(role, roles.Param)
-        }
-        nodes = _results(self.program)
+        shapes, nodes = self.shapes, _results(self.program)
         parameters = fnmatch.filter(shapes, pattern)
         values = fnmatch.filter(nodes, pattern)
         if not parameters and not values:
@@ -114,17 +115,17 @@ class Constraints:
 
     def allows(self, name: str, storage: Storage) -> bool:
         """Whether a parameter may be stored so."""
-        if self.stored.get(name, storage.stored) != storage.stored:
+        stored = self.known.get(f"Param({name})"), self.stored.get(name)
+        updated = self.known.get(f"Accumulator(grad:{name})")
+        if any(p not in (None, storage.stored) for p in stored):
             return False
-        role = roles.Param(name)
-        for axis, walk in self.walks.items():
-            shape = self.program.input_values[self.program.inputs.index(role)].shape
-            pair: tuple[Placement, Placement] = (
-                walk.inputs[role], walk.updated(role, tuple(shape))
-            )  # fmt: skip
-            if pair != (storage.stored[axis], storage.updated[axis]):
-                return False
-        return True
+        if updated not in (None, storage.updated):
+            return False
+        return all(
+            walk.inputs[roles.Param(name)] == storage.stored[axis]
+            and walk.kind.updated(name, self.shapes[name]) == storage.updated[axis]
+            for axis, walk in self.walks.items()
+        )
 
     def extra_options(self, group: Group) -> list[dict[fx.Node, Strategy]]:
         """What presets do with a group, where that is not among its own options."""
@@ -148,16 +149,6 @@ class Constraints:
         if wanted is not None and tuple(way.outputs[0] for way in ways) != wanted:
             return False
         return all(ways[axis] == walk.chosen[node] for axis, walk in self.walks.items())
-
-    def check(self, model: Model) -> None:
-        """Raises UsageError where a constraint leaves nothing to choose."""
-        for choice in model.choices:
-            if len(choice.block.cost) == 0:
-                name = choice.parameters[0] if choice.parameters else choice.block.name
-                raise UsageError(
-                    f"no placement of {name!r} satisfies all constraints",
-                    do="drop one of them; what an operation can do is in its rules",
-                )
 
 
 def _parse(pattern: str, wanted: str, mesh: MeshShape) -> Placements:

@@ -7,11 +7,24 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
+from stepgraph.analysis.rows import reached
 from stepgraph.operators.views import viewed
-from stepgraph.placement.solver.groups import decided_here
 from stepgraph.program import roles
 from stepgraph.program.metadata import meta
-from stepgraph.program.program import BACKWARD, Program
+from stepgraph.program.program import BACKWARD, OPTIMIZER, Program
+
+# Tags of what is done to a gradient on its way into the update.
+_OF_GRADIENTS = ("reduced_before", "accumulates", "accumulated_next")
+
+
+def decided_here(node: fx.Node) -> bool:
+    """Whether an operation's placement is the solver's to choose: not the update's, nor a stored cast's."""
+    return (
+        node.op == "call_function"
+        and meta(node)["phase"] != OPTIMIZER
+        and not any(tag in meta(node) for tag in _OF_GRADIENTS)
+        and not is_stored_cast(node)
+    )
 
 
 def _parameter_of(role: roles.Output) -> str | None:
@@ -73,11 +86,7 @@ def values_that_vary(program: Program) -> set[fx.Node]:
     """Values that depend on a parameter or the batch."""
     kinds = (roles.Param, roles.UserInput, roles.ResultTangent)
     rows = zip(program.placeholders, program.inputs, strict=True)
-    found = {node for node, role in rows if isinstance(role, kinds)}
-    for node in program.graph.nodes:
-        if any(source in found for source in node.all_input_nodes):
-            found.add(node)
-    return found
+    return reached(program, {node for node, role in rows if isinstance(role, kinds)})
 
 
 def needed_by_backward(program: Program, recomputed: Collection[str]) -> set[fx.Node]:

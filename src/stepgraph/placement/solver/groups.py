@@ -23,11 +23,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph.operators.sharding import Strategy
 from stepgraph.operators.views import REARRANGES
-from stepgraph.placement.solver.candidates import Candidates
 from stepgraph.program.build import freeze
-from stepgraph.program.layout import InnerShard
 from stepgraph.program.metadata import meta
-from stepgraph.program.program import OPTIMIZER, Program, tensor_arguments
+from stepgraph.program.program import Program, tensor_arguments
 
 
 @dataclass(eq=False)
@@ -56,46 +54,6 @@ class Group:
 # A kernel may do several things that have little to do with each other (the sums of a batch norm's
 # backward): how each could be done multiplies. Beyond this it is decided part by part.
 _MOST_OPTIONS, _MOST_WAYS = 32, 20_000
-# Tags of what is done to a gradient on its way into the update.
-_OF_GRADIENTS = ("reduced_before", "accumulates", "accumulated_next")
-
-
-def decided_here(node: fx.Node) -> bool:
-    """Whether an operation's placement is the solver's to choose: not the update's, nor a stored cast's."""
-    return (
-        node.op == "call_function"
-        and meta(node)["phase"] != OPTIMIZER
-        and not any(tag in meta(node) for tag in _OF_GRADIENTS)
-        and not meta(node).get("casts_parameter")
-    )
-
-
-def find_strategies(program: Program) -> dict[fx.Node, list[Strategy]]:
-    """Strategies of every operation that is decided here, along one mesh dimension.
-
-    Repeated layers are asked about once.
-    """
-    candidates = Candidates()
-    found: dict[fx.Node, list[Strategy]] = {}
-    blocks_of: dict[fx.Node, tuple[InnerShard, ...]] = {}
-    known: dict[Any, list[Strategy]] = {}
-    for node in program.graph.nodes:
-        if not decided_here(node):
-            continue
-        arguments = tensor_arguments(node)
-        if node.target is operator.getitem:
-            index = node.args[1]
-            results = dict.fromkeys(s.outputs[index] for s in found[arguments[0]])  # type: ignore[index]
-            found[node] = [Strategy((p,), (p,)) for p in results if p is not None]
-            continue
-        blocks = tuple(blocks_of.get(argument, ()) for argument in arguments)
-        key = (node.target, freeze(node.args), freeze(node.kwargs), blocks)
-        if key not in known:
-            known[key] = candidates.of(node, blocks)
-        found[node] = known[key]
-        cuts = {p for s in found[node] for p in s.outputs if isinstance(p, InnerShard)}
-        blocks_of[node] = tuple(sorted(cuts, key=lambda cut: (cut.dim, cut.outer)))
-    return found
 
 
 def find_groups(program: Program, strategies: dict[fx.Node, list[Strategy]]) -> list[Group]:
@@ -245,7 +203,7 @@ def _follows(strategies: dict[fx.Node, list[Strategy]], source: fx.Node, view: f
 def _options(group: Group, strategies: dict[fx.Node, list[Strategy]]) -> Iterable[list[Strategy]]:
     """All choices of one strategy per operation that agree inside the group.
 
-    Sums may be added up over ranks inside it: a norm, or a loss, whose rows are cut; or several of them
+    Sums may be added up over ranks inside it: a norm, or a loss, whose rows are sharded; or several of them
     together. Not before its last view: behind it they are added up as cheaply, and a gradient's with no one
     waiting.
     """

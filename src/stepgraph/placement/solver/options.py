@@ -11,16 +11,16 @@ from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from stepgraph.cost.work import looks_up, matmul_dtype, node_flops, runs_no_kernel
+from stepgraph.cost.work import looks_up, matmul_dtype, node_flops, runs_no_kernel, size_in_bytes
 from stepgraph.operators.sharding import Strategy, results_of
 from stepgraph.operators.views import viewed
 from stepgraph.placement.rules.coded import Coded
 from stepgraph.placement.rules.redistribution import Cost, Moves
-from stepgraph.placement.rules.vocabulary import LOCAL_FORMS, rows_cut
+from stepgraph.placement.rules.vocabulary import LOCAL_FORMS, rows_sharded
 from stepgraph.placement.solver.dataflow import needed_by_backward, values_that_vary
 from stepgraph.placement.solver.groups import Group
 from stepgraph.program.metadata import meta
-from stepgraph.program.program import Program, tensor_arguments, tensors_of
+from stepgraph.program.program import Program, tensor_arguments
 
 REPLICATE = Replicate()
 _SMALL = 32 * 2**20  # bytes
@@ -37,7 +37,7 @@ class Options:
         moves: of the mesh and the device.
         recomputed: stable names of forward operations that are not kept for the backward.
         free: nobody asked for anything. Then there is less to choose from: dimensions that hold rows of the
-            batch cut alike, small constants are whole.
+            batch are sharded alike, small constants are whole.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class Options:
         self._recomputed = frozenset(recomputed)
 
     def of(self, group: Group) -> list[tuple[int, ...]]:
-        """Options on the whole mesh: one per dimension, where every value is cut evenly."""
-        sizes = self.mesh.sizes
-        single = [np.flatnonzero(self._fit(group, _column(group), (size,))) for size in sizes]
+        """Options on the whole mesh: one per dimension, where every value is sharded evenly."""
+        sizes, every = self.mesh.sizes, np.arange(len(group.options))[:, None]
+        single = [np.flatnonzero(self._fit(group, every, (size,))) for size in sizes]
         grid = np.meshgrid(*single, indexing="ij")
         found = np.stack([axis.ravel() for axis in grid], axis=1)
-        # Mesh dimensions that hold rows of the batch are cut alike: what is stored may still differ.
+        # Mesh dimensions that hold rows of the batch are sharded alike: what is stored may still differ.
         data = [axis for axis, role in enumerate(self.mesh.roles) if role.divides_batch]
         if self._free and data:
             found = found[(found[:, data] == found[:, data[:1]]).all(axis=1)]
@@ -63,8 +63,15 @@ class Options:
             found = found[self._fit(group, found, sizes)]
         options = [tuple(map(int, option)) for option in found]
         if self._free and self._is_small_constant(group):
-            whole = [o for o in options if self._is_whole(group, o)]
-            options = whole or options
+            strategies = [
+                [s for way in option for s in group.options[way].values()] for option in options
+            ]
+            whole = [
+                option
+                for option, ways in zip(options, strategies, strict=True)
+                if all(p == REPLICATE for s in ways for p in s.outputs)
+            ]
+            return whole or options
         return options
 
     def seconds(
@@ -86,18 +93,14 @@ class Options:
         """Whether an operation is recomputed in the backward."""
         return meta(node)["name"] in self._recomputed and node in self.needed
 
-    def _is_whole(self, group: Group, option: tuple[int, ...]) -> bool:
-        ways = [group.options[o] for o in option]
-        return all(p == REPLICATE for way in ways for s in way.values() for p in s.outputs)
-
     def _is_small_constant(self, group: Group) -> bool:
         """What depends on nothing and is small is made whole on every rank, without a thought."""
         if any(node in self._varying for node in group.nodes):
             return False
-        return sum(_nbytes(meta(node)["val"]) for node in group.nodes) <= _SMALL
+        return sum(size_in_bytes(meta(node)["val"]) for node in group.nodes) <= _SMALL
 
     def _fit(self, group: Group, options: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
-        """Which of many options cut every value evenly."""
+        """Which of many options shard every value evenly."""
         good = np.ones(len(options), bool)
         seen = set()
         for node in group.nodes:
@@ -113,8 +116,8 @@ class Options:
                     seen.add((value.shape, column))
                     good &= _coded(column, options).fits(value.shape, sizes)
             if len(sizes) > 1 and node.target in LOCAL_FORMS:
-                cut = np.array([_cuts_rows(node, way) for way in ways])
-                good &= cut[options].sum(axis=1) < 2
+                rows = np.array([_shards_rows(node, way) for way in ways])
+                good &= rows[options].sum(axis=1) < 2
         return good
 
     def _node_seconds(
@@ -228,8 +231,10 @@ class Options:
         size = float(value.element_size())
         for length, stride in zip(value.shape, value.stride(), strict=True):
             size *= length if stride else 1
-        cut = [isinstance(p, Shard) and value.stride()[p.dim] != 0 for p in column]
-        return size / np.where(np.array(cut)[options], np.array(self.mesh.sizes), 1).prod(axis=1)
+        sharded = [isinstance(p, Shard) and value.stride()[p.dim] != 0 for p in column]
+        return size / np.where(np.array(sharded)[options], np.array(self.mesh.sizes), 1).prod(
+            axis=1
+        )
 
 
 def _pending(node: fx.Node, group: Group, picked: np.ndarray, result: int = 0) -> np.ndarray:
@@ -238,19 +243,11 @@ def _pending(node: fx.Node, group: Group, picked: np.ndarray, result: int = 0) -
     return np.array(column)[picked].any(axis=1)
 
 
-def _nbytes(value: object) -> int:
-    return sum(tensor.nbytes for tensor in tensors_of(value))
-
-
-def _column(group: Group) -> np.ndarray:
-    return np.arange(len(group.options))[:, None]
-
-
 def _coded(column: Sequence[Placement], options: np.ndarray) -> Coded:
     """A value's placements under options: ``column`` has that of each option of one mesh dimension."""
     return Coded([(placement,) for placement in column]).at(options)
 
 
-def _cuts_rows(node: fx.Node, way: Strategy) -> bool:
+def _shards_rows(node: fx.Node, way: Strategy) -> bool:
     placements = ([(p,) for p in part] for part in (way.inputs, way.outputs))
-    return rows_cut(node, *placements) is not None  # type: ignore[arg-type]
+    return rows_sharded(node, *placements) is not None  # type: ignore[arg-type]

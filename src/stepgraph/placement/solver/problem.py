@@ -9,7 +9,7 @@ of collectives.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.distributed.tensor import Partial, Replicate
 from stepgraph.cost.devices import Device
 from stepgraph.operators.sharding import Strategy
 from stepgraph.placement.rules.redistribution import Moves
+from stepgraph.placement.solver.candidates import find_strategies
 from stepgraph.placement.solver.choices import (
     BACKWARD,
     FORWARD,
@@ -30,14 +31,9 @@ from stepgraph.placement.solver.choices import (
     Problem,
     Reader,
 )
-from stepgraph.placement.solver.dataflow import find_gradients, is_stored_cast
-from stepgraph.placement.solver.groups import (
-    Group,
-    decided_here,
-    find_groups,
-    find_strategies,
-    share,
-)
+from stepgraph.placement.solver.constraints import Constraints
+from stepgraph.placement.solver.dataflow import decided_here, find_gradients, is_stored_cast
+from stepgraph.placement.solver.groups import Group, find_groups, share
 from stepgraph.placement.solver.hiding import Hidden, Hiding
 from stepgraph.placement.solver.options import Options
 from stepgraph.placement.solver.storages import Storage, Storages
@@ -77,13 +73,10 @@ class Model:
     Args:
         program: global, with ``traffic`` assigned.
         pins: placements that values must have: inputs and results by role, in mesh order.
-        storage_allowed: whether a parameter (its name) may be stored so.
-        option_allowed: whether an operation may take a strategy per mesh dimension; None: any.
+        asked: what a user asks, and other programs of the step have decided.
         memory_limit: bytes of one rank for parameters, gradients, optimizer states, and what is kept for
             the backward.
         recomputed: stable names of forward operations that are not kept for the backward.
-        extra_options: ways along one mesh dimension beside a group's own.
-        apart: groups for which it differs do not share a decision.
     """
 
     def __init__(
@@ -92,22 +85,17 @@ class Model:
         mesh: MeshShape,
         device: Device,
         pins: Mapping[Any, Placements],
-        storage_allowed: Callable[[str, Storage], bool] = lambda name, storage: True,
-        option_allowed: Callable[[fx.Node, tuple[Strategy, ...]], bool] | None = None,
+        asked: Constraints,
         memory_limit: float | None = None,
         recomputed: Collection[str] = (),
-        extra_options: Callable[[Group], list[dict[fx.Node, Strategy]]] = lambda group: [],
-        apart: Callable[[Group], Hashable] = lambda group: None,
     ) -> None:
-        self.extra_options, self.apart = extra_options, apart
-        self.program, self.mesh, self.device, self.pins = program, mesh, device, pins
-        self.storage_allowed, self.option_allowed = storage_allowed, option_allowed
+        self.program, self.mesh, self.pins, self.asked = program, mesh, pins, asked
         self.moves = Moves(mesh, device)
         self.choices: list[Choice] = []
         self.choice_of: dict[fx.Node, Choice] = {}
         self._group_of: dict[fx.Node, Group] = {}
         self.gradient_of = find_gradients(program)
-        self.ways = Options(program, self.moves, recomputed, free=option_allowed is None)
+        self.ways = Options(program, self.moves, recomputed, asked.free)
         self.hiding = Hiding(program, self.moves, self.ways, self.gradient_of)
         self._storages()
         self._fixed()
@@ -121,12 +109,12 @@ class Model:
         strategies = find_strategies(self.program)
         found = find_groups(self.program, strategies)
         for group in found:
-            group.options += self.extra_options(group)
+            group.options += self.asked.extra_options(group)
         least: dict[fx.Node, float] = {}
-        for groups in share(found, self.apart):
+        for groups in share(found, self.asked.apart):
             first = groups[0]
             options = self.ways.of(first)
-            if self.option_allowed is not None:
+            if not self.asked.free:
                 options = [o for o in options if all(self._is_allowed(g, o) for g in groups)]
             inside = self.ways.inside(first, options)
             cost = self.ways.seconds(groups, options, inside)
@@ -145,9 +133,8 @@ class Model:
         self.hiding.takes(least)
 
     def _is_allowed(self, group: Group, option: tuple[int, ...]) -> bool:
-        assert self.option_allowed is not None
         ways = [group.options[o] for o in option]
-        return all(self.option_allowed(n, tuple(way[n] for way in ways)) for n in group.nodes)
+        return all(self.asked.allows_option(n, tuple(way[n] for way in ways)) for n in group.nodes)
 
     def _storages(self) -> None:
         self._storage_of: dict[str, Choice] = {}
@@ -157,7 +144,7 @@ class Model:
             kept = [
                 i
                 for i, way in enumerate(stored.ways)
-                if all(self.storage_allowed(name, way) for name in names)
+                if all(self.asked.allows(name, way) for name in names)
             ]
             cost, memory = np.array(stored.cost)[kept], np.array(stored.memory)[kept]
             choice = Choice(

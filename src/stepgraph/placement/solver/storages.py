@@ -89,11 +89,11 @@ class Storages:
         self, stored: Stored, name: str, value: Value, casts: tuple[fx.Node, ...]
     ) -> None:
         shape, itemsize = value.shape, value.dtype.itemsize
-        cuts = [Shard(dim) for dim in range(min(len(shape), 2))]
+        shards = [Shard(dim) for dim in range(min(len(shape), 2))]
         ways: list[tuple[Placement, Placement]] = [(REPLICATE, REPLICATE)]
-        ways += [(cut, cut) for cut in cuts]
+        ways += [(shard, shard) for shard in shards]
         if self.updates.get(name) or name in self.accumulated:
-            ways += [(REPLICATE, cut) for cut in cuts]
+            ways += [(REPLICATE, shard) for shard in shards]
         for combination in itertools.product(ways, repeat=len(self.mesh.dims)):
             storage = Storage(*map(tuple, zip(*combination, strict=True)))
             if not self._storable(shape, storage):
@@ -113,11 +113,11 @@ class Storages:
             stored.memory.append(float(used))
 
     def _storable(self, shape: tuple[int, ...], storage: Storage) -> bool:
-        """Even cuts, or rows cut unevenly along one mesh dimension and nothing else."""
+        """Even shards, or rows sharded unevenly along one mesh dimension and nothing else."""
         for placements in (storage.stored, storage.updated):
-            cuts = [p for p in placements if isinstance(p, Shard)]
+            shards = [p for p in placements if isinstance(p, Shard)]
             even = Coded([placements]).fits(shape, self.mesh.sizes)[0]
-            if cuts and not even and cuts != [Shard(0)]:
+            if shards and not even and shards != [Shard(0)]:
                 return False
         return True
 

@@ -4,8 +4,6 @@ A message says what happened, where (module path, operation, source line), why, 
 docstring of a class is its entry in the error reference; ``anchor`` is the address of that entry.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 from collections.abc import Iterable, Sequence

@@ -12,8 +12,6 @@ what they said. The road of code that is captured graph by graph is made of the 
 (:mod:`stepgraph.graphwise`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 

@@ -7,8 +7,6 @@ that a repetition leaves (it may begin anywhere in its period), blocks are split
 cross: at the residual stream.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ division of a sum by a count) form the tail, which runs once, on the totals. If 
 have to be communicated, micro-batches cannot be exact and the mean over them is what users know.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 

@@ -1,7 +1,5 @@
 """What of a Program has a row for each of the batch before placement, and numbers that may count rows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator
 

@@ -11,8 +11,6 @@ it, or of inputs of which it is not known how ranks have them (numbers and vecto
 makes, or a graph by counting rows; what has a row for each of the batch is taken for rows).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -5,8 +5,6 @@ accumulators; whatever normalises the loss (its tail, :class:`Normalisation`) is
 the totals, and the gradients are scaled by it at the end.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import fx
 

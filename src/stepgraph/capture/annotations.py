@@ -1,7 +1,5 @@
 """What torch's metadata says of a captured operation, in the words of a Program."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -5,8 +5,6 @@ at every step have equal counters; such a cohort shares one, so that what depend
 numbers alone is computed once. A program that updates only some of a cohort divides it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Mapping
 
 import torch

@@ -5,8 +5,6 @@ a sharded batch would be a mean of means, its parts are a sum and a count. So is
 no sharding rule knows but torch can express through simpler ones.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

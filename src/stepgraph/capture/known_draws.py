@@ -3,8 +3,6 @@
 Formulas of torch's documentation on real values, apart from the operations that a program is made of.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any

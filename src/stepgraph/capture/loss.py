@@ -1,7 +1,5 @@
 """The loss in what a loss callable returns, and what it has to be."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

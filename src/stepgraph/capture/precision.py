@@ -1,7 +1,5 @@
 """Mixed precision: the model computes in one type, parameters are stored and updated in another."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

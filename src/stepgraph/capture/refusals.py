@@ -4,8 +4,6 @@ Nothing here is silently dropped: a gradient hook or a branch on data that vanis
 from the captured program would train another model than the user wrote.
 """
 
-from __future__ import annotations
-
 import re
 import traceback
 

@@ -1,7 +1,5 @@
 """From a module to the global programs of a training step, an evaluation, the split use."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

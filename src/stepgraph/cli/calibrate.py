@@ -3,8 +3,6 @@
 A rate is measured on one rank; collectives on two, with computation in between, as they stand in a step.
 """
 
-from __future__ import annotations
-
 import functools
 import statistics
 from collections.abc import Callable, Sequence

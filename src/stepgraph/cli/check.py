@@ -1,7 +1,5 @@
 """``stepgraph check``."""
 
-from __future__ import annotations
-
 import sys
 
 import click

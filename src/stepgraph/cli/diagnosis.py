@@ -3,8 +3,6 @@
 Nothing is changed.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

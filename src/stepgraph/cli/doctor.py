@@ -1,7 +1,5 @@
 """``stepgraph doctor``."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """``stepgraph explain``."""
 
-from __future__ import annotations
-
 import click
 
 from stepgraph.api.plan import Plan

@@ -5,8 +5,6 @@ stopped, and what is raised is the error of the rank that failed first: the late
 lost their connection to it, are not shown.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import multiprocessing

@@ -3,8 +3,6 @@
 Exit codes: 0 fine, 1 failed, 2 bad usage; 130 and 143, stopped by SIGINT and SIGTERM.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import click

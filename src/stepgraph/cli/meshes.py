@@ -1,7 +1,5 @@
 """Which meshes to try: those asked for, or the sensible ones of a number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from stepgraph.cost.device import Device

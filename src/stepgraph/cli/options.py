@@ -1,7 +1,5 @@
 """What commands share: options that mean the same in each that compiles a step, examples of help pages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

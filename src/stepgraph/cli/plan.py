@@ -1,7 +1,5 @@
 """``stepgraph plan``: one model, several meshes and placements, one capture a batch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ run resumes from a step number. The rows of the *global* batch do not depend on 
 them.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import random

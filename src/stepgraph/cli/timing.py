@@ -5,8 +5,6 @@ Operands take turns and results are kept for a while, so that what a call touche
 is in a step, where other operations have run in between.
 """
 
-from __future__ import annotations
-
 import itertools
 import statistics
 import time

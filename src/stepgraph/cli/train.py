@@ -1,7 +1,5 @@
 """``stepgraph train``."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

@@ -1,7 +1,5 @@
 """What ``stepgraph train`` runs: on every rank the same loop, watched and recorded by the first."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -3,8 +3,6 @@
 Each has a time limit. Compilations go to a folder that is removed afterwards.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The file is untrusted input: JSON of a bounded size, checked by msgspec against the types below.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """What a device can do, as data: its rates, its memory, and the links between several."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

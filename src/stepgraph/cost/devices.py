@@ -4,8 +4,6 @@ Rates are those that large, well-shaped work achieves, not the publishers' peaks
 them, for the model FLOPs utilisation. Every row says where its numbers are from.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

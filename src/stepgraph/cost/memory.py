@@ -5,8 +5,6 @@ of it, as in the Python that fx generates; what a collective reads is held until
 throughout; a ``New*`` result written over an input costs nothing beyond it. Bytes are this rank's.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Each mesh dimension has a communicator, a stream of its own; those that go over 
 or between them, share these.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ a value costs memory traffic only where it enters such a group or leaves it. Gro
 does it to first order: neighbours that loop over the same number of elements, with no other kernel between.
 """
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What one operation has to do: FLOPs from shapes by formula, bytes from its traffic, and its time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

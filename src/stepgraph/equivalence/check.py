@@ -5,8 +5,6 @@ after it are executed on the same values, and every result that both have is com
 tensor. So a wrong result is found at the pass that made it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@ One uncompiled run records what each rank's graphs are given. Each rank then int
 exchange values where its collectives stand.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ the list of their values and they go on. No process group, no tensor subclass: a
 operation more than running it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 

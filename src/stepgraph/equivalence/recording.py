@@ -1,7 +1,5 @@
 """Records what graphs are run on, and every pass on them: one uncompiled run, graph by graph."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Global values to run programs on, and running them: sliced for every rank, joined again."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

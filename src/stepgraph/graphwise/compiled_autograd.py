@@ -5,8 +5,6 @@ forward behind them under compiled autograd: backward graphs, their collectives,
 graphs are captured together.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Callable

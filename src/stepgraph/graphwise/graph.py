@@ -5,8 +5,6 @@ the calling convention of what it traced, so nothing is dropped or reordered her
 whatever else goes in and out stays in its place.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -6,8 +6,6 @@ Placement and memory are applied there, before the two are parted, so that the b
 AOTAutograd's finding, kept with the graph; what waits for a backward is kept by autograd alone.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 What goes in and out besides tensors (a DTensor's mesh, nothing at all) goes round the compiler.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ is a property that returns ``unshard(this rank's part)`` while the model runs. `
 was compiled for one is never run for another: torch.compile guards the types of modules.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

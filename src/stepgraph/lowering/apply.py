@@ -1,7 +1,5 @@
 """Applies a lowering decision: a bound Program writes its state in place, and becomes a callable."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from stepgraph.lowering.presets import LOWERINGS

@@ -1,7 +1,5 @@
 """Decides how a Program executes."""
 
-from __future__ import annotations
-
 from stepgraph.errors import LoweringError
 from stepgraph.lowering.presets import LOWERINGS, check_lowering
 from stepgraph.planning.decisions import LoweringDecision

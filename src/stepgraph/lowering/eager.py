@@ -1,7 +1,5 @@
 """``eager``: the Python that fx generates, operator by operator."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``inductor``: torch's compiler on the whole program, its in-place writes included."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Ranks run the same program more often than not. Compiled by all of them at once 
 memory of all of them, for one result.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 from collections.abc import Iterator

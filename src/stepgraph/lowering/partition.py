@@ -1,7 +1,5 @@
 """Splits a lowered Program of forward and backward where a caller stands between the two."""
 
-from __future__ import annotations
-
 import torch
 from torch import fx
 

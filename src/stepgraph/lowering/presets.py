@@ -1,7 +1,5 @@
 """The named lowerings, best first: one that cannot execute a Program gives way to the next."""
 
-from __future__ import annotations
-
 from stepgraph.errors import UsageError, near_misses
 from stepgraph.lowering.eager import EAGER
 from stepgraph.lowering.inductor import INDUCTOR

@@ -1,7 +1,5 @@
 """The record of a lowering: what it cannot do, which passes it needs, and how it makes a callable."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

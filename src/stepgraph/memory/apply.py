@@ -1,7 +1,5 @@
 """Applies a memory decision."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from stepgraph.planning.decisions import MemoryDecision

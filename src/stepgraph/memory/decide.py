@@ -6,8 +6,6 @@ the forward (zero3) are gathered again for the backward instead of being kept; s
 ranks hold in parts (sequence-parallel norms). What ranks added up or exchanged is kept.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """The named memory policies: ``none``, ``full``, ``layers:N``."""
 
-from __future__ import annotations
-
 from stepgraph.errors import UsageError, near_misses
 
 NONE = "none"

@@ -4,8 +4,6 @@ What has no record gets what its schema and tags say, and else what is always ri
 kernel of its own, costs its bytes, and draws if torch says so.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any

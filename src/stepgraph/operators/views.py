@@ -1,7 +1,5 @@
 """Which operations only rename memory: the one answer to "is it a view"."""
 
-from __future__ import annotations
-
 import functools
 import operator
 

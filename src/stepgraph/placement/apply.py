@@ -1,7 +1,5 @@
 """Applies a placement decision."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from stepgraph.errors import PlanError, StepgraphError

@@ -1,7 +1,5 @@
 """Decides where every value of a Program lives, and which dimension of random numbers is the batch then."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Why a value lives where it does: a plan's answer for any value, by its stable name."""
 
-from __future__ import annotations
-
 import difflib
 import re
 

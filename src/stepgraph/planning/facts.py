@@ -3,8 +3,6 @@
 Gathered once, from the global Program (types, readers) and the placed one (collectives).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import fx

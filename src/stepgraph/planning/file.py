@@ -5,8 +5,6 @@ them, so that a model of 32 layers and 10,000 operations takes a few hundred KiB
 is known that there are few enough.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -4,8 +4,6 @@ A name's layer is the first component of its module path that is a number. Names
 they are. What a plan file says of ten thousand operations so takes a few hundred lines.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Placements as text, and back: ``S(0)R`` for (Shard(0), Replicate())."""
 
-from __future__ import annotations
-
 import functools
 import re
 

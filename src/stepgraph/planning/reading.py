@@ -4,8 +4,6 @@ msgspec decodes strictly: what a type does not name is refused, and no text beco
 of a table ``[...]``; here the key is found, because a plan has ten thousand of them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterator

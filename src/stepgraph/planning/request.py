@@ -1,7 +1,5 @@
 """The question that a plan answers, as data: nothing of it is a module or a tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

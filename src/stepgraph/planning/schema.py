@@ -5,8 +5,6 @@ another way (names folded over layers, placements as texts) is said here, and re
 :mod:`stepgraph.planning.file`.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 from dataclasses import is_dataclass

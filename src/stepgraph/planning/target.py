@@ -1,7 +1,5 @@
 """What a Program is to run on, as far as the schedule and lowering ask."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

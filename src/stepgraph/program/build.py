@@ -1,7 +1,5 @@
 """Adding operations to a graph, with shapes computed on fake tensors once per distinct call and mode."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

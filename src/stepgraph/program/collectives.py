@@ -5,8 +5,6 @@ binds names to process groups and slices to this rank's position. Every collecti
 ``wait_tensor`` that completes it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

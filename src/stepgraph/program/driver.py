@@ -1,7 +1,5 @@
 """The pass driver: gives each pass its name in logs, timings, invariants and bisect."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence

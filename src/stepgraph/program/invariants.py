@@ -3,8 +3,6 @@
 A violated invariant is a bug in the pass that ran last; the error shows the operations around it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch

@@ -4,8 +4,6 @@ Shards are those of ``torch.chunk`` padded to equal size: a dimension of size 5 
 as 2 + 2 + 2 + 2 rows, of which the last ranks hold padding. So one Program serves every rank.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

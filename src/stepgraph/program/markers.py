@@ -6,8 +6,6 @@ Such code is traced with full shapes and this rank's rows. A parameter enters it
 passes know; outside, they run as they stand here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

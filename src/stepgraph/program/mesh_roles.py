@@ -1,7 +1,5 @@
 """What the dimensions of a mesh are for. Code asks for a dimension's role, and never for its name."""
 
-from __future__ import annotations
-
 from enum import Enum
 
 from stepgraph.errors import MeshError, near_misses

@@ -1,7 +1,5 @@
 """What a node of a Program carries: every key of its metadata, and the one way to read and write them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict, cast
 

@@ -5,8 +5,6 @@ and phase is ``.../mm.1``; the backward's operations carry ``.backward``, the op
 ``.optimizer``. Kernels that devices choose differently share one name (``attention``).
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 

@@ -9,8 +9,6 @@ which a compiler may take apart and fuse (:func:`fused_random`); normals and exp
 cos, whose kernels differ, so they stay one opaque operation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

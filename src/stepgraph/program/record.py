@@ -4,8 +4,6 @@ The driver, ``check``, bisect, the report and the page of passes read it; nothin
 order stands in :mod:`stepgraph.pipeline`.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

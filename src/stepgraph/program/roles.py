@@ -4,8 +4,6 @@ A Program is a pure function; its arguments and results are typed so that nobody
 one is a parameter (principle 3: facts are read, never re-derived).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

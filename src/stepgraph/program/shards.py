@@ -1,7 +1,5 @@
 """Slicing tensors into ranks' parts and joining them again, on real values."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -3,8 +3,6 @@
 Values are named by their stable names, shortened where that stays unique; types are local shapes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """A plan as text that fits a screen, several plans side by side, and a plan as a page."""
 
-from __future__ import annotations
-
 import html
 import math
 import re

@@ -1,7 +1,5 @@
 """The report of a run as text that fits a screen."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

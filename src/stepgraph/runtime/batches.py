@@ -1,7 +1,5 @@
 """Batches: pytrees of tensors; their micro-batches and global shape; which kinds there have been."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any

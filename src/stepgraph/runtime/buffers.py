@@ -1,7 +1,5 @@
 """Buffers of a model whose programs take those that it had when they were made."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import torch

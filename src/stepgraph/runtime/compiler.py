@@ -1,7 +1,5 @@
 """From a batch to compiled programs: what Engine and parallelize() share."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time

@@ -1,7 +1,5 @@
 """Compiled entry points: programs lowered for this rank, and the tensors that go in and out."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

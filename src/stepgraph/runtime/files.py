@@ -1,7 +1,5 @@
 """Files and folders that appear whole or not at all, and stay when the machine loses power."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

@@ -5,8 +5,6 @@ updated together where torch keeps a copy for each. ``optimizer.state`` is torch
 when somebody asks for a state dict, and read after somebody loaded one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Protocol
 

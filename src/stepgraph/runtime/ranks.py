@@ -1,7 +1,5 @@
 """The ranks of a run: mesh strings, the process group, the device mesh, and what ranks tell each other."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Forward and backward as two calls, with the caller's own autograd graph between them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Local tensors are stored padded to equal shards (one Program serves all ranks). 
 DTensors that view their unpadded part: a step writes the storage in place, so they are always current.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Applies a schedule decision; and decides it, pass by pass, where there is none yet."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from stepgraph.planning.decisions import ScheduleDecision

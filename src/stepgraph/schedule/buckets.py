@@ -1,7 +1,5 @@
 """Which small collectives run as one: a call costs what copying megabytes costs."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any

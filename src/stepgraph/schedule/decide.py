@@ -1,7 +1,5 @@
 """Decides when each collective of a placed Program runs, and when gradients become updates."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@ Behind the next collective after the one that the value comes from: that is on i
 between has hidden the first.
 """
 
-from __future__ import annotations
-
 import itertools
 
 from torch import fx

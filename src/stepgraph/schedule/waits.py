@@ -3,8 +3,6 @@
 Where only one collective may be in flight, it also completes before the next one starts.
 """
 
-from __future__ import annotations
-
 from torch import fx
 
 from stepgraph import torch_internals

@@ -4,8 +4,6 @@ Tried on torch 2.13.0; written to import on 2.11. Where a private name moved or 
 function here says so; nothing else in stepgraph has to change.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

@@ -3,8 +3,6 @@
 fx generates and compiles it for every new module, and never forgets the text.
 """
 
-from __future__ import annotations
-
 from torch import fx, nn
 from torch.fx._lazy_graph_module import _LazyGraphModule
 

@@ -1,7 +1,5 @@
 """Effects in a captured graph: operations that return nothing, kept in order by tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import fx

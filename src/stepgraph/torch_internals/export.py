@@ -1,7 +1,5 @@
 """dynamo's capture of a whole module."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import warnings

@@ -1,7 +1,5 @@
 """dynamo and AOTAutograd, as a backend of ``torch.compile`` meets them."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

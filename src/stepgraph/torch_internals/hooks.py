@@ -1,7 +1,5 @@
 """Hooks, where torch keeps them out of sight."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Inductor's inner compiler, on a whole step."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence

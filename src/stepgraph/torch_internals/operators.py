@@ -4,8 +4,6 @@ Each was used on torch 2.13.0; the code is written for 2.11.0 and not tried ther
 does not have stands for nothing (:class:`Absent`): no graph of that torch can hold it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

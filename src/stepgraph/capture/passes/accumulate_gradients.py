@@ -1,7 +1,5 @@
 """The program of all micro-batches but the last."""
 
-from __future__ import annotations
-
 import torch
 
 from stepgraph.capture.accumulators import accumulate, node_named, replace_boundary_by_one

@@ -1,7 +1,5 @@
 """Parameters are stored in one type, and read in the one that the model computes in."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """Clips gradients by their global norm."""
 
-from __future__ import annotations
-
 import torch
 from torch import fx
 

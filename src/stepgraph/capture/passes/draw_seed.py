@@ -1,7 +1,5 @@
 """Draws the seed of a graph."""
 
-from __future__ import annotations
-
 import torch
 
 from stepgraph.program import roles

@@ -1,7 +1,5 @@
 """Drops operands of no elements."""
 
-from __future__ import annotations
-
 import torch
 from torch import fx
 

@@ -1,7 +1,5 @@
 """Drops what only renames a value."""
 
-from __future__ import annotations
-
 import torch
 from torch import fx
 

@@ -1,7 +1,5 @@
 """The program of the last micro-batch."""
 
-from __future__ import annotations
-
 import torch
 from torch import fx
 from torch.fx.node import map_arg

@@ -1,7 +1,5 @@
 """Keeps every row of a batch on its rank where an index selects them all."""
 
-from __future__ import annotations
-
 import operator
 
 import torch

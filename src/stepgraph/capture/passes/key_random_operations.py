@@ -5,8 +5,6 @@ One entry an operator says how its result is made of bits, normals or exponentia
 in silence.
 """
 
-from __future__ import annotations
-
 import operator
 import zlib
 from collections.abc import Callable

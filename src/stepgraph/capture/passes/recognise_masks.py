@@ -6,8 +6,6 @@ A mask is known by what it is computed from, in time linear in the length: posit
 comparison of two of them is recognised by counting, without being computed.
 """
 
-from __future__ import annotations
-
 import enum
 import math
 from collections.abc import Callable, Sequence

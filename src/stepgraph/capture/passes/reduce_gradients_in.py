@@ -1,7 +1,5 @@
 """The type that gradients travel in."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """Starts the backward of a loss."""
 
-from __future__ import annotations
-
 import torch
 
 from stepgraph.program import roles

@@ -4,8 +4,6 @@ Everything that depends on numbers and counters alone is emitted once for a para
 bias corrections, say), so the update is as few operations per parameter as torch's own formula.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Binds an SPMD Program to one rank: slices at its position."""
 
-from __future__ import annotations
-
 import torch
 from torch import fx
 

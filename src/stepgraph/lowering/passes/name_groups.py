@@ -1,7 +1,5 @@
 """Names the process groups that collectives run over."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from stepgraph.program.collectives import is_collective, mesh_dim_of

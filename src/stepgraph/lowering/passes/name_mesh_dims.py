@@ -1,7 +1,5 @@
 """Makes symbolic again what was bound to a rank."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

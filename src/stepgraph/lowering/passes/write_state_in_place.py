@@ -1,7 +1,5 @@
 """The last pass: state is written where it lives, and is no longer a result."""
 
-from __future__ import annotations
-
 import torch
 from torch import fx
 

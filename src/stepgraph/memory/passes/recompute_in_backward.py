@@ -1,7 +1,5 @@
 """Applies a memory decision: what is not kept is computed again in the backward."""
 
-from __future__ import annotations
-
 from torch import fx
 from torch.fx.node import map_arg
 

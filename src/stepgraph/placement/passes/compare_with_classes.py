@@ -1,7 +1,5 @@
 """Chooses among classes by comparison."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Gives each reader a view of its own, so that what is viewed can be moved once for all of them."""
 
-from __future__ import annotations
-
 from stepgraph.operators.views import REARRANGES
 from stepgraph.program.metadata import meta, set_meta
 from stepgraph.program.program import OPTIMIZER, Program

@@ -1,7 +1,5 @@
 """Where in the whole tensor a random operation draws, once it is decided which dimension is the batch."""
 
-from __future__ import annotations
-
 import math
 
 import torch

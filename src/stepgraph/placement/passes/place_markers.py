@@ -1,7 +1,5 @@
 """Parameters of one graph of many become gathers and reductions: the markers' own meaning, spelled out."""
 
-from __future__ import annotations
-
 import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard

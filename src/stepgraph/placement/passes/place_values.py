@@ -4,8 +4,6 @@ Reductions stand right behind the value they reduce, so that the unreduced value
 and slices stand right before their first reader, so that the whole value is born late.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Mapping
 from typing import Any

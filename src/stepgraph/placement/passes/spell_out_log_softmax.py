@@ -1,7 +1,5 @@
 """Spells out log-softmax."""
 
-from __future__ import annotations
-
 import torch
 from torch import fx
 

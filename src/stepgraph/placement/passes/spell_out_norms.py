@@ -5,8 +5,6 @@ fused operators whole, or shard them by channels, and every activation would tra
 elementwise work, two numbers per channel do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ way back a loss's gradient is that of the mean over ranks of what each of them d
 what ``reduce_grad`` averages: so the totals' gradients are added up over ranks, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any
 

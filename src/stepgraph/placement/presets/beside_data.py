@@ -1,7 +1,5 @@
 """What presets do along mesh dimensions that do not divide the batch: one record a role."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 

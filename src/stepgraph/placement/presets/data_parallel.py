@@ -8,8 +8,6 @@ rule lets it be divided. What is sharded between uses is what ``ddp``, ``hsdp`` 
 differ in.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@ everything else (:mod:`stepgraph.placement.presets.data_parallel`,
 Dimensions are decided one by one: a strategy that is right on each is right on all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from torch.distributed.tensor import Shard

@@ -13,8 +13,6 @@ After Shoeybi et al., "Megatron-LM" (2019), and Korthikanti et al., "Reducing Ac
 in Large Transformer Models" (2022). Names of modules are never looked at.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -5,8 +5,6 @@ sharded, a rank answers for its own and adds zero for the others; DTensor says s
 own (``MaskPartial``), a plain program spells it out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

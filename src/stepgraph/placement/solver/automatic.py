@@ -5,8 +5,6 @@ What is decided in the forward and the backward is an integer program
 from where gradients, parameters and states are stored, by the same walk that places it for a preset.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace

@@ -6,8 +6,6 @@ several mesh dimensions a strategy is one strategy per dimension (:mod:`stepgrap
 what is right on each is right on all).
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any

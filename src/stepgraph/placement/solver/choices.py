@@ -5,8 +5,6 @@ has a cost. A link is a value: its producer's option says how it is placed, each
 wanted, and a matrix what every change costs. A change is paid once however many readers want it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 

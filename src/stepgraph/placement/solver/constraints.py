@@ -1,7 +1,5 @@
 """What a user asks of ``auto``: placements of inputs, parameters and values; presets on mesh dimensions."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Hashable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """What the solver reads off a global Program: gradients, updates, what varies, what the backward needs."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 import torch

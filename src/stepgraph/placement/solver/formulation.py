@@ -4,8 +4,6 @@ One variable per option, and for each link the flow from made placements to want
 what flows along a change must have been paid. Given whole options the flows are whole by themselves.
 """
 
-from __future__ import annotations
-
 import highspy
 import numpy as np
 

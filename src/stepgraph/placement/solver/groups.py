@@ -8,8 +8,6 @@ in modules whose paths differ in numbers alone) share one decision: what is solv
 number of layers.
 """
 
-from __future__ import annotations
-
 import itertools
 import operator
 import re

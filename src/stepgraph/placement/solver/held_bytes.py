@@ -1,7 +1,5 @@
 """How much a solver may hold, so that the peak of what it finds uses a budget."""
 
-from __future__ import annotations
-
 import math
 
 # A solver adds up gradients, activations and the largest step, which are not all alive at once.

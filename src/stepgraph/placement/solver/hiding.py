@@ -1,7 +1,5 @@
 """What runs beside what: when operations run, and which collectives other work hides."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@ HiGHS (Huangfu and Hall, 2018) solves the relaxation and branches of it, which a
 much open it searches the whole with cuts, as far as the time allows.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import time

@@ -1,7 +1,5 @@
 """The options of a group of operations on a whole mesh, and what each costs on one rank."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Collection, Sequence
 

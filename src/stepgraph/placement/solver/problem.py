@@ -6,8 +6,6 @@ from another is a link. Costs are those of one rank: roofline times of operation
 of collectives.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field

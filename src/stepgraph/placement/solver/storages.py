@@ -1,7 +1,5 @@
 """Where parameters, their gradients and optimizer states may be stored, and what the update costs then."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass, field

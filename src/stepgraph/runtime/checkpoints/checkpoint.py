@@ -9,8 +9,6 @@ Planning and the copy to the host happen inside :meth:`Saver.save`. Everything a
 thread, which uses no collectives: ranks tell each other by messages that they are done.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -6,8 +6,6 @@ its data) is kept for each data-parallel rank, and loads on as many. DTensors in
 distributed checkpoint, each rank its own part.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import zlib

@@ -6,8 +6,6 @@ under the parameters' names. So plain PyTorch loads it with ``dcp.load`` and ``s
 sharding of its own. Beside them: ``buffers`` outside the state dict, and ``extra``.
 """
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

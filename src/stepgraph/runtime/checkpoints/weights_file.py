@@ -1,7 +1,5 @@
 """A model's weights in one file that needs no stepgraph: a plain ``state_dict``, or safetensors."""
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path

@@ -3,8 +3,6 @@
 Where only one collective may be in flight, each wait stays before the next collective whatever was decided.
 """
 
-from __future__ import annotations
-
 from stepgraph import torch_internals
 from stepgraph.planning.decisions import ScheduleDecision
 from stepgraph.program.metadata import meta

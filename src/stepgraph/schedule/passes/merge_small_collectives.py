@@ -3,8 +3,6 @@
 Which collectives there are stays the Program's business; this says how they are carried out.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

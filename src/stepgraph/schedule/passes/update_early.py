@@ -8,8 +8,6 @@ An update starts where it was decided for each value that it reads, and not befo
 it overwrites.
 """
 
-from __future__ import annotations
-
 from torch import fx
 
 from stepgraph.operators.views import storage_roots

@@ -26,6 +26,8 @@ from stepgraph.errors import (
     UnfilledModelError,
     UsageError,
 )
+from stepgraph.planning.plan import preset_plan
+from stepgraph.runtime.ranks import parse_mesh
 from tests.end_to_end.training import adamw, compare, llama_batch, tiny_llama
 from tests.support import notes_of
 
@@ -70,6 +72,19 @@ def test_a_llama_trains_as_in_plain_pytorch():
     engine = engine_for(model, adamw(model.parameters()), max_grad_norm=0.5)
     losses = [engine.step(llama_batch(step)).item() for step in range(10)]
     compare(losses, {n: p.full_tensor().detach() for n, p in engine.model.named_parameters()})
+
+
+def test_two_engines_share_a_plan_that_nothing_changes():
+    shared = preset_plan("zero3", parse_mesh("dp=1"))
+    first, second = (engine_for(Regression(), plan=shared) for _ in range(2))
+    assert first.step(pairs()) == second.step(pairs())
+    first.evaluate(pairs())
+    assert not shared.decisions
+    decided = second.plan
+    assert decided.decisions.keys() < first.plan.decisions.keys()
+    third = engine_for(Regression(), plan=decided)
+    assert third.step(pairs()) == engine_for(Regression()).step(pairs())
+    assert third.plan == second.plan == decided
 
 
 def test_parameters_become_dtensors_under_their_own_names_and_keep_their_identity_when_tied():

@@ -20,7 +20,7 @@ demo: venv
 		--max-grad-norm 1 --metrics runs/demo.jsonl --sample 300
 
 test: venv
-	$(BIN)/pytest -n 2 --dist loadgroup -m "not slow"
+	$(BIN)/pytest -n 2 --dist loadgroup -m "not slow" --durations 25
 
 test-full: venv
 	$(BIN)/pytest -n 2 --dist loadgroup

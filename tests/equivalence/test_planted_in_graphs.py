@@ -15,6 +15,8 @@ from stepgraph.runtime.batches import flatten_batch
 from tests.equivalence.planted import PLANTED_IN_GRAPHS
 from tests.equivalence.test_planted import GRAPH_BY_GRAPH
 
+# On one worker: what takes time is made once.
+pytestmark = pytest.mark.xdist_group(__name__)
 PLANS = ("ddp", "zero3")
 
 

@@ -5,6 +5,7 @@ import json
 import pickle
 from dataclasses import FrozenInstanceError, replace
 
+import numpy
 import pytest
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -52,6 +53,23 @@ def test_the_same_plan_is_the_same_text(plan, tmp_path):
     plan.save(tmp_path / "a.json")
     Plan.load(tmp_path / "a.json").save(tmp_path / "b.json")
     assert (tmp_path / "a.json").read_text() == (tmp_path / "b.json").read_text()
+
+
+def test_numbers_of_other_libraries_are_written_as_numbers(plan):
+    class Seed(int):
+        pass
+
+    step = replace(plan.request.step, seed=Seed(3))
+    given = placed_otherwise(plan.under(step=step), optimality_gap=numpy.float64(0.25))
+    found = read_back(given)
+    assert found.request.step.seed == 3
+    assert found.decisions["step"].placement.optimality_gap == 0.25
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_number_that_is_none_does_not_become_another(plan, number):
+    with pytest.raises(PlanError, match="optimality_gap"):
+        read_back(placed_otherwise(plan, optimality_gap=number))
 
 
 def test_a_plan_that_is_replayed_decides_nothing_again(plan, monkeypatch):

@@ -6,12 +6,14 @@ is known that there are few enough.
 """
 
 import json
+import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import torch
 
 from stepgraph.cost.predict import Prediction
 from stepgraph.errors import MeshError, PlanError
@@ -104,8 +106,19 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         data["fingerprint"] = plan.fingerprint
     if plan.predicted is not None:
         data["predicted"] = plan.predicted.to_json()
-    written = msgspec.json.encode(data, enc_hook=lambda dtype: str(dtype).removeprefix("torch."))
-    return msgspec.json.decode(written)
+    # Through text: lists where there are tuples, as whoever reads the file will have them.
+    return json.loads(json.dumps(msgspec.to_builtins(data, enc_hook=_plain, str_keys=True)))
+
+
+def _plain(value: Any) -> Any:
+    """What msgspec does not know: types, and numbers of other libraries."""
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    raise TypeError(f"{value!r} cannot stand in a plan file")
 
 
 def _write_decisions(decided: Decisions) -> dict[str, Any]:

@@ -141,7 +141,7 @@ class GlobalValues:
         """Every rank's part of every input."""
         mesh = program.mesh or data_mesh(1)
         rows = zip(program.inputs, program.input_values, strict=True)
-        return [self._cut(given.get(r, self.of(r, value)), value, mesh) for r, value in rows]
+        return [self._sliced(given.get(r, self.of(r, value)), value, mesh) for r, value in rows]
 
     def _whole(
         self,
@@ -163,7 +163,7 @@ class GlobalValues:
                     found[output] = _join(parts, value, mesh)
         return found
 
-    def _cut(self, tensor: torch.Tensor, value: Value, mesh: MeshShape) -> list[torch.Tensor]:
+    def _sliced(self, tensor: torch.Tensor, value: Value, mesh: MeshShape) -> list[torch.Tensor]:
         if value.placements is None:
             return [tensor.clone() for _ in range(mesh.world_size)]
         return split(tensor, value.placements, mesh)

@@ -192,9 +192,7 @@ class Capture:
         source = self.source
         assert source.optimizer is not None
         named = dict(source.model.named_parameters())
-        learned = {
-            role.name: named[role.name] for role in joint.outputs if isinstance(role, roles.Grad)
-        }
+        learned = {name: named[name] for name in joint.gradients}
         optimizer = functionalize_optimizer(source.optimizer, learned)
         present = {
             (name, key): value

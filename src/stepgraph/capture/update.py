@@ -49,7 +49,7 @@ def given_gradients(model: nn.Module, names: Sequence[str], device: torch.device
 
 def parameters_without_gradient(model: nn.Module, joint: Program) -> list[str]:
     """A note that names them, if there are any."""
-    with_gradient = {role.name for role in joint.outputs if isinstance(role, roles.Grad)}
+    with_gradient = joint.gradients
     missing = [
         name
         for name, parameter in model.named_parameters()

@@ -102,12 +102,12 @@ class Program:
 
     def keep_inputs(self, keeps: Callable[[Input, fx.Node], bool]) -> None:
         """Drops the inputs that are not kept: placeholders that nothing reads."""
-        rows = self.input_rows
-        kept = [(role, node, value) for role, node, value in rows if keeps(role, node)]
-        self.inputs = [role for role, _, _ in kept]
-        self.input_values = [value for _, _, value in kept]
-        for node in {node for _, node, _ in rows}.difference(node for _, node, _ in kept):
-            self.graph.erase_node(node)
+        rows = [(role, node, value, keeps(role, node)) for role, node, value in self.input_rows]
+        self.inputs = [role for role, _, _, kept in rows if kept]
+        self.input_values = [value for _, _, value, kept in rows if kept]
+        for _, node, _, kept in rows:
+            if not kept:
+                self.graph.erase_node(node)
 
     def set_outputs(self, rows: Iterable[tuple[Output, fx.Node, Value]]) -> None:
         """Role, node and description of each output from here on."""

@@ -4,10 +4,11 @@ from collections import Counter
 from typing import Any
 
 from stepgraph.cost.memory import CATEGORIES, memory_timeline
+from stepgraph.cost.work import size_in_bytes
 from stepgraph.planning.plan import Plan
 from stepgraph.program.collectives import KINDS, is_collective
 from stepgraph.program.metadata import meta
-from stepgraph.program.program import Program, tensors_of
+from stepgraph.program.program import Program
 
 
 def collective_counts(program: Program) -> dict[tuple[str, str], dict[str, int]]:
@@ -18,7 +19,7 @@ def collective_counts(program: Program) -> dict[tuple[str, str], dict[str, int]]
         if is_collective(node):
             key = (meta(node)["phase"], KINDS[node.target])
             counts[key] += 1
-            sizes[key] += sum(t.numel() * t.element_size() for t in tensors_of(meta(node)["val"]))
+            sizes[key] += size_in_bytes(meta(node)["val"])
     return {key: {"count": counts[key], "bytes": sizes[key]} for key in counts}
 
 

@@ -36,6 +36,8 @@ from stepgraph.errors import PlanError
 from stepgraph.lowering import apply as lowering
 from stepgraph.lowering.decide import decide as decide_lowering
 from stepgraph.lowering.passes.bind_to_rank import bind_to_rank
+from stepgraph.lowering.passes.choose_attention_kernels import choose_attention_kernels
+from stepgraph.lowering.passes.move_to_target import move_to_target
 from stepgraph.lowering.passes.name_groups import name_groups
 from stepgraph.lowering.passes.name_mesh_dims import name_mesh_dims
 from stepgraph.lowering.passes.write_state_in_place import write_state_in_place
@@ -100,11 +102,13 @@ PLACED: Road = (draw_by_global_row, place_values, compare_with_classes)
 REMEMBERED: Road = (recompute_in_backward,)
 SCHEDULED: Road = (merge_small_collectives, update_early, delay_waits)
 BOUND: Road = (bind_to_rank,)
+TARGETED: Road = (move_to_target, choose_attention_kernels)
 LOWERED: Road = (write_state_in_place, name_groups)
 # One graph of many, in place of what is captured, formed and placed.
 GRAPH_CAPTURED: Road = (name_mesh_dims, key_random_operations, draw_seed)
 GRAPH_PLACED: Road = (place_markers,)
 GRAPH_SUMMED: Road = (sum_over_ranks,)
+GRAPH_TARGETED: Road = (choose_attention_kernels,)
 GRAPH_LOWERED: Road = (name_groups,)
 
 ROADS: dict[str, Road] = {
@@ -118,10 +122,12 @@ ROADS: dict[str, Road] = {
     "remembered": REMEMBERED,
     "scheduled": SCHEDULED,
     "bound": BOUND,
+    "targeted": TARGETED,
     "lowered": LOWERED,
     "graph by graph, captured": GRAPH_CAPTURED,
     "graph by graph, placed": GRAPH_PLACED,
     "graph by graph, summed": GRAPH_SUMMED,
+    "graph by graph, targeted": GRAPH_TARGETED,
     "graph by graph, lowered": GRAPH_LOWERED,
 }
 
@@ -192,6 +198,7 @@ def make(
     limit: int | None = None,
     with_facts: bool = False,
     keep: bool = True,
+    strict: bool = False,
 ) -> Made:
     """Decides and applies at once, each room on what the one before has made.
 
@@ -200,12 +207,13 @@ def make(
         limit: bytes that a solver may hold; by default, what the request gives it.
         with_facts: gather what a plan file tells of values.
         keep: the programs are needed again.
+        strict: nothing is drawn that another mesh would draw otherwise.
     """
     made = Made(plan)
     driver = driver or PassDriver()
     for name, program in in_order(programs):
         program = program.copy() if keep else program
-        _through_rooms(program, name, made, target, rank, driver, limit, with_facts)
+        _through_rooms(program, name, made, target, rank, driver, limit, with_facts, strict)
     return made
 
 
@@ -218,6 +226,7 @@ def _through_rooms(
     driver: PassDriver,
     limit: int | None,
     with_facts: bool,
+    strict: bool,
 ) -> None:
     """One program through the rooms, decided where the plan has not decided it."""
     plan, request = made.plan, made.plan.request
@@ -248,6 +257,7 @@ def _through_rooms(
         program = schedule.apply(program, decided.schedule, target, SCHEDULED, driver)
     if rank != ALL_RANKS:
         program = driver.through(BOUND, program, rank=rank)
+        program = driver.through(TARGETED, program, target=target, strict=strict)
     how = decided.lowering
     if how is None:
         how = decide_lowering(program, request.lowering, target)

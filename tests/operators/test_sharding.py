@@ -14,6 +14,11 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from stepgraph import torch_internals
 from stepgraph.equivalence.lockstep import run_lockstep
+from stepgraph.operators.attention import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    ATTENTION_BIAS_BACKWARD,
+)
 from stepgraph.operators.sharding import FOLLOWERS, TABLE, Rules, Strategy
 from stepgraph.placement.passes.place_values import place_values
 from stepgraph.planning.decisions import OperationPlacement, PlacementDraft
@@ -37,16 +42,15 @@ def ints(high, *shape):
     return torch.randint(0, high, shape, generator=RANDOM)
 
 
-def attention_backward():
-    q, k, v, g = (rand(2, 4, 6, 8) for _ in range(4))
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
-    return (g, q, k, v, out, lse, 0.0, False), {}
+def attention(mask=None, keep=None, heads=4):
+    rows = [rand(2, n, 6, 8) for n in (4, heads, heads)]
+    return (*rows, mask, keep, False, 0.3, 0.1 if keep is not None else 0.0), {}
 
 
-def attention(mask=None):
-    return (rand(2, 4, 6, 8), rand(2, 4, 6, 8), rand(2, 4, 6, 8), 0.0, False), (
-        {} if mask is None else {"attn_mask": mask}
-    )
+def attention_backward(mask=None, keep=None, heads=4):
+    (*arguments, causal, scale, dropout), _ = attention(mask, keep, heads)
+    result = ATTENTION(*arguments, causal, scale, dropout)
+    return (rand(2, 4, 6, 8), *arguments, *result, causal, scale, dropout), {}
 
 
 # Every entry of the table, then a sample of what models are made of.
@@ -73,18 +77,24 @@ CASES = {
         (rand(4, 8, 6), ints(10, 4, 8), 10, -1, False),
         {},
     ),
-    "attention": (aten._scaled_dot_product_flash_attention_for_cpu.default, *attention()),
-    "attention, mask": (
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        *attention(rand(2, 1, 6, 6)),
+    "attention": (ATTENTION, *attention()),
+    "attention, mask": (ATTENTION, *attention(rand(2, 1, 6, 6))),
+    "attention, one mask": (ATTENTION, *attention(rand(1, 1, 6, 6) > 0)),
+    "attention, dropout": (ATTENTION, *attention(keep=rand(2, 4, 6, 6) > 0)),
+    "attention, groups of heads": (ATTENTION, *attention(heads=2)),
+    "attention backward": (ATTENTION_BACKWARD, *attention_backward()),
+    "attention backward, one head of keys": (ATTENTION_BACKWARD, *attention_backward(heads=1)),
+    "attention backward, dropout": (
+        ATTENTION_BACKWARD,
+        *attention_backward(rand(2, 1, 6, 6), rand(2, 4, 6, 6) > 0),
     ),
-    "attention, one mask": (
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        *attention(rand(6, 6)),
+    "attention backward, bias": (
+        ATTENTION_BIAS_BACKWARD,
+        *attention_backward(rand(1, 4, 6, 6)),
     ),
-    "attention backward": (
-        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-        *attention_backward(),
+    "attention backward, bias of rows": (
+        ATTENTION_BIAS_BACKWARD,
+        *attention_backward(rand(2, 1, 1, 6)),
     ),
     "mm": (aten.mm.default, (rand(4, 6), rand(6, 8)), {}),
     "bmm": (aten.bmm.default, (rand(2, 4, 6), rand(2, 6, 8)), {}),

@@ -130,4 +130,4 @@ def device_of(model: nn.Module) -> torch.device:
         )
     if real:
         return real[0]
-    return torch.accelerator.current_accelerator() or torch.get_default_device()
+    return torch.accelerator.current_accelerator(check_available=True) or torch.get_default_device()

@@ -226,4 +226,4 @@ def _communicating(device: torch.device | None, group: dist.ProcessGroup | None)
     kinds = [part.partition(":")[0] for part in dist.get_backend_config(group).split(",")]
     if device.type in kinds:
         return device
-    return torch.accelerator.current_accelerator() or device
+    return torch.accelerator.current_accelerator(check_available=True) or device

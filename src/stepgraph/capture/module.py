@@ -18,6 +18,7 @@ from torch import fx, nn
 
 from stepgraph import torch_internals
 from stepgraph.capture.annotations import annotate, settle_phases
+from stepgraph.capture.canonical import canonicalise
 from stepgraph.capture.decompositions import decomposition_table
 from stepgraph.capture.loss import check_loss, loss_of
 from stepgraph.capture.refusals import (
@@ -111,6 +112,7 @@ def capture(
     with _fake_parameters(model, batch, compute_dtype), torch.set_grad_enabled(training):
         try:
             captured, flat_names, assigned = export_graph(module, tuple(batch.tensors))
+            canonicalise(captured)
             names = _canonical_names(model, captured, flat_names)
             joint, result_tree = torch_internals.joint_graph(
                 captured, tuple(batch.tensors), decomposition_table()
@@ -168,11 +170,11 @@ def in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 def _fake_parameters(
     model: nn.Module, batch: BatchSpec, compute_dtype: torch.dtype | None
 ) -> Iterator[None]:
-    """Lends the model fake parameters and buffers of their global shapes on the batch's device.
+    """Lends the model fake parameters and buffers of their global shapes, on the host.
 
-    So capture never sees shards, DTensors or the meta device, and computes nothing.
+    So capture never sees shards, DTensors or any other device, and computes nothing.
     """
-    device = next((t.device for t in batch.tensors), torch.get_default_device())
+    device = torch_internals.host_device()
     mode = torch_internals.fake_mode_of(batch.tensors) or torch_internals.new_fake_mode()
     replaced: list[tuple[dict, str, Any]] = []
     stand_ins: dict[int, torch.Tensor] = {}

@@ -192,7 +192,7 @@ def _trace_with_numbers(
 
     fake_mode = torch_internals.new_fake_mode()
     with fake_mode:
-        stand_in = torch.empty(like.shape, dtype=like.dtype, device=_device(like))
+        stand_in = torch.empty(like.shape, dtype=like.dtype, device=torch_internals.host_device())
         gradient = torch.empty_like(stand_in)
         number_values = [torch.empty((), dtype=torch.float64) for _ in numbers]
     present = {
@@ -225,7 +225,7 @@ def _trace_with_numbers(
     }
     with fake_mode:
         state_values = [
-            torch.empty(spec.shape, dtype=spec.dtype, device=_device(like))
+            torch.empty(spec.shape, dtype=spec.dtype, device=torch_internals.host_device())
             for spec in specs.values()
         ]
 
@@ -317,10 +317,6 @@ def _trace(function, examples: list[torch.Tensor]) -> fx.GraphModule:
             node.replace_all_uses_with(node.args[0])
     graph.graph.eliminate_dead_code()
     return graph
-
-
-def _device(tensor: torch.Tensor) -> torch.device:
-    return torch.get_default_device() if tensor.is_meta else tensor.device
 
 
 class _NumbersAsTensors(TorchFunctionMode):

@@ -133,9 +133,9 @@ class Capture:
         )
         return Captured({"gradients": joint}, tree=tree, notes=notes)
 
-    def update(self, names: Sequence[str], device: torch.device) -> Captured:
+    def update(self, names: Sequence[str]) -> Captured:
         """Clipping and optimizer alone, of the parameters that have a gradient: ``update``."""
-        program = given_gradients(self.source.model, names, device)
+        program = given_gradients(self.source.model, names)
         optimizer = self._functional(program)
         program = self.driver.through(
             self.roads.updated_alone,

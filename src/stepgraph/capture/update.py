@@ -20,14 +20,14 @@ aten = torch.ops.aten
 MAX_GRAD_NORM = "max_grad_norm"
 
 
-def given_gradients(model: nn.Module, names: Sequence[str], device: torch.device) -> Program:
+def given_gradients(model: nn.Module, names: Sequence[str]) -> Program:
     """A Program whose gradients are inputs, for the passes that update parameters.
 
     Args:
         names: of the parameters that have one.
-        device: where the parameters are when the program runs.
     """
     graph, mode = fx.Graph(), torch_internals.new_fake_mode()
+    host = torch_internals.host_device()
     inputs: list[roles.Input] = []
     values: list[Value] = []
     gradients: list[fx.Node] = []
@@ -35,7 +35,7 @@ def given_gradients(model: nn.Module, names: Sequence[str], device: torch.device
         parameter = model.get_parameter(name)
         for role in (roles.Param(name), roles.GivenGrad(name)):
             with mode:
-                fake = torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device=device)
+                fake = torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device=host)
             node = graph.placeholder(f"input_{len(inputs)}")
             set_meta(node, {"val": fake, "name": roles.label(role)})
             inputs.append(role)

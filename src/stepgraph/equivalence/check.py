@@ -148,7 +148,7 @@ class _Checker:
             case "gradients":
                 return capture.gradients(as_module=False)
         learned = [name for name, p in self.model.named_parameters() if p.requires_grad]
-        return capture.update(learned, next(self.model.parameters()).device)
+        return capture.update(learned)
 
     def compare(
         self, step: Pass, before: Program, after: Program, arguments: Mapping[str, Any]
@@ -163,13 +163,18 @@ class _Checker:
         self.captured = True
         try:
             old: Results | None = None
-            if step.reference is None:
+            ranks = self.bound.get(after.name)  # once it is bound, each has a program of its own
+            if ranks:
+                old = self.values.execute(ranks)
+            elif step.reference is None:
                 old = self._execute(before)
             else:
                 old = step.reference(self.values, before, after, **arguments)
                 self._executed = None  # a reference may have put other values into accumulators
-            if step.name == "bind_to_rank":
-                self.bound[after.name] = self._for_all_ranks(step, before, after)
+            if ranks or "rank" in arguments:
+                copies = [before.copy() for _ in range(1, self.plan.mesh.world_size)]
+                others = self._rewritten(step, ranks[1:] if ranks else copies, arguments)
+                self.bound[after.name] = [after, *others]
                 new = self.values.execute(self.bound[after.name])
             else:
                 new = self._execute(after)
@@ -192,10 +197,16 @@ class _Checker:
             self._executed = key, self.values.execute(program)
         return self._executed[1]
 
-    def _for_all_ranks(self, step: Pass, before: Program, first: Program) -> list[Program]:
+    def _rewritten(
+        self, step: Pass, others: Sequence[Program], arguments: Mapping[str, Any]
+    ) -> list[Program]:
+        """What a pass makes of the programs of all ranks but the first."""
         rewrite = self.driver.replaced.get(step.name, step.rewrite)
-        ranks = range(1, self.plan.mesh.world_size)
-        return [first, *(rewrite(before.copy(), rank=rank) for rank in ranks)]
+        given = [
+            {**arguments, "rank": rank} if "rank" in arguments else arguments
+            for rank in range(1, len(others) + 1)
+        ]
+        return [rewrite(p.copy(), **how) for p, how in zip(others, given, strict=True)]
 
     def _check_lowering(self, bound: list[Program], lowerings: Sequence[str]) -> None:
         """Every rank's own program as it is executed; and the code that lowerings make of it."""

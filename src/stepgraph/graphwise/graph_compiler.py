@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from stepgraph.analysis.sums import Sums, decide_sums
+from stepgraph.capture.canonical import canonicalise
 from stepgraph.capture.decompositions import decomposition_table
 from stepgraph.errors import CaptureError
 from stepgraph.graphwise.graph import OTHERS, GraphProgram
@@ -29,6 +30,7 @@ from stepgraph.pipeline import (
     GRAPH_LOWERED,
     GRAPH_PLACED,
     GRAPH_SUMMED,
+    GRAPH_TARGETED,
     REMEMBERED,
     SCHEDULED,
 )
@@ -96,6 +98,7 @@ class GraphCompiler:
                 do="write after the step, into the parameter itself, or into a buffer",
             )
         sources = dynamo.input_sources(graph)
+        canonicalise(graph)
 
         # What is compiled outlives this object, in dynamo's cache: it holds the settings alone.
         own, target = weakref.ref(self), self.target
@@ -182,6 +185,7 @@ class GraphCompiler:
             program, request.schedule, self.target, SCHEDULED, driver
         )
         program = driver.through(BOUND, program, rank=self.rank)
+        program = driver.through(GRAPH_TARGETED, program, target=self.target, strict=True)
         how = decide_lowering(program, request.lowering, self.target)
         if how.reason:
             program.note(how.reason)

@@ -18,12 +18,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph import torch_internals
 from stepgraph.operators import table as operators
+from stepgraph.operators.attention import ATTENTIONS
 from stepgraph.program.build import freeze
 from stepgraph.program.layout import InnerShard, blocks_of, from_torch, to_torch
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import tensor_arguments
 from stepgraph.program.randomness import RANDOM
-from stepgraph.torch_internals import operators as private
 
 aten = torch.ops.aten
 
@@ -208,50 +208,26 @@ def _follows_first(node: fx.Node, placements: tuple[Placement, ...]) -> list[Str
     return [Strategy((placements[0],), (placements[0],))]
 
 
-def _batch_and_heads(outputs: tuple[tuple[int, int] | None, ...]) -> Entry:
-    """Attention: independent over batch and heads.
+def _batch_and_heads(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
+    """Attention: independent over batch and heads, the first two dimensions of all arguments and results.
 
-    ``outputs`` gives each result's (batch, head) dimension; tensor arguments are (batch, head, ...)
-    except an attention mask, whose sizes of 1 are broadcast, and per-row statistics.
+    What has one of them (a mask, the heads of keys that all queries share) serves every part.
     """
-
-    def entry(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
-        strategies = []
-        arguments = tensor_arguments(node)
-        query = meta(arguments[_ATTENTION_QUERY.get(node.target, 0)])["val"]
-        for dim in (0, 1):
-            if query.shape[dim] == 1:
-                continue
-            wanted: list[Placement] = []
-            for argument in arguments:
-                value = meta(argument)["val"]
-                # A mask of fewer dimensions aligns at the right, like any broadcast.
-                own = dim - (query.dim() - value.dim()) if _is_mask(node, argument) else dim
-                whole = own < 0 or value.shape[own] == 1
-                wanted.append(Replicate() if whole else Shard(own))
-            results = tuple(
-                None if d is None else _part(value, d[dim])
-                for d, value in zip(outputs, results_of(node), strict=True)
-            )
-            strategies.append(Strategy(tuple(wanted), results))
-        return strategies
-
-    return entry
+    strategies = []
+    shapes = [meta(argument)["val"].shape for argument in tensor_arguments(node)]
+    for dim in (0, 1):
+        if max(shape[dim] for shape in shapes) == 1:
+            continue
+        wanted = tuple(Replicate() if shape[dim] == 1 else Shard(dim) for shape in shapes)
+        results = tuple(_part(value, dim) for value in results_of(node))
+        strategies.append(Strategy(wanted, results))
+    return strategies
 
 
 def _part(result: object, dim: int) -> Placement:
     """Of a result along a dimension: the gradient of the one head that all heads share is a sum."""
     assert isinstance(result, torch.Tensor)
     return Partial("sum") if result.shape[dim] == 1 else Shard(dim)
-
-
-def _is_mask(node: fx.Node, argument: fx.Node) -> bool:
-    return node.kwargs.get("attn_mask") is argument
-
-
-_ATTENTION_QUERY: dict[Any, int] = {
-    private.CPU_ATTENTION_BACKWARD: 1,
-}
 
 
 def _sorted_into_rows(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
@@ -314,8 +290,7 @@ TABLE: dict[Any, Entry] = {
     RANDOM: _drawn,
     aten.embedding.default: _looked_up,
     aten.embedding_dense_backward.default: _sorted_into_rows,
-    private.CPU_ATTENTION: _batch_and_heads(((0, 1), (0, 1))),
-    private.CPU_ATTENTION_BACKWARD: _batch_and_heads(((0, 1), (0, 1), (0, 1))),
+    **dict.fromkeys(ATTENTIONS, _batch_and_heads),
 }
 
 # Entries that answer only for the placements in question.

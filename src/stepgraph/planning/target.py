@@ -7,7 +7,7 @@ import torch
 from stepgraph.cost.calibration import HOST, UNCALIBRATED
 from stepgraph.cost.devices import DEVICES, Device
 
-ACCELERATOR = "accelerator"  # of the table: which torch names differently
+ACCELERATOR = "cuda"  # torch's name of every device of the table, AMD's too
 STREAMS = 2  # of an accelerator: compute, and communication beside it
 
 

@@ -1,10 +1,11 @@
 """Adding operations to a graph, with shapes computed on fake tensors once per distinct call and mode."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from stepgraph import torch_internals
 from stepgraph.program.metadata import meta, set_meta
@@ -21,16 +22,16 @@ class ShapeRunner:
     def __init__(self, graph: fx.Graph) -> None:
         values = (meta(node).get("val") for node in graph.nodes)  # the first few say it
         self.mode = torch_internals.fake_mode_of(values) or torch_internals.new_fake_mode()
-        self._known = torch_internals.known_shapes(self.mode)
+        self.known = torch_internals.known_shapes(self.mode)
 
     def run(self, target: Any, args: Any, kwargs: Any) -> Any:
         """The result of ``target`` on the ``val`` of the nodes among its arguments."""
         key = (target, freeze(args), freeze(kwargs))
-        if key not in self._known:
-            fakes, fake_kwargs = fx.node.map_arg((args, kwargs), lambda a: meta(a)["val"])
+        if key not in self.known:
+            fakes, fake_kwargs = map_arg((args, kwargs), lambda a: meta(a)["val"])
             with self.mode:
-                self._known[key] = target(*fakes, **fake_kwargs)
-        return self._known[key]
+                self.known[key] = target(*fakes, **fake_kwargs)
+        return self.known[key]
 
 
 class Builder:
@@ -56,6 +57,34 @@ class Builder:
         set_meta(node, {"val": value, "phase": self.phase, "module": self.module})
         return node
 
+    def spell(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Emits the operations of a function of tensors, in the order in which it calls them.
+
+        Args:
+            function: takes nested tuples of tensors and constants; its identity says what it computes.
+            args: the same, of nodes.
+
+        Returns:
+            what it returns, of nodes; None and numbers stay what they are.
+        """
+        nodes = [leaf for leaf in _leaves(args) if isinstance(leaf, fx.Node)]
+        key = (function, freeze(args))
+        known = self.shapes.known
+        if key not in known:
+            known[key] = torch_internals.trace(
+                lambda tensors: function(*_filled(args, iter(tensors))),
+                [meta(node)["val"] for node in nodes],
+                self.shapes.mode,
+            )
+        graph, tree = known[key]
+        new = dict(zip((n for n in graph.nodes if n.op == "placeholder"), nodes, strict=True))
+        for node in graph.nodes:
+            if node.op == "call_function":
+                made = map_arg((node.args, node.kwargs), new.__getitem__)
+                new[node] = self(node.target, *made[0], **made[1])
+        results = map_arg(graph.output_node().args[0], new.__getitem__)
+        return torch_internals.pytree.tree_unflatten(list(results), tree)
+
     def cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         """The node in another type; itself where it has that type."""
         if meta(node)["val"].dtype == dtype:
@@ -74,6 +103,20 @@ class Builder:
         self.program.inputs.append(role)
         self.program.input_values.append(Value.of(node))
         return node
+
+
+def _leaves(args: Any) -> list[Any]:
+    if isinstance(args, (tuple, list)):
+        return [leaf for item in args for leaf in _leaves(item)]
+    return [args]
+
+
+def _filled(args: Any, values: Iterator[Any]) -> Any:
+    """The arguments with values in place of nodes, in order."""
+    if isinstance(args, (tuple, list)):
+        items = [_filled(item, values) for item in args]
+        return type(args)(*items) if hasattr(args, "_fields") else type(args)(items)
+    return next(values) if isinstance(args, fx.Node) else args
 
 
 def freeze(argument: Any) -> Any:

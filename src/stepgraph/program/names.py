@@ -23,6 +23,8 @@ _SAME_OPERATION = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
+    "keyed_attention": "attention",
+    "attention_bias_backward": "attention_backward",
 }
 _ATTENTION = re.compile(r"_?scaled_dot_product_\w*?attention\w*?(_backward)?$")
 
@@ -37,6 +39,15 @@ def operation_name(node: fx.Node) -> str:
     if match := _ATTENTION.fullmatch(name):
         return "attention" + (match.group(1) or "")
     return _SAME_OPERATION.get(name, name)
+
+
+def kernel_name(node: fx.Node) -> str:
+    """:func:`operation_name`, and of an attention the kernel: ``flash_attention``, ``attention``."""
+    schema = getattr(node.target, "_schema", None)
+    name = schema.name.split("::")[-1] if schema is not None else ""
+    if _ATTENTION.fullmatch(name) or name == "keyed_attention":
+        return name.removeprefix("_scaled_dot_product_")
+    return operation_name(node)
 
 
 def name_operations(graph: fx.Graph) -> None:

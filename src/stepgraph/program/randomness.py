@@ -9,6 +9,7 @@ which a compiler may take apart and fuse (:func:`fused_random`); normals and exp
 cos, whose kernels differ, so they stay one opaque operation.
 """
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,12 @@ def seed_words(seed: int, step: int, micro_batch: int) -> torch.Tensor:
     """The value of a program's ``Seed`` input; any integer is a seed, modulo 2^64."""
     signed = (seed + 2**63) % 2**64 - 2**63
     return torch.tensor([signed, step, micro_batch])
+
+
+def host_seed(seed: int, step: int, micro_batch: int) -> int:
+    """The value of a program's ``HostSeed`` input: one number below 2^63, of all three."""
+    words = f"{seed % 2**64} {step} {micro_batch}".encode()
+    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest()) >> 1
 
 
 def philox(counter: Sequence[Any], key: Sequence[Any]) -> tuple[Any, Any, Any, Any]:

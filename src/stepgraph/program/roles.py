@@ -50,6 +50,11 @@ class Seed:
 
 
 @dataclass(frozen=True)
+class HostSeed:
+    """One number of the run's seed, the step and the micro-batch, on the host: for kernels that draw."""
+
+
+@dataclass(frozen=True)
 class Tangent:
     """The gradient of the loss with respect to itself, before capture fixes it to one."""
 
@@ -138,8 +143,8 @@ class NewAccumulator:
 
 
 Input = (
-    Param | Buffer | UserInput | OptimizerState | Scalar | Seed | Tangent | ResultTangent | GivenGrad
-    | Saved | Accumulator
+    Param | Buffer | UserInput | OptimizerState | Scalar | Seed | HostSeed | Tangent | ResultTangent
+    | GivenGrad | Saved | Accumulator
 )  # fmt: skip
 Output = (
     Loss | UserOutput | ModuleResult | Saved | Grad | NewParam | NewBuffer | NewOptimizerState

@@ -12,7 +12,7 @@ from torch import fx
 from stepgraph.program import roles
 from stepgraph.program.layout import MeshShape, show
 from stepgraph.program.metadata import meta
-from stepgraph.program.names import operation_name
+from stepgraph.program.names import kernel_name
 
 _DTYPES = {
     torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16",
@@ -116,8 +116,9 @@ def _call(node: fx.Node, names: dict[fx.Node, str]) -> str:
             return f"%{names[argument]}"
         if isinstance(argument, (tuple, list)):
             return f"[{', '.join(text(item) for item in argument)}]"
-        return repr(argument)
+        # Of a device its kind: which of several a process has is its own affair.
+        return argument.type if isinstance(argument, torch.device) else repr(argument)
 
     given = [text(argument) for argument in node.args]
     given += [f"{key}={text(value)}" for key, value in node.kwargs.items()]
-    return f"{operation_name(node)}({', '.join(given)})"
+    return f"{kernel_name(node)}({', '.join(given)})"

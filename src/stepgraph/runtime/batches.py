@@ -116,18 +116,19 @@ def global_spec(batch: LocalBatch, micro_batches: int, data_parallel: int) -> Ba
     return BatchSpec(tuple(map(whole, batch.leaves)), batch.paths, batch.tree)
 
 
-def fake_leaves(
-    rows: Callable[[int], int], device: torch.device | None = None
-) -> Callable[[Any], Any]:
-    """What makes a fake tensor of a leaf, with another number of rows; what is no tensor stays."""
-    mode = torch_internals.new_fake_mode()
+def fake_leaves(rows: Callable[[int], int]) -> Callable[[Any], Any]:
+    """What makes a fake tensor of a leaf, with another number of rows; what is no tensor stays.
+
+    On the host, wherever the leaf is: a step is captured there whatever it will run on.
+    """
+    mode, host = torch_internals.new_fake_mode(), torch_internals.host_device()
 
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         shape = [rows(leaf.shape[0]), *leaf.shape[1:]] if leaf.dim() else []
         with mode:
-            return torch.empty(shape, dtype=leaf.dtype, device=device or leaf.device)
+            return torch.empty(shape, dtype=leaf.dtype, device=host)
 
     return fake
 

@@ -137,7 +137,7 @@ class Compiler:
 
         def compile_update() -> Compiled:
             capture = self._capture(BatchSpec((), (), pytree.tree_structure(())))
-            return Compiled(self._made(lambda: capture.update(names, self.state.device))[0])
+            return Compiled(self._made(lambda: capture.update(names))[0])
 
         if key not in known:
             reason = f"{name}: other parameters have gradients" if known else None
@@ -242,7 +242,9 @@ class Compiler:
         def make_all() -> tuple[Captured, Made]:
             captured = capture()
             where = (self.ranks.target, self.ranks.rank)
-            return captured, make(captured.programs, self.plan, *where, driver=driver)
+            return captured, make(
+                captured.programs, self.plan, *where, driver=driver, strict=self.strict
+            )
 
         if not self.plan.request.searches or self.ranks.shape.world_size == 1:
             return make_all()

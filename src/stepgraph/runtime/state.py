@@ -20,7 +20,7 @@ from stepgraph.errors import CheckpointError, OptimizerError, UnfilledModelError
 from stepgraph.program import roles
 from stepgraph.program.layout import Placements, local_shape, replicated
 from stepgraph.program.program import Program, Value
-from stepgraph.program.randomness import seed_words
+from stepgraph.program.randomness import host_seed, seed_words
 from stepgraph.program.shards import local_part, rows_held
 from stepgraph.runtime import optimizer_state
 from stepgraph.runtime.buffers import PlacesOfBuffers
@@ -157,7 +157,8 @@ class State:
                     tensor = torch.full((), max_grad_norm or 0.0, dtype=value.dtype)
                 case _:
                     tensor = self.filled(value)
-            self.tensors[role] = tensor.to(self.device)
+            on_host = isinstance(role, roles.HostSeed)
+            self.tensors[role] = tensor.cpu() if on_host else tensor.to(self.device)
         self._accumulators = None
         self.values.update(inputs)
 
@@ -190,7 +191,9 @@ class State:
     def seed_random_operations(self, seed: int, step: int, micro_batch: int) -> None:
         """Sets what random operations draw from, where a program has any."""
         if (tensor := self.tensors.get(roles.Seed())) is not None:
-            tensor.copy_(seed_words(seed, step, micro_batch))
+            tensor.copy_(seed_words(seed, step, micro_batch), non_blocking=True)
+        if (tensor := self.tensors.get(roles.HostSeed())) is not None:
+            tensor.fill_(host_seed(seed, step, micro_batch))
 
     def set_gradient(self, name: str, local: torch.Tensor, program: Program) -> None:
         """Puts a local gradient into the parameter's ``.grad`` as a DTensor."""

@@ -64,9 +64,45 @@ def host_device() -> torch.device:
     return torch.Generator().device
 
 
+def is_there(device_type: str) -> bool:
+    """Whether this process can compute on a kind of device, not only whether torch was built for it."""
+    here = torch.accelerator.current_accelerator(check_available=True)
+    return device_type == host_device().type or (here is not None and here.type == device_type)
+
+
 def fake_mode_of(values: Iterable[object]) -> FakeTensorMode | None:
     """The fake mode that the first fake tensor of ``values`` belongs to."""
     return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+
+
+def inside_transform(tensor: torch.Tensor) -> bool:
+    """Whether a transform of ``torch.func`` (``vmap``, ``grad``) is looking at a tensor."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def trace(
+    function: Callable, examples: list[torch.Tensor], mode: FakeTensorMode
+) -> tuple[fx.Graph, Any]:
+    """The operators that a function of a list of tensors calls, without gradients.
+
+    Returns:
+        the graph, whose result is flat, and the pytree spec of what the function returned.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    tree = None
+
+    def flat(tensors: list[torch.Tensor]) -> list:
+        nonlocal tree
+        leaves, tree = pytree.tree_flatten(function(tensors))
+        return leaves
+
+    with mode, torch.no_grad():  # a tensor that is given twice would be traced as one input
+        given = [
+            torch.empty_strided(e.shape, e.stride(), dtype=e.dtype, device=e.device)
+            for e in examples
+        ]
+        return make_fx(flat)(given).graph, tree
 
 
 def known_shapes(mode: FakeTensorMode) -> dict[Any, Any]:

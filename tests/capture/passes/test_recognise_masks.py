@@ -84,6 +84,10 @@ def attention(program):
     return [n for n in program.operations() if "attention" in str(n.target)]
 
 
+def mask_of(node):
+    return node.args[4 if "backward" in str(node.target) else 3]
+
+
 def before_and_after(model, batch):
     program = index_rows_in_place(drop_identities(captured(model, batch)))
     return program, recognise_masks(program.copy())
@@ -96,9 +100,8 @@ def test_what_a_mask_says_is_known_or_it_stays(name):
     program, after = before_and_after(model, batch)
     assert len(attention(after)) == 2
     for node in attention(after):
-        causal = node.args[7 if "backward" in str(node.target) else 4 :][:1] == (True,)
-        assert causal == (name in CAUSAL)
-        assert (node.kwargs.get("attn_mask") is not None) == (name in STAYS)
+        assert node.args[-3] == (name in CAUSAL)
+        assert (mask_of(node) is not None) == (name in STAYS)
     inputs = values(model, batch)
     assert_summation(inputs.execute(program), inputs.execute(after))
 
@@ -113,7 +116,7 @@ def test_transformers_write_no_mask():
     inputs = values(model, without)
     assert_summation(inputs.execute(program), inputs.execute(after))
     _, masked = before_and_after(model, batch)
-    assert all(node.kwargs["attn_mask"] is not None for node in attention(masked))
+    assert all(mask_of(node) is not None for node in attention(masked))
 
 
 def _is_square(node, length):
@@ -130,4 +133,4 @@ def test_a_long_mask_is_recognised_without_being_made(monkeypatch):
     """32,768 tokens: the mask would have a thousand million elements."""
     monkeypatch.setitem(globals(), "LENGTH", 32768)
     _, after = before_and_after(Attending(keys_before_queries), torch.ones(1, LENGTH, 4))
-    assert all(node.kwargs["attn_mask"] is None for node in attention(after))
+    assert all(mask_of(node) is None for node in attention(after))

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from stepgraph.operators.attention import ATTENTION, ATTENTION_BACKWARD
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program
 from stepgraph.program.record import SUMMATION, program_pass
@@ -46,53 +47,27 @@ def recognise_masks(program: Program) -> Program:
     """
     constants = _Constants()
     for node in program.operations():
-        where = _ATTENTION.get(node.target)
-        mask = where.mask(node) if where is not None else None
-        if where is None or not isinstance(mask, fx.Node):
+        mask = node.args[_MASK[node.target]] if node.target in _MASK else None
+        if not isinstance(mask, fx.Node):
             continue
         found = constants.of(mask)
         if found in (Shape.BIAS, Shape.CAUSAL):
-            where.rewrite(node, causal=True)
+            _rewrite(node, causal=True)
         elif found is Shape.ALL or _everywhere(found, meta(mask)["val"].dtype == torch.bool):
-            where.rewrite(node, causal=False)
+            _rewrite(node, causal=False)
     return program.finish()
 
 
-class _Arguments:
-    """Where an attention operator has its mask and ``is_causal``, by its schema."""
-
-    def __init__(self, operator: Any) -> None:
-        names = [argument.name for argument in operator._schema.arguments]
-        kwargs = [argument.name for argument in operator._schema.arguments if argument.kwarg_only]
-        self.name = next(name for name in ("attn_mask", "attn_bias") if name in names)
-        self.position = None if self.name in kwargs else names.index(self.name)
-        self.causal = names.index("is_causal")
-        self.defaults = [argument.default_value for argument in operator._schema.arguments]
-
-    def mask(self, node: fx.Node) -> Any:
-        if self.position is None:
-            return node.kwargs.get(self.name)
-        return node.args[self.position]
-
-    def rewrite(self, node: fx.Node, causal: bool) -> None:
-        args = [*node.args, *self.defaults[len(node.args) : self.causal + 1]]
-        args[self.causal] = causal or args[self.causal]
-        if self.position is None:
-            node.kwargs = {**node.kwargs, self.name: None}
-        else:
-            args[self.position] = None
-        node.args = tuple(args)
+# The operator: where its arguments have the mask; ``is_causal`` is the third from the end.
+_MASK = {ATTENTION: 3, ATTENTION_BACKWARD: 4}
+_CAUSAL = -3
 
 
-_ATTENTION = {
-    operator: _Arguments(operator)
-    for operator in (
-        private.CPU_ATTENTION,
-        private.CPU_ATTENTION_BACKWARD,
-        private.EFFICIENT_ATTENTION,
-        private.EFFICIENT_ATTENTION_BACKWARD,
-    )
-}
+def _rewrite(node: fx.Node, causal: bool) -> None:
+    args = list(node.args)
+    args[_MASK[node.target]] = None
+    args[_CAUSAL] = causal or args[_CAUSAL]
+    node.args = tuple(args)
 
 
 class _Constants:

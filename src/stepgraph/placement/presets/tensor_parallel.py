@@ -39,7 +39,7 @@ from stepgraph.placement.rules.vocabulary import STRATEGIES
 from stepgraph.program import roles
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import BACKWARD, FORWARD, OPTIMIZER, Program, tensor_arguments
-from stepgraph.torch_internals import operators as private
+from stepgraph.operators.attention import ATTENTIONS
 
 aten = torch.ops.aten
 
@@ -53,7 +53,7 @@ _PASS_SUMS = {
 
 # These may read slices of an activation that every rank has: heads of keys and values that do not divide
 # serve queries that do.
-_SLICE_THEIR_INPUTS = {private.CPU_ATTENTION, private.CPU_ATTENTION_BACKWARD}
+_SLICE_THEIR_INPUTS = set(ATTENTIONS)
 
 _NEVER = float("inf")
 

@@ -1,0 +1,76 @@
+"""A Program that was captured on the host becomes one of the device that it runs on."""
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_aggregate
+
+from stepgraph import torch_internals
+from stepgraph.planning.target import Target
+from stepgraph.program import roles
+from stepgraph.program.build import ShapeRunner
+from stepgraph.program.metadata import meta
+from stepgraph.program.program import Program, tensors_of
+from stepgraph.program.record import program_pass
+
+
+@program_pass(
+    reads="the target",
+    writes="devices: of values, of what makes tensors, of constants; types and strides of results",
+)
+def move_to_target(program: Program, target: Target) -> Program:
+    """Every value, and what names a device, is on that of the target.
+
+    Results are what the device's kernels give (a norm's statistics are float32 there). Constants are moved
+    where the device is there, and else, in a plan, stay where they are.
+    """
+    host = torch_internals.host_device().type
+    values = (tensors_of(meta(node).get("val")) for node in program.graph.nodes)
+    devices = {tensor.device.type for found in values for tensor in found}
+    if devices <= {target.device_type}:
+        return program
+    shapes = ShapeRunner(program.graph)
+    mode = shapes.mode
+    known: dict[tuple, torch.Tensor] = {}
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, torch.device) and value.type == host:
+            return torch.device(target.device_type)
+        if not isinstance(value, torch.Tensor) or value.device.type != host:
+            return value
+        key = (value.shape, value.stride(), value.dtype)
+        if key not in known:
+            with mode, torch.no_grad():
+                known[key] = torch.empty_strided(*key[:2], dtype=key[2], device=target.device_type)
+        return known[key]
+
+    on_host = {node for role, node, _ in program.input_rows if isinstance(role, roles.HostSeed)}
+    for node in program.graph.nodes:
+        if node in on_host:
+            continue
+        node.args, node.kwargs = map_aggregate((node.args, node.kwargs), moved)  # type: ignore
+        if "val" in meta(node):
+            meta(node)["val"] = _there(node, map_aggregate(meta(node)["val"], moved), shapes)
+        if node.op == "get_attr" and torch_internals.is_there(target.device_type):
+            _move_constant(program.module, node, target.device_type)
+    return program
+
+
+def _there(node: fx.Node, expected: Any, shapes: ShapeRunner) -> Any:
+    """What an operation gives on the device; what was expected, where torch cannot tell without one."""
+    if node.op != "call_function":
+        return expected
+    try:
+        found = shapes.run(node.target, node.args, node.kwargs)
+    except Exception:  # a convolution asks the driver; a view finds other strides
+        return expected
+    pairs = zip(tensors_of(found), tensors_of(expected), strict=False)
+    same = all(a.shape == b.shape and a.device == b.device for a, b in pairs)
+    return found if same and len(tensors_of(found)) == len(tensors_of(expected)) else expected
+
+
+def _move_constant(module: fx.GraphModule, node: fx.Node, device_type: str) -> None:
+    constant = getattr(module, str(node.target))
+    if isinstance(constant, torch.Tensor):
+        setattr(module, str(node.target), constant.to(device_type))

@@ -1,0 +1,105 @@
+"""choose_attention_kernels: on every device the fused kernel where there is one, and the same values."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from stepgraph.capture.passes.key_random_operations import key_random_operations
+from stepgraph.lowering.passes.choose_attention_kernels import (
+    DRAWN_INSIDE,
+    QUADRATIC,
+    choose_attention_kernels,
+)
+from stepgraph.lowering.passes.move_to_target import move_to_target
+from stepgraph.planning.target import Target, usual_target
+from stepgraph.program import roles
+from tests.propagation import differences
+from tests.support import assert_golden, assert_summation, captured, values
+
+HOST = usual_target("cpu")
+CUDA = Target("cuda", 2, True, 2**20)
+
+
+class Attending(nn.Module):
+    """Self-attention of a kind, over ``[rows, 6, 4 heads x 8]``."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.project = nn.Linear(32, 32)
+        self.bias = nn.Parameter(torch.zeros(1, 4, 6, 6))
+
+    def forward(self, x):
+        q = self.project(x).unflatten(-1, (4, -1)).transpose(1, 2)
+        few = q[:, :2] if self.kind == "groups of heads" else q
+        mask = {
+            "padded": x[:, None, None, :, 0] > -0.5, "bias": self.bias, "drawn": None,
+        }.get(self.kind)  # fmt: skip
+        y = F.scaled_dot_product_attention(
+            q, few, few[..., :5] if self.kind == "narrow values" else few, attn_mask=mask,
+            dropout_p=0.5 if self.kind == "drawn" else 0.0, is_causal=self.kind == "causal",
+            enable_gqa=few is not q,
+        )  # fmt: skip
+        return y.square().sum() + self.bias.sum()
+
+
+def program_of(kind, dtype=None):
+    torch.manual_seed(0)
+    model, batch = Attending(kind), torch.randn(2, 6, 32)
+    return model, batch, key_random_operations(captured(model, batch, compute_dtype=dtype))
+
+
+KINDS = ["plain", "causal", "padded", "bias", "drawn", "groups of heads", "narrow values"]
+SPELT = {"bias", "drawn", "narrow values"}  # on hosts
+
+
+def attentions(program):
+    return [str(n.target) for n in program.operations() if "attention" in str(n.target)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_the_host_values_stay(kind):
+    model, batch, program = program_of(kind)
+    after = choose_attention_kernels(program.copy(), HOST)
+    assert len(attentions(after)) == (0 if kind in SPELT else 2)
+    assert not any("stepgraph.attention" in name for name in attentions(after))
+    inputs = values(model, batch)
+    assert_summation(inputs.execute(program), inputs.execute(after))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_cuda_a_fused_kernel_forward_and_backward(kind, dtype):
+    program = move_to_target(program_of(kind, dtype)[2], CUDA)
+    after = choose_attention_kernels(program, CUDA)
+    flash = dtype is not None and kind in {"plain", "causal", "groups of heads", "drawn"}
+    kernel = "flash" if flash else "efficient"
+    forward, backward = attentions(after)
+    drawn = "stepgraph.keyed_attention.default"
+    assert forward == (
+        drawn if kind == "drawn" else f"aten._scaled_dot_product_{kernel}_attention.default"
+    )
+    assert backward == f"aten._scaled_dot_product_{kernel}_attention_backward.default"
+    assert not differences(after, "cuda")
+    assert (roles.HostSeed() in after.inputs) == (kind == "drawn") == (DRAWN_INSIDE in after.notes)
+
+
+def test_strict_spells_a_dropout_out_and_says_so():
+    program = move_to_target(program_of("drawn")[2], CUDA)
+    after = choose_attention_kernels(program, CUDA, strict=True)
+    assert not attentions(after)
+    assert QUADRATIC.format("model") in after.notes or any("fused" in n for n in after.notes)
+    assert not differences(after, "cuda")
+
+
+def test_what_no_kernel_takes_is_spelt_out_and_said():
+    program = move_to_target(program_of("plain", torch.float64)[2], CUDA)
+    after = choose_attention_kernels(program, CUDA)
+    assert not attentions(after) and any("no fused kernel" in note for note in after.notes)
+
+
+def test_golden():
+    program = move_to_target(program_of("padded", torch.bfloat16)[2], CUDA)
+    after = choose_attention_kernels(program.copy(), CUDA)
+    assert_golden(__file__, "choose_attention_kernels", program, after)

@@ -59,7 +59,7 @@ def recognise_masks(program: Program) -> Program:
 
 
 # The operator: where its arguments have the mask; ``is_causal`` is the third from the end.
-_MASK = {ATTENTION: 3, ATTENTION_BACKWARD: 4}
+_MASK: dict[Any, int] = {ATTENTION: 3, ATTENTION_BACKWARD: 4}
 _CAUSAL = -3
 
 

@@ -1,6 +1,5 @@
 """Each attention becomes the kernel that its target has for it."""
 
-import operator
 import zlib
 from collections.abc import Iterator, Sequence
 

@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph import torch_internals
 from stepgraph.cost.work import size_in_bytes
+from stepgraph.operators.attention import ATTENTIONS
 from stepgraph.operators.sharding import Rules, Strategy
 from stepgraph.placement.presets.walk import (
     REPLICATE,
@@ -39,7 +40,6 @@ from stepgraph.placement.rules.vocabulary import STRATEGIES
 from stepgraph.program import roles
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import BACKWARD, FORWARD, OPTIMIZER, Program, tensor_arguments
-from stepgraph.operators.attention import ATTENTIONS
 
 aten = torch.ops.aten
 

@@ -3,8 +3,14 @@
 import pytest
 import torch
 
+from stepgraph import torch_internals
 from stepgraph.errors import BatchError
-from stepgraph.runtime.batches import flatten_batch, global_spec, split_micro_batches
+from stepgraph.runtime.batches import (
+    _check_devices,
+    flatten_batch,
+    global_spec,
+    split_micro_batches,
+)
 
 CPU = torch.device("cpu")
 
@@ -25,6 +31,17 @@ def test_leaves_have_paths_and_constants_are_part_of_the_key():
 def test_a_batch_without_rows_is_an_error(batch):
     with pytest.raises(BatchError, match="must hold tensors whose dimension 0"):
         flat(batch)
+
+
+def test_a_batch_on_two_accelerators_names_the_tensors():
+    mode = torch_internals.new_fake_mode()
+    with mode:
+        x, y = torch.empty(4, 2, device="cuda:0"), torch.empty(4, device="cuda:1")
+        moved = {"x": x, "y": torch.empty(4)}
+    with pytest.raises(BatchError, match="x on cuda:0, y on cuda:1"):
+        flat({"x": x, "y": y})
+    flat({"x": torch.ones(4, 2), "y": torch.ones(4)})
+    _check_devices(list(moved.items()))  # the loader left one of them on the host
 
 
 def test_tensors_that_disagree_on_the_rows_are_named():

@@ -121,13 +121,16 @@ def compute_dtype_in(plan: Plan, given: torch.dtype | None) -> torch.dtype | Non
 
 def device_of(model: nn.Module) -> torch.device:
     """The one device of a model; the machine's accelerator for a model on the meta device."""
-    devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
-    real = [device for device in devices if device.type != "meta"]
-    if len(real) > 1:
+    first: dict[torch.device, str] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.device.type != "meta":
+            first.setdefault(tensor.device, name)
+    if len(first) > 1:
+        where = ", ".join(f"{name} on {device}" for device, name in first.items())
         raise UsageError(
-            f"the model is on several devices: {', '.join(sorted(map(str, real)))}",
-            do="move it to one device",
+            f"the model is on several devices: {where}",
+            do="move it to one device: model.to(...)",
         )
-    if real:
-        return real[0]
+    if first:
+        return next(iter(first))
     return torch.accelerator.current_accelerator(check_available=True) or torch.get_default_device()

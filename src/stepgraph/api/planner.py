@@ -154,7 +154,8 @@ class Planner:
         reduces = reduces_each_micro_batch(placement, mesh)
         if self._captured is None or self._captured.reduces_each != reduces:
             self.stage("capture")
-            source = Source(self.model, self.loss, self._batch, self.optimizer)
+            where = self.target.device_type
+            source = Source(self.model, self.loss, self._batch, self.optimizer, device_type=where)
             self._captured = capture_of(source, self.settings, self.driver).step(reduces)
             self._captured.reduces_each = reduces
         return self._captured

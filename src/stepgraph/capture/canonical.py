@@ -36,7 +36,7 @@ CANONICAL: dict[Any, Callable] = {
 
 
 def canonicalise(graph: fx.GraphModule) -> None:
-    """Rewrites such calls in a graph of dynamo's, and in those inside it (checkpointed regions), in place."""
+    """Rewrites such calls in a graph of dynamo's and in those inside it (checkpointed regions)."""
     for module in graph.modules():
         if not isinstance(module, fx.GraphModule):
             continue

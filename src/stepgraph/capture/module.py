@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,7 +32,7 @@ from stepgraph.errors import CaptureError, LossError
 from stepgraph.program import roles
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program, Value
-from stepgraph.torch_internals import effects, pytree
+from stepgraph.torch_internals import autocast, effects, pytree
 from stepgraph.torch_internals.export import export_graph
 
 LossFunction = Callable[[nn.Module, Any], Any]
@@ -85,6 +86,7 @@ def capture(
     training: bool = True,
     as_module: bool = False,
     compute_dtype: torch.dtype | None = None,
+    device_type: str = "",
 ) -> tuple[Program, pytree.TreeSpec]:
     """Captures ``loss(model, batch)``, with its backward if ``training``.
 
@@ -96,6 +98,7 @@ def capture(
         training: with gradients; otherwise the module's forward under ``torch.no_grad()``.
         as_module: everything that ``loss`` returns is a result, each with a tangent of its own.
         compute_dtype: of floating-point parameters and batch leaves; None: as they are.
+        device_type: what it will run on, whose autocast casts; by default the host.
 
     Returns:
         the Program, with outputs ``Loss`` and ``Grad`` (training), ``UserOutput``, or ``ModuleResult`` (and
@@ -107,16 +110,23 @@ def capture(
     """
     check_hooks(model)
     check_parameter_hooks(model)
+    device_type = device_type or torch_internals.host_device().type
     only_loss = training and not as_module
     module = _StepFunction(model, loss, batch, compute_dtype, only_loss=only_loss)
-    with _fake_parameters(model, batch, compute_dtype), torch.set_grad_enabled(training):
+    with (
+        _fake_parameters(model, batch, compute_dtype),
+        torch.set_grad_enabled(training),
+        _autocast_of(device_type),
+    ):
         try:
             captured, flat_names, assigned = export_graph(module, tuple(batch.tensors))
             canonicalise(captured)
+            autocast.enter_on_host(captured, device_type)
             names = _canonical_names(model, captured, flat_names)
-            joint, result_tree = torch_internals.joint_graph(
-                captured, tuple(batch.tensors), decomposition_table()
-            )
+            with autocast.casts_of(device_type):
+                joint, result_tree = torch_internals.joint_graph(
+                    captured, tuple(batch.tensors), decomposition_table()
+                )
         except torch_internals.GRAPH_BREAKS as error:
             raise graph_break_error(error) from error
         except torch_internals.DynamoError as error:
@@ -130,6 +140,15 @@ def capture(
         written = {role.name for role in program.outputs if isinstance(role, roles.NewBuffer)}
         check_assigned_buffers(assigned, written)
     return program, result_tree
+
+
+@contextlib.contextmanager
+def _autocast_of(device_type: str) -> Iterator[None]:
+    """Autocast is captured for the device: that torch would disable it on the host is no news."""
+    with warnings.catch_warnings():
+        if device_type != torch_internals.host_device().type:
+            warnings.filterwarnings("ignore", ".*Disabling autocast")
+        yield
 
 
 class _StepFunction(nn.Module):

@@ -26,7 +26,7 @@ class Source:
     """What a step is captured from.
 
     ``batch`` has the global shape of one micro-batch; ``optimizer`` None: gradients only; ``counters`` are
-    those of the run.
+    those of the run; ``device_type``: what it will run on, by default the host.
     """
 
     model: nn.Module
@@ -34,6 +34,7 @@ class Source:
     batch: BatchSpec
     optimizer: torch.optim.Optimizer | None = None
     counters: SharedCounters = field(default_factory=SharedCounters)
+    device_type: str = ""
 
 
 @dataclass
@@ -155,6 +156,7 @@ class Capture:
             source.loss,
             batch or source.batch,
             compute_dtype=self.settings.precision.compute,
+            device_type=source.device_type,
             **how,
         )
         program.name = name

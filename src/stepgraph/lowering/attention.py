@@ -29,9 +29,10 @@ class Kernel:
 
     Attributes:
         device_type: where it is; empty: everywhere.
-        refuses: why it cannot compute a call, or an empty text. ``learns``: a gradient of the mask is asked for.
-        forward: ``(call, key) -> (result, saved)``; ``key``: None, or what a dropout is keyed by, (a number on
-            the host, another of the operation).
+        refuses: ``(call, learns) -> why it cannot``, or an empty text; ``learns``: a gradient of the mask
+            is asked for.
+        forward: ``(call, key) -> (result, saved)``; ``key``: None, or what a dropout is keyed by: a number
+            on the host, another of the operation.
         backward: ``(call, saved, result, gradient, learns) -> gradients of query, key, value (and mask)``.
         draws: it draws a dropout itself; else it reads what is kept.
         quadratic: it holds a score for each query and key.
@@ -196,10 +197,7 @@ def _bias(call: Call) -> Tensor | None:
     keys = call.key.shape[-2]
     if mask.shape[-1] != keys:
         mask = mask.expand(*mask.shape[:-1], keys)
-    if keys % 16:
-        mask = functional.pad(mask, (0, -keys % 16)).narrow(-1, 0, keys)
-    else:
-        mask = _unit_stride(mask)
+    mask = _padded(mask, 16).narrow(-1, 0, keys) if keys % 16 else _unit_stride(mask)
     return mask.expand(batch, heads, queries, keys)
 
 
@@ -274,8 +272,8 @@ def keyed_attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A fused attention whose dropout is a function of the seed, the step and the operation.
 
-    The kernels draw from the device's generator, and take no seed: it is set on the host for the call alone,
-    and put back. Nothing waits for the device.
+    The kernels draw from the device's generator, and take no seed: it is set on the host for the call
+    alone, and put back. Nothing waits for the device.
 
     Args:
         kernel: ``flash`` or ``efficient``.

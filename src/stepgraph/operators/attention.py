@@ -20,9 +20,10 @@ aten = torch.ops.aten
 class Call(NamedTuple):
     """One attention, as a kernel is asked for it.
 
-    ``query`` is [batch, heads, queries, width], ``key`` and ``value`` [batch, heads or a divisor of them, keys,
-    width or another]; ``mask`` has four dimensions, those of size 1 repeated: bool (False hides a key), or
-    added to the scores; ``keep``, bool [batch, heads, queries, keys], is what a dropout of ``dropout_p`` keeps.
+    ``query`` is [batch, heads, queries, width], ``key`` [batch, heads or a divisor of them, keys, width],
+    ``value`` like it, of any width; ``mask`` has four dimensions, those of size 1 repeated: bool (False
+    hides a key), or added to the scores; ``keep``, bool [batch, heads, queries, keys], is what a dropout of
+    ``dropout_p`` keeps.
     """
 
     query: Tensor
@@ -197,7 +198,7 @@ def attention(
 
     Returns:
         [batch, heads, queries, width of value], laid out with heads beside each other; and the logarithm of
-        the sum of the exponentials of each row's scores, [batch, heads, queries], float32 (of float64: that).
+        the sum of the exponentials of each row's scores, [batch, heads, queries], in float32 at least.
     """
     call = Call(query, key, value, mask, keep, is_causal, scale, dropout_p)
     sums = torch.logsumexp(_scores(call).to(_sums_dtype(query)), -1)

@@ -38,14 +38,30 @@ def in_turn(pieces: Sequence[Any]) -> Iterator[tuple[str, int, Any]]:
         yield "step" if number == len(pieces) - 1 else "accumulate", number, piece
 
 
+def _check_devices(pairs: Sequence[tuple[str, Any]]) -> None:
+    """Refuses a batch that lies on several accelerators; what is on the host may stay."""
+    nowhere = (torch_internals.host_device().type, "meta")
+    first: dict[torch.device, str] = {}
+    for path, leaf in pairs:
+        if isinstance(leaf, torch.Tensor) and leaf.device.type not in nowhere:
+            first.setdefault(leaf.device, path)
+    if len(first) > 1:
+        where = ", ".join(f"{path} on {device}" for device, path in first.items())
+        raise BatchError(
+            f"the batch is spread over several devices: {where}",
+            do="put it on the device of the model, or leave it on the host",
+        )
+
+
 def flatten_batch(batch: Any, device: torch.device) -> LocalBatch:
     """Flattens a batch and moves its tensors to the device.
 
     Raises:
-        BatchError: no tensor in it, tensors that differ in dimension 0, or constants that no program can be
-            chosen by.
+        BatchError: no tensor in it, tensors on several accelerators or of several sizes in dimension 0, or
+            constants that no program can be chosen by.
     """
     pairs, tree = flatten_with_paths(batch)
+    _check_devices(pairs)
     paths = tuple(path for path, _ in pairs)
     leaves = tuple(
         leaf.to(device, non_blocking=True)

@@ -190,7 +190,8 @@ class Compiler:
             self.stats.recompiles.append(reason)
 
     def _capture(self, spec: BatchSpec, step: StepSettings | None = None) -> Capture:
-        source = Source(self.model, self.loss, spec, self.optimizer, self.state.counters)
+        where = self.state.device.type
+        source = Source(self.model, self.loss, spec, self.optimizer, self.state.counters, where)
         return capture_of(source, step or self.settings)
 
     def _compile(self, name: str, batch: LocalBatch) -> Compiled:

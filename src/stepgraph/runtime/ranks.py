@@ -82,8 +82,9 @@ def join_ranks(mesh: str | DeviceMesh | None, device: torch.device) -> Ranks:
         parse_mesh(mesh)  # a bad string is an error before anything is set up
     owns_group = False
     if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        backend = dist.get_default_backend_for_device(device.type)
         with communication_first(device.type):
-            dist.init_process_group(dist.get_default_backend_for_device(device.type))
+            dist.init_process_group(backend, device_id=_own_accelerator(device))
         owns_group = True
     try:
         return _ranks_of(mesh, device, owns_group)
@@ -91,6 +92,18 @@ def join_ranks(mesh: str | DeviceMesh | None, device: torch.device) -> Ranks:
         if owns_group:
             dist.destroy_process_group()
         raise
+
+
+def _own_accelerator(device: torch.device) -> torch.device | None:
+    """Makes the accelerator that this rank computes on the current one; None on the host.
+
+    That of the model, or, of a model that is nowhere yet, the launcher's number for this rank on its node.
+    """
+    if device.type == torch_internals.host_device().type:
+        return None
+    index = int(os.environ.get("LOCAL_RANK", 0)) if device.index is None else device.index
+    torch.accelerator.set_device_index(index)
+    return torch.device(device.type, index)
 
 
 def _ranks_of(mesh: str | DeviceMesh | None, device: torch.device, owns_group: bool) -> Ranks:

@@ -191,7 +191,9 @@ class State:
     def seed_random_operations(self, seed: int, step: int, micro_batch: int) -> None:
         """Sets what random operations draw from, where a program has any."""
         if (tensor := self.tensors.get(roles.Seed())) is not None:
-            tensor.copy_(seed_words(seed, step, micro_batch), non_blocking=True)
+            # Written by kernels: nothing is copied from the host, and nothing waits.
+            for index, word in enumerate(seed_words(seed, step, micro_batch).tolist()):
+                tensor[index].fill_(word)
         if (tensor := self.tensors.get(roles.HostSeed())) is not None:
             tensor.fill_(host_seed(seed, step, micro_batch))
 

@@ -26,8 +26,8 @@ from stepgraph.program.randomness import RANDOM
 from stepgraph.program.record import SUMMATION, program_pass
 
 DRAWN_INSIDE = (
-    "attention dropout is drawn inside the fused kernel: the same at every run, recomputed and resumed, but "
-    "not the same on another mesh (strict=True spells it out)"
+    "attention dropout is drawn inside the fused kernel: the same at every run, recomputed and resumed, "
+    "but not on another mesh (strict=True spells it out)"
 )
 QUADRATIC = "no fused kernel of this device computes the attention of {}: it holds all scores"
 

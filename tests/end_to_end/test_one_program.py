@@ -1,0 +1,170 @@
+"""One Program on every device: of host, meta or CUDA tensors the plan is the same, and is fused on CUDA.
+
+What a CUDA rank would run is propagated on fake tensors; nothing runs on a device here.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import stepgraph
+from stepgraph import torch_internals
+from tests.end_to_end import many_models, models
+from tests.end_to_end.models import ROWS, Brought
+from tests.propagation import differences
+
+
+class Recurrent(nn.Module):
+    """An LSTM over a few steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.LSTM(8, 16, batch_first=True)
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x):
+        return self.head(self.inner(x)[0]).square().mean()
+
+
+class Noisy(nn.Module):
+    """Noise on the way in, and islands in another type: one of the device, one that is full precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 1)
+
+    def forward(self, x):
+        x = x + 0.1 * torch.randn_like(x)
+        with torch.autocast(x.device.type, torch.bfloat16):
+            y = F.softmax(self.norm(self.first(x)), -1)
+            with torch.autocast(x.device.type, enabled=False):
+                y = y.float().cumsum(-1)
+        return self.last(y.to(self.last.weight.dtype)).square().mean()
+
+
+class Documents(nn.Module):
+    """Attention within documents, as a mask of the batch, with a learned bias or without."""
+
+    def __init__(self, learned):
+        super().__init__()
+        self.project = nn.Linear(16, 48)
+        self.bias = nn.Parameter(torch.zeros(4, 8, 8)) if learned else None
+
+    def forward(self, x):
+        q, k, v = (
+            t.unflatten(-1, (4, 4)).transpose(1, 2) for t in self.project(x).chunk(3, dim=-1)
+        )
+        document = (x[..., 0] > 0).long().cumsum(1)
+        same = (document[:, None, :, None] == document[:, None, None, :]).to(q.dtype)
+        mask = (1 - same) * -1e4 if self.bias is None else self.bias - (1 - same) * 1e4
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(q.dtype)).square().mean()
+
+
+def _of_table(name):
+    model, batch = many_models.make(name)
+    return Brought(model, batch)
+
+
+def _windowed():
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, vocab_size=models.WORDS, use_sliding_window=True,
+        sliding_window=4, max_window_layers=1,
+    )  # fmt: skip
+    ids = torch.randint(0, models.WORDS, (ROWS, models.TOKENS))
+    return Brought(Qwen3ForCausalLM(config), {"input_ids": ids, "labels": ids.clone()})
+
+
+def _of_rows(model, *shape):
+    return Brought(model, torch.randn(ROWS, *shape), lambda m, batch: m(batch))
+
+
+ZOO = {
+    **models.MODELS,
+    "qwen3, windowed": _windowed,
+    "soft caps": lambda: _of_table("Gemma2"),
+    "T5": lambda: _of_table("T5ForConditionalGeneration"),
+    "a learned bias": lambda: _of_rows(Documents(learned=True), 8, 16),
+    "documents": lambda: _of_rows(Documents(learned=False), 8, 16),
+    "LSTM": lambda: _of_rows(Recurrent(), 5, 8),
+    "noise and islands": lambda: _of_rows(Noisy(), 8),
+}
+# Whose own code calls ``scaled_dot_product_attention``.
+FUSED = {
+    "llama", "qwen3", "qwen3, windowed", "gpt2", "bert", "vit", "mixtral", "whisper", "unet", "lora", "T5",
+    "a learned bias", "documents",
+}  # fmt: skip
+KINDS = [
+    ("dp=4", "ddp", torch.bfloat16, "none"),
+    ("dp=2,tp=2", "tp+sp+zero3", None, "full"),
+]
+MORE = [
+    (mesh, preset, dtype, memory)
+    for mesh, preset in (
+        ("dp=4", "ddp"), ("dp=4", "zero3"), ("replicate=2,shard=2", "hsdp"),
+        ("dp=2,tp=2", "tp+sp+zero3"), ("dp=2,tp=2", "auto"),
+    )
+    for dtype in (None, torch.bfloat16)
+    for memory in ("none", "full")
+]  # fmt: skip
+
+
+def bring(name):
+    torch.manual_seed(0)
+    return ZOO[name]()
+
+
+def planned(brought, mesh, preset, dtype, memory):
+    return stepgraph.plan(
+        brought.model, example=brought.batch, mesh=mesh, loss=brought.loss, placement=preset,
+        memory=memory, compute_dtype=dtype,
+    )  # fmt: skip
+
+
+def elsewhere(name, batch):
+    """The model on the meta device, the batch on fake CUDA tensors."""
+    with torch.device("meta"):
+        brought = bring(name)
+    with torch_internals.new_fake_mode():
+        moved = pytree.tree_map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cuda"), batch)
+    return Brought(brought.model, moved, brought.loss)
+
+
+def attentions(program):
+    return [str(n.target) for n in program.operations() if "attention" in str(n.target)]
+
+
+def check_plan(name, kind):
+    brought = bring(name)
+    plan = planned(brought, *kind)
+    there = elsewhere(name, brought.batch)
+    assert planned(there, *kind).decisions == plan.decisions
+    programs = plan.programs(there.model, example=there.batch, loss=there.loss)
+    for program in programs.values():
+        assert not differences(program, "cuda")
+        found = attentions(program)
+        assert bool(found) == (name in FUSED)
+        assert not any("stepgraph.attention" in target for target in found)
+        assert sum("backward" in target for target in found) * 2 >= (
+            len(found) if kind[3] == "none" else 1
+        )
+    return plan, programs
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k[1])
+@pytest.mark.parametrize("name", ZOO)
+def test_a_laptops_plan_is_the_clusters(name, kind):
+    check_plan(name, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MORE, ids=lambda k: f"{k[1]} {k[2]} {k[3]}")
+@pytest.mark.parametrize("name", ZOO)
+def test_a_laptops_plan_is_the_clusters_whatever_is_asked(name, kind):
+    check_plan(name, kind)

@@ -10,9 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from stepgraph.cli.calibrate import calibrate as measure
-from stepgraph.cli.diagnosis import diagnose
+from stepgraph.cli.diagnosis import FAILED, NOT_HERE, OK, Check, diagnose
 from stepgraph.cli.options import example
-from stepgraph.cli.trials import FAILED, NOT_HERE, OK, Check
 
 
 @click.command("doctor", epilog=example("doctor --json"))

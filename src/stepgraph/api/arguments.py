@@ -63,11 +63,8 @@ def check_kinds(loss, mesh, plan, memory, lowering, max_grad_norm) -> None:
             raise UsageError(f"{name} must be a {wanted}, got {value!r}")
     if loss is not None and not callable(loss):
         raise UsageError(f"loss must be callable as loss(model, batch), got {loss!r}")
-    if max_grad_norm is not None and not (
-        isinstance(max_grad_norm, (int, float))
-        and math.isfinite(max_grad_norm)
-        and max_grad_norm > 0
-    ):
+    norm = max_grad_norm
+    if norm is not None and not (isinstance(norm, (int, float)) and 0 < norm < math.inf):
         raise UsageError(f"max_grad_norm must be a positive number, got {max_grad_norm!r}")
     if memory is not None:
         parse_policy(memory)
@@ -112,11 +109,6 @@ def make_plan(
 def name_of(optimizer: torch.optim.Optimizer | None) -> str | None:
     """What a plan calls an optimizer."""
     return None if optimizer is None else type(optimizer).__name__.lower()
-
-
-def compute_dtype_in(plan: Plan, given: torch.dtype | None) -> torch.dtype | None:
-    """What a step computes in: the argument, else what the plan was made for."""
-    return plan.request.step.precision.compute if given is None else given
 
 
 def device_of(model: nn.Module) -> torch.device:

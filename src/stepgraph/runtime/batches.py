@@ -14,12 +14,9 @@ from stepgraph.torch_internals import pytree
 
 
 @dataclass(frozen=True)
-class LocalBatch:
+class LocalBatch(BatchSpec):
     """One rank's part of a batch, flattened. ``key`` is what a compiled program is specialised to."""
 
-    leaves: tuple[Any, ...]
-    paths: tuple[str, ...]
-    tree: pytree.TreeSpec
     key: tuple
 
     def shapes(self) -> str:

@@ -143,23 +143,19 @@ def communication_first(device_type: str) -> Iterator[bool]:
     Gives whether they do. They do not where an accelerator computes, where the system has no such policy
     or does not allow it (Linux asks for CAP_SYS_NICE), or where this thread has one that somebody chose.
     """
-    restored = _raised() if device_type == torch_internals.host_device().type else None
+    restored = None
+    if device_type == torch_internals.host_device().type:
+        with contextlib.suppress(AttributeError, OSError):  # not on this system; not allowed
+            before = os.sched_getscheduler(0), os.sched_getparam(0)
+            if before[0] == os.SCHED_OTHER:
+                lowest = os.sched_param(os.sched_get_priority_min(os.SCHED_RR))
+                os.sched_setscheduler(0, os.SCHED_RR, lowest)
+                restored = before
     try:
         yield restored is not None
     finally:
         if restored is not None:
             os.sched_setscheduler(0, *restored)
-
-
-def _raised() -> tuple[int, os.sched_param] | None:
-    """Gives this thread the lowest real-time priority; what it had before, or None: it has that still."""
-    with contextlib.suppress(AttributeError, OSError):  # not on this system; not allowed
-        before = os.sched_getscheduler(0), os.sched_getparam(0)
-        if before[0] == os.SCHED_OTHER:
-            lowest = os.sched_param(os.sched_get_priority_min(os.SCHED_RR))
-            os.sched_setscheduler(0, os.SCHED_RR, lowest)
-            return before
-    return None
 
 
 def agree_on_shapes(key: Any, shown: str, ranks: Ranks) -> None:
@@ -219,14 +215,10 @@ def largest(ranks: Ranks, *numbers: int) -> list[int]:
     return tensor.tolist()
 
 
-def agree_on(tensors: list[torch.Tensor], ranks: Ranks) -> None:
+def agree_on(tensor: torch.Tensor, ranks: Ranks) -> None:
     """Gives every rank the first rank's values, in place."""
-    if ranks.shape.world_size == 1:
-        return
-    pending = [dist.broadcast(tensor, src=0, async_op=ranks.target.overlaps) for tensor in tensors]
-    for work in pending:
-        if work is not None:  # a synchronous one has ended
-            work.wait()
+    if ranks.shape.world_size > 1:
+        dist.broadcast(tensor, src=0)
 
 
 def from_first_rank(value: Any) -> Any:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import signal
+import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,9 +39,7 @@ class SaveFolder:
             raise UsageError(f"--checkpoint {str(self.path)!r} is a file", do="name a folder")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            probe = self.path / f".writable-{os.getpid()}"  # under torchrun every rank asks
-            probe.touch()
-            probe.unlink()
+            tempfile.TemporaryFile(dir=self.path).close()
         except OSError as error:
             raise UsageError(
                 f"--checkpoint {str(self.path)!r} cannot be written: {error.strerror}"

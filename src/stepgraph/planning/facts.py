@@ -66,7 +66,7 @@ def gather_facts(
         name = labels.get(node) or meta(node).get("name")
         if name is not None and node.op in ("placeholder", "call_function"):
             found[name] = ValueFacts(_types(node), reads.get(name, ()), moves.get(name, ()))
-    for node, role in zip(program.results, program.outputs, strict=True):
+    for role, node, _ in program.output_rows:
         found[roles.label(role)] = ValueFacts(_types(node))
     return found
 
@@ -76,8 +76,7 @@ def _types(node: fx.Node) -> str:
 
 
 def _labels(program: Program) -> dict[fx.Node, str]:
-    pairs = zip(program.placeholders, program.inputs, strict=True)
-    return {node: roles.label(role) for node, role in pairs}
+    return {node: roles.label(role) for role, node, _ in program.input_rows}
 
 
 def _reads(program: Program, decision: PlacementDecision) -> dict[str, tuple[Reads, ...]]:
@@ -96,7 +95,7 @@ def _reads(program: Program, decision: PlacementDecision) -> dict[str, tuple[Rea
             name = labels.get(argument) or meta(argument).get("name", "")
             by_placement = found.setdefault(name, {})
             by_placement.setdefault(shown[placements], []).append(meta(node)["name"])
-    for role, node in zip(program.outputs, program.results, strict=True):
+    for role, node, _ in program.output_rows:
         placement = show(decision.outputs[roles.label(role)])
         name = labels.get(node) or meta(node).get("name", "")
         found.setdefault(name, {}).setdefault(placement, []).append(roles.label(role))

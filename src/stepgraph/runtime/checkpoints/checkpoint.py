@@ -26,16 +26,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from stepgraph.errors import CheckpointError, StepgraphError
+from stepgraph.runtime import files
 from stepgraph.runtime.checkpoints import extras, saved_state, weights_file
 from stepgraph.runtime.checkpoints.manifest import NAME, OWN_FILES, FileRecord, Manifest, damaged
 from stepgraph.runtime.checkpoints.saved_state import SavedState
-from stepgraph.runtime.files import (
-    put_folder,
-    recover_folder,
-    remove_unfinished,
-    sync_folder,
-    unfinished_path,
-)
 from stepgraph.runtime.ranks import Messages, Ranks, largest
 from stepgraph.runtime.state import State
 
@@ -70,7 +64,7 @@ class Saver:
         self.finish()
         folder = Path(os.path.realpath(folder))
         token = _same_token(self.ranks)
-        unfinished = unfinished_path(folder, token)
+        unfinished = files.unfinished_path(folder, token)
         together(self.ranks, lambda: self.ranks.rank or _prepare(folder, unfinished))
         packed, tensors = together(self.ranks, lambda: extras.pack(extra))
         parts, described = extras.spread(packed, self.state)
@@ -92,17 +86,14 @@ class Saver:
         def complete(written: Sequence[tuple[list, dict[str, FileRecord]]]) -> None:
             assert metadata is not None
             writer.finish(metadata, [results for results, _ in written])
-            files = {name: record for _, records in written for name, record in records.items()}
-            for name in files:
+            held = {name: record for _, records in written for name, record in records.items()}
+            for name in held:
                 if not (unfinished / name).exists():
                     raise FileNotFoundError(f"{name} of another rank is not there: is it shared?")
-            files[_METADATA] = FileRecord.of(unfinished / _METADATA)
-            with (unfinished / NAME).open("w") as stream:
-                stream.write(replace(manifest, files=files).to_text())
-                stream.flush()
-                os.fsync(stream.fileno())
-            sync_folder(unfinished)
-            put_folder(unfinished, folder)
+            held[_METADATA] = FileRecord.of(unfinished / _METADATA)
+            with files.whole_file(unfinished / NAME) as part:
+                part.write_text(replace(manifest, files=held).to_text())
+            files.put_folder(unfinished, folder)
 
         self._start(token, folder, wait, write, complete, unfinished)
 
@@ -120,7 +111,7 @@ class Saver:
 
         def write() -> None:
             if self.ranks.rank == 0:
-                remove_unfinished(path)
+                files.remove_unfinished(path)
                 weights_file.write(whole, path)
 
         self._start(token, path, wait, write)
@@ -185,9 +176,7 @@ class Saver:
 
         It must be the same step on every rank: who raises alone leaves the others waiting.
         """
-        if self._thread is None:
-            return
-        if not largest(self.ranks, self._thread.is_alive())[0]:
+        if self._thread is not None and not largest(self.ranks, self._thread.is_alive())[0]:
             self.finish()
 
     # -- loading
@@ -200,7 +189,7 @@ class Saver:
         """
         self.finish()
         folder, ranks = Path(os.path.realpath(folder)), self.ranks
-        recover_folder(folder)
+        files.recover_folder(folder)
         manifest = together(ranks, lambda: Manifest.read(folder))
         together(ranks, lambda: manifest.verify(folder, ranks.rank, ranks.shape.world_size))
         saved = together(ranks, lambda: _open(folder))
@@ -332,7 +321,7 @@ def _same_token(ranks: Ranks) -> str:
 def _prepare(folder: Path, unfinished: Path) -> None:
     """Checks that the checkpoint may be put there, and makes the hidden folder beside it."""
     try:
-        recover_folder(folder)
+        files.recover_folder(folder)
         if folder.exists() and not folder.is_dir():
             raise CheckpointError(
                 f"{folder} is a file: a checkpoint is a folder",
@@ -347,7 +336,7 @@ def _prepare(folder: Path, unfinished: Path) -> None:
                 do="name a new folder",
             )
         folder.parent.mkdir(parents=True, exist_ok=True)
-        remove_unfinished(folder)
+        files.remove_unfinished(folder)
         unfinished.mkdir()
     except OSError as error:
         raise _not_written(error, folder, 0) from error

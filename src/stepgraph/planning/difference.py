@@ -25,12 +25,9 @@ _RESULTS = ("Loss", "Grad(", "UserOutput(", "ModuleResult(", "Saved(")
 
 def difference(mine: Plan, theirs: Plan) -> str:
     """``mine -> theirs`` for everything that differs, one line each; empty where nothing does."""
-    lines = []
-    asked = (mine.request, theirs.request), (mine.request.step, theirs.request.step)
-    for one, other in asked:
-        for name in [n for n in vars(one) if n != "step"]:
-            if getattr(one, name) != getattr(other, name):
-                lines.append(f"{name}: {getattr(one, name)} -> {getattr(other, name)}")
+    old, new = ({**vars(p.request), **vars(p.request.step)} for p in (mine, theirs))
+    asked = [name for name in old if name != "step" and old[name] != new[name]]
+    lines = [f"{name}: {old[name]} -> {new[name]}" for name in asked]
     if mine.fingerprint is not None and theirs.fingerprint is not None:
         lines += [f"model: {text}" for text in mine.fingerprint.differences(theirs.fingerprint)]
     first, second = mine.decisions, theirs.decisions

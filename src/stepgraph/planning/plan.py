@@ -17,10 +17,10 @@ from stepgraph.cost.predict import Prediction
 from stepgraph.errors import PlanError
 from stepgraph.planning.decisions import (
     Decisions,
+    Frozen,
     OperationPlacement,
     PlacementDecision,
     Table,
-    freeze,
 )
 from stepgraph.planning.facts import ValueFacts
 from stepgraph.planning.fingerprint import Fingerprint
@@ -34,7 +34,7 @@ Kind = TypeVar("Kind", bound="Plan")
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Frozen):
     """The four decisions, and the request that they answer.
 
     Attributes:
@@ -56,9 +56,6 @@ class Plan:
     predicted: Prediction | None = None
     notes: tuple[str, ...] = ()
     values: Mapping[str, Mapping[str, ValueFacts]] = Table()
-
-    def __post_init__(self) -> None:
-        freeze(self)
 
     @property
     def mesh(self) -> MeshShape:

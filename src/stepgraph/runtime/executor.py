@@ -29,16 +29,14 @@ from stepgraph.runtime.state import State
 class LoweredProgram:
     """One program, ready to run on this rank.
 
-    ``arguments`` are its inputs in order, the places of what each call brings left open: ``batch_places``
-    are (position among the arguments, leaf of the batch), ``other_places`` (position, role). ``buffers``
-    are those among the arguments.
+    ``arguments`` are its inputs in order, the places of what each call brings left open: ``places`` are
+    (position among the arguments, role). ``buffers`` are those among the arguments.
     """
 
     program: Program
     execute: Executable
     arguments: list[Any]
-    batch_places: list[tuple[int, int]]
-    other_places: list[tuple[int, roles.Input]]
+    places: list[tuple[int, roles.Input]]
     outputs: list[roles.Output]
     buffers: dict[str, torch.Tensor]
 
@@ -51,10 +49,9 @@ class LoweredProgram:
         """
         arguments = list(self.arguments)
         # Programs are compiled for contiguous inputs; what a caller brings may be any view.
-        for position, leaf in self.batch_places:
-            arguments[position] = leaves[leaf].contiguous()
-        for position, role in self.other_places:
-            value = (brought or {})[role]
+        for position, role in self.places:
+            of_batch = isinstance(role, roles.UserInput)
+            value = leaves[role.index] if of_batch else (brought or {})[role]
             saved = isinstance(role, roles.Saved)  # by a program, with the strides that it promised
             arguments[position] = value if saved else value.contiguous()
         return dict(zip(self.outputs, self.execute(arguments), strict=True))
@@ -77,12 +74,10 @@ def _lowered(
 ) -> LoweredProgram:
     """A final form of a Program as a callable, with its inputs from the state."""
     execute = lower(final, decision, state.ranks.target)
-    brought = [(i, role) for i, role in enumerate(final.inputs) if isinstance(role, roles.BROUGHT)]
-    batch = [(i, role.index) for i, role in brought if isinstance(role, roles.UserInput)]
-    others = [(i, role) for i, role in brought if not isinstance(role, roles.UserInput)]
+    places = [(i, role) for i, role in enumerate(final.inputs) if isinstance(role, roles.BROUGHT)]
     arguments = [None if isinstance(r, roles.BROUGHT) else state.tensors[r] for r in final.inputs]
     buffers = {r.name: state.tensors[r] for r in final.inputs if isinstance(r, roles.Buffer)}
-    return LoweredProgram(program, execute, arguments, batch, others, list(final.outputs), buffers)
+    return LoweredProgram(program, execute, arguments, places, list(final.outputs), buffers)
 
 
 # -- forward and backward by themselves

@@ -72,15 +72,8 @@ def check_kinds(loss, mesh, plan, memory, lowering, max_grad_norm) -> None:
         check_lowering(lowering)
 
 
-def make_plan(
-    plan,
-    mesh: MeshShape,
-    model: nn.Module,
-    memory: str | None = None,
-    schedule: str | None = None,
-    lowering: str | None = None,
-) -> Plan:
-    """The plan in force: explicit arguments win over its own values.
+def make_plan(plan, mesh: MeshShape, model: nn.Module, **policies: str | None) -> Plan:
+    """The plan in force: policies (memory, schedule, lowering) that are not None win over its own.
 
     Raises:
         UsageError, MeshError: it is for another mesh.
@@ -102,8 +95,7 @@ def make_plan(
         )
     made.check_model(model)
     made = replace(made, fingerprint=made.fingerprint or fingerprint_of(model))
-    given = {"memory": memory, "schedule": schedule, "lowering": lowering}
-    return made.under(**{name: value for name, value in given.items() if value is not None})
+    return made.under(**{name: value for name, value in policies.items() if value is not None})
 
 
 def name_of(optimizer: torch.optim.Optimizer | None) -> str | None:

@@ -99,7 +99,8 @@ class Engine(SavesAndLoads):
         device = arguments.device_of(model)
         ranks = join_ranks(mesh, device)
         try:
-            made = arguments.make_plan(plan, ranks.shape, model, memory, schedule, lowering)
+            policies = {"memory": memory, "schedule": schedule, "lowering": lowering}
+            made = arguments.make_plan(plan, ranks.shape, model, **policies)
         except Exception:
             if ranks.owns_group:
                 dist.destroy_process_group()

@@ -78,7 +78,7 @@ def parallelize(
     check_hooks(model)
     device = arguments.device_of(model)
     ranks = join_ranks(mesh, device)
-    made = arguments.make_plan(plan, ranks.shape, model, memory, lowering=lowering)
+    made = arguments.make_plan(plan, ranks.shape, model, memory=memory, lowering=lowering)
     precision = Precision(compute_dtype or made.request.step.precision.compute, reduce_dtype)
     step = StepSettings(precision=precision, seed=seed)
     made = made.under(placement=for_own_update(made.placement), step=step)
@@ -125,7 +125,7 @@ class ParallelForward:
         """Runs on this rank's part of a batch."""
         compiler, state = self.compiler, self.compiler.state
         local = flatten_batch(self._batch(args, kwargs), state.device)
-        _refuse_gradients_of_inputs(local.leaves)
+        _refuse_gradients_of_inputs(local)
         training = torch.is_grad_enabled() and any(
             p.requires_grad for p in state.model.parameters()
         )
@@ -207,10 +207,8 @@ class ParallelForward:
                 model.forward = replaced  # type: ignore[method-assign]
 
 
-def _refuse_gradients_of_inputs(leaves: tuple) -> None:
-    if torch.is_grad_enabled() and any(
-        isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves
-    ):
+def _refuse_gradients_of_inputs(batch: LocalBatch) -> None:
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in batch.tensors):
         raise UsageError(
             "an input of the parallelized module requires a gradient, which it would not get",
             do="detach it, or parallelize the module that computes it together with this one",

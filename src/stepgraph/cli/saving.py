@@ -147,15 +147,12 @@ class StopSignals:
             self._before = {n: signal.signal(n, self._receive) for n in STOP_SIGNALS}
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._restore()
-
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received = number
         if not dist.is_initialized():  # ranks get it again from whoever started them
-            self._restore()
+            self.__exit__()
 
-    def _restore(self) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}

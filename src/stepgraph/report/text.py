@@ -28,14 +28,12 @@ _SHAPE = re.compile(r"(\w+)\[([0-9, ]*)\]")
 
 def collective_counts(program: Program) -> dict[tuple[str, str], dict[str, int]]:
     """Collectives of a Program by (phase, kind): how many, and bytes of their results per rank."""
-    counts: Counter[tuple[str, str]] = Counter()
-    sizes: Counter[tuple[str, str]] = Counter()
-    for node in program.operations():
-        if is_collective(node):
-            key = (meta(node)["phase"], KINDS[node.target])
-            counts[key] += 1
-            sizes[key] += size_in_bytes(meta(node)["val"])
-    return {key: {"count": counts[key], "bytes": sizes[key]} for key in counts}
+    found: dict[tuple[str, str], dict[str, int]] = {}
+    for node in filter(is_collective, program.operations()):
+        row = found.setdefault((meta(node)["phase"], KINDS[node.target]), {"count": 0, "bytes": 0})
+        row["count"] += 1
+        row["bytes"] += size_in_bytes(meta(node)["val"])
+    return found
 
 
 def engine_report(plan: Plan, programs: dict[str, Program], notes: list[str], stats: Any) -> str:

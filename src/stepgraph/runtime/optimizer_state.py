@@ -12,13 +12,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from stepgraph.capture import optimizer as capture
 from stepgraph.capture.counters import SharedCounters
-from stepgraph.capture.optimizer import (
-    FIRST_STEP,
-    FunctionalOptimizer,
-    group_numbers,
-    group_settings,
-)
+from stepgraph.capture.optimizer import FIRST_STEP, FunctionalOptimizer
 from stepgraph.errors import CheckpointError, FrozenNumberError
 from stepgraph.program import roles
 from stepgraph.program.layout import Placements, local_shape
@@ -58,22 +54,14 @@ class Stored:
     def as_dtensor(self, local: torch.Tensor, value: Value) -> DTensor:
         """A DTensor that views the unpadded part of a local tensor."""
         assert value.placements is not None
-        coordinate = self.ranks.shape.coordinate(self.ranks.rank)
+        sizes, coordinate = self.ranks.shape.sizes, self.ranks.shape.coordinate(self.ranks.rank)
         for axis, placement in enumerate(value.placements):
             if isinstance(placement, Shard):
-                held = rows_held(
-                    value.shape[placement.dim], self.ranks.shape.sizes[axis], coordinate[axis]
-                )
+                held = rows_held(value.shape[placement.dim], sizes[axis], coordinate[axis])
                 local = local.narrow(placement.dim, 0, min(held, local.shape[placement.dim]))
-        stride = torch.empty(value.shape, device="meta").stride()
-        return DTensor.from_local(
-            local,
-            self.ranks.device_mesh,
-            value.placements,
-            run_check=False,
-            shape=torch.Size(value.shape),
-            stride=stride,
-        )
+        mesh, whole = self.ranks.device_mesh, torch.empty(value.shape, device="meta")
+        form = {"shape": whole.shape, "stride": whole.stride()}
+        return DTensor.from_local(local, mesh, value.placements, run_check=False, **form)
 
 
 def first_value(state: Stored, owner: str, key: str, value: Value) -> torch.Tensor:
@@ -239,12 +227,12 @@ class GroupNumbers:
         Raises:
             FrozenNumberError: a number changed that the program holds as a constant.
         """
-        settings = [group_settings(group) for group in self.optimizer.param_groups]
+        settings = [capture.group_settings(group) for group in self.optimizer.param_groups]
         self._settings = self._settings or settings
         if settings != self._settings:
             raise _changed(self._settings, settings)
         for index, group in enumerate(self.optimizer.param_groups):
-            for name, value in group_numbers(group).items():
+            for name, value in capture.group_numbers(group).items():
                 full = f"group{index}.{name}"
                 if self._numbers.get(full) == value:
                     continue

@@ -240,16 +240,15 @@ class Messages:
 
     def __init__(self, ranks: Ranks, token: str) -> None:
         self.rank, self.size = ranks.rank, ranks.shape.world_size
-        self._prefix = f"stepgraph/{token}"
         if self.size > 1:
-            self._store = torch_internals.rendezvous_store()
+            self._store = dist.PrefixStore(f"stepgraph/{token}", torch_internals.rendezvous_store())
 
     def gather(self, topic: str, value: Any) -> list[Any] | None:
         """Every rank's value in order, on the first rank; None elsewhere."""
         if self.size == 1:
             return [value]
         if self.rank:
-            self._store.set(f"{self._prefix}/{topic}/{self.rank}", _pack(value))
+            self._put(f"{topic}/{self.rank}", value)
             return None
         return [value] + [self._take(f"{topic}/{rank}") for rank in range(1, self.size)]
 
@@ -259,23 +258,20 @@ class Messages:
             return value
         if self.rank == 0:
             for rank in range(1, self.size):
-                self._store.set(f"{self._prefix}/{topic}/{rank}", _pack(value))
+                self._put(f"{topic}/{rank}", value)
             return value
         return self._take(f"{topic}/{self.rank}")
 
+    def _put(self, topic: str, value: Any) -> None:
+        self._store.set(topic, pickle.dumps(value).hex())  # a store's values are strings
+
     def _take(self, topic: str) -> Any:
         """Waits for a message and removes it. Waiting inside the store would lock it for others."""
-        key = f"{self._prefix}/{topic}"
         stop = time.monotonic() + LIMIT_SECONDS
-        while not self._store.check([key]):
+        while not self._store.check([topic]):
             if time.monotonic() > stop:
                 raise TimeoutError(f"no message {topic!r} after {LIMIT_SECONDS:.0f} seconds")
             time.sleep(_POLL_SECONDS)
-        packed = self._store.get(key)
-        self._store.delete_key(key)
+        packed = self._store.get(topic)
+        self._store.delete_key(topic)
         return pickle.loads(bytes.fromhex(packed.decode()))
-
-
-def _pack(value: Any) -> str:
-    """As text: a store's values are strings."""
-    return pickle.dumps(value).hex()

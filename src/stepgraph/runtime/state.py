@@ -13,20 +13,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from stepgraph import torch_internals
+from stepgraph import errors, torch_internals
 from stepgraph.capture.counters import SharedCounters
 from stepgraph.capture.optimizer import FunctionalOptimizer
 from stepgraph.capture.update import MAX_GRAD_NORM
-from stepgraph.errors import (
-    CheckpointError,
-    OptimizerError,
-    UnfilledModelError,
-    UsageError,
-    name_a_few,
-)
 from stepgraph.placement.presets.named import stored_parameter
 from stepgraph.program import roles
-from stepgraph.program.layout import Placements, local_shape, replicated
+from stepgraph.program.layout import local_shape, replicated
 from stepgraph.program.program import Program, Value
 from stepgraph.program.randomness import seed_words
 from stepgraph.runtime import optimizer_state
@@ -61,10 +54,7 @@ class State(optimizer_state.Stored):
         named = dict(model.named_parameters())
         _check_optimizer(optimizer, named)
         replaced = {
-            tensor: self._shard_parameter(
-                name, tensor, stored_parameter(preset, tuple(tensor.shape), ranks.shape)
-            )
-            for name, tensor in named.items()
+            tensor: self._shard_parameter(name, tensor, preset) for name, tensor in named.items()
         }
         for name, buffer in model.named_buffers():
             if buffer.is_meta:
@@ -85,12 +75,13 @@ class State(optimizer_state.Stored):
             optimizer.register_state_dict_pre_hook(publish)
             optimizer.register_load_state_dict_post_hook(adopt)
 
-    def _shard_parameter(self, name: str, tensor: nn.Parameter, stored: Placements) -> nn.Parameter:
+    def _shard_parameter(self, name: str, tensor: nn.Parameter, preset: str) -> nn.Parameter:
         if isinstance(tensor, DTensor):
-            raise OptimizerError(
+            raise errors.OptimizerError(
                 f"parameter {name!r} is a DTensor already",
                 do="give Engine the plain module: it shards by its own plan",
             )
+        stored = stored_parameter(preset, tuple(tensor.shape), self.ranks.shape)
         value = Value(tuple(tensor.shape), tensor.dtype, stored)
         if tensor.is_meta:
             self.unfilled.add(name)
@@ -192,9 +183,9 @@ class State(optimizer_state.Stored):
             UnfilledModelError: names what is missing.
         """
         if self.unfilled:
-            raise UnfilledModelError(
+            raise errors.UnfilledModelError(
                 f"the model was on the meta device, and has no values for: "
-                f"{name_a_few(sorted(self.unfilled))}",
+                f"{errors.name_a_few(sorted(self.unfilled))}",
                 do="call engine.load(...) or engine.load_state_dict(...) before the first step",
             )
 
@@ -240,7 +231,7 @@ class State(optimizer_state.Stored):
         # A tied tensor may come under one of its names only, as transformers' files have it.
         missing = [key for key in own if key not in state and id(own[key]) not in given]
         if unknown or missing:
-            raise CheckpointError(
+            raise errors.CheckpointError(
                 f"the state dict does not fit the model: missing {missing[:5]}, unknown {unknown[:5]}"
             )
         names = {id(tensor): name for name, tensor in self.model.named_parameters()}
@@ -250,7 +241,7 @@ class State(optimizer_state.Stored):
             if not isinstance(target, torch.Tensor) or not isinstance(value, torch.Tensor):
                 continue
             if tuple(target.shape) != tuple(value.shape):
-                raise CheckpointError(
+                raise errors.CheckpointError(
                     f"{key!r} has shape {list(value.shape)} in the state dict and "
                     f"{list(target.shape)} in the model"
                 )
@@ -284,7 +275,7 @@ def _check_optimizer(
     for index, group in enumerate(optimizer.param_groups):
         foreign = [tensor for tensor in group["params"] if id(tensor) not in known]
         if foreign:
-            raise OptimizerError(
+            raise errors.OptimizerError(
                 f"parameter group {index} of the optimizer holds {len(foreign)} tensors that are not "
                 f"parameters of the model (the first has shape {list(foreign[0].shape)})",
                 do="build the optimizer from model.parameters() of the model given to Engine",
@@ -342,7 +333,7 @@ class PlacesOfBuffers:
                 or id(own) in self._shared
                 or (buffer.shape, buffer.dtype) != (own.shape, own.dtype)
             ):
-                raise UsageError(
+                raise errors.UsageError(
                     f"buffer {name!r} was replaced by {_shown(buffer)}, and programs take {_shown(own)}"
                     + (", which modules share" if id(own) in self._shared else ""),
                     do="give the model its buffers before the engine is made",

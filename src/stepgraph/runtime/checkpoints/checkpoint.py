@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from stepgraph.errors import CheckpointError, StepgraphError
@@ -74,7 +74,7 @@ class Saver:
         if self.state.optimizer is not None:
             content["optimizer"] = saved_state.optimizer_state(self.state)
         planner, writer = _Planner(), FileSystemWriter(unfinished)
-        plan, metadata = _plan(self.ranks, planner, writer, content)
+        plan = _plan(self.ranks, planner, writer, content)
         if not wait:
             planner.copy_to_host(plan.items)
 
@@ -84,8 +84,7 @@ class Saver:
             return results, {name: FileRecord.of(unfinished / name) for name in names}
 
         def complete(written: Sequence[tuple[list, dict[str, FileRecord]]]) -> None:
-            assert metadata is not None
-            writer.finish(metadata, [results for results, _ in written])
+            writer.finish(planner.metadata, [results for results, _ in written])
             held = {name: record for _, records in written for name, record in records.items()}
             for name in held:
                 if not (unfinished / name).exists():
@@ -262,8 +261,8 @@ class _Planner(DefaultSavePlanner):
 
 def _plan(
     ranks: Ranks, planner: _Planner, writer: FileSystemWriter, content: dict[str, Any]
-) -> tuple[SavePlan, Metadata | None]:
-    """Who writes what: this rank's part, and torch's metadata on the first rank."""
+) -> SavePlan:
+    """What this rank writes; the first rank's planner has torch's metadata then."""
     first, several = ranks.rank == 0, ranks.shape.world_size > 1
 
     def local() -> SavePlan:
@@ -275,14 +274,9 @@ def _plan(
     if several:
         mine, plans = plans[0], [None] * ranks.shape.world_size if first else None
         dist.gather_object(mine, plans)
-    metadata = None
 
     def everybody() -> list[SavePlan] | None:
-        nonlocal metadata
-        if plans is None:
-            return None
-        each, metadata = planner.create_global_plan(plans)
-        return writer.prepare_global_plan(each)
+        return plans and writer.prepare_global_plan(planner.create_global_plan(plans)[0])
 
     plans = together(ranks, everybody)
     if several:
@@ -290,7 +284,7 @@ def _plan(
         dist.scatter_object_list(received, plans)
         plans = received
     assert plans is not None
-    return planner.finish_plan(plans[0]), metadata
+    return planner.finish_plan(plans[0])
 
 
 def together(ranks: Ranks, work: Callable[[], Result]) -> Result:

@@ -127,17 +127,9 @@ def load(extra: Mapping[str, Any], chosen: Mapping[str, str], saved: SavedState,
         leaves, tree = pytree.tree_flatten(
             torch.load(io.BytesIO(content), map_location=host_device(), weights_only=False)
         )
-        keys = saved.below("extra_tensors", name)
-        targets = {
-            keys[(str(i),)]: leaf.empty(state)
-            for i, leaf in enumerate(leaves)
-            if isinstance(leaf, _Placed)
-        }
-        saved.read_into(targets)
-        filled = [
-            targets[keys[(str(i),)]] if isinstance(leaf, _Placed) else leaf
-            for i, leaf in enumerate(leaves)
-        ]
+        filled = [leaf.empty(state) if isinstance(leaf, _Placed) else leaf for leaf in leaves]
+        keys = saved.below("extra_tensors", name).items()
+        saved.read_into({key: filled[int(position)] for (position,), key in keys})
         item.load_state_dict(pytree.tree_unflatten(filled, tree))
 
 

@@ -290,8 +290,7 @@ def host_batch(example: Any, micro_batches: int = 1) -> BatchSpec:
             )
         return count // micro_batches
 
-    batch = flatten_batch(pytree.tree_map(fake_leaves(rows), example), host)
-    return BatchSpec(batch.leaves, batch.paths, batch.tree)
+    return flatten_batch(pytree.tree_map(fake_leaves(rows), example), host)
 
 
 def make_optimizer(

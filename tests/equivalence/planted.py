@@ -273,8 +273,14 @@ def other_coordinate(position: int) -> Callable[[Program], None]:
 
 def other_mask(program: Program) -> None:
     for node in program.operations():
-        if "scaled_dot_product" in str(node.target):
+        if "attention" in str(node.target):
             node.args = tuple(not a if a is True else a for a in node.args)
+
+
+def other_scale(program: Program) -> None:
+    for node in program.operations():
+        if "scaled_dot_product" in str(node.target):
+            node.kwargs = {**node.kwargs, "scale": 2 * node.kwargs["scale"]}
 
 
 def reversed_operands(program: Program) -> None:
@@ -320,6 +326,8 @@ PLANTED: dict[str, Planted] = {
         ("update_early", "clipped", after(early)),
         ("delay_waits", "clipped", after(unawaited)),
         ("bind_to_rank", "parts", with_other(rank=lambda rank: 1 - rank)),
+        ("move_to_target", "parts", after(scaled(aten.tanh.default))),
+        ("choose_attention_kernels", "parts", after(other_scale)),
         ("write_state_in_place", "clipped", after(written_first)),
         ("name_groups", "two dimensions", after(other_dimension)),
     )
@@ -338,7 +346,7 @@ BESIDE_THE_PASS = {
     "update": (
         "spell_out_log_softmax", "spell_out_norms", "copy_views", "draw_by_global_row", "place_values",
         "compare_with_classes", "recompute_in_backward", "merge_small_collectives", "bind_to_rank",
-        "name_groups",
+        "move_to_target", "choose_attention_kernels", "name_groups",
     ),
 }  # fmt: skip
 
@@ -363,4 +371,5 @@ PLANTED_IN_GRAPHS: dict[str, Bug] = {
     "update_early": after(scaled(aten.tanh.default))("update_early"),
     "delay_waits": after(unawaited)("delay_waits"),
     "bind_to_rank": after(scaled(aten.tanh.default))("bind_to_rank"),
+    "choose_attention_kernels": after(scaled(aten.tanh.default))("choose_attention_kernels"),
 }

@@ -18,6 +18,7 @@ ROOMS = (
     *pipeline.REMEMBERED,
     *pipeline.SCHEDULED,
     *pipeline.BOUND,
+    *pipeline.TARGETED,
     *pipeline.LOWERED,
 )
 # The passes that each program goes through, once it has its name.

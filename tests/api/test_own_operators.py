@@ -6,6 +6,7 @@ from torch import nn
 
 import stepgraph
 from stepgraph.cost.work import bytes_moved, node_flops
+from stepgraph.equivalence.check import check_model
 from stepgraph.errors import CaptureError, StrictError, UsageError
 from tests.own_operators import (
     ELSEWHERE,
@@ -124,6 +125,28 @@ def test_a_step_is_checked():
     with registered_norm():
         report = stepgraph.check(engine_of(model), ROWS)
     assert report.ok, str(report)
+
+
+@torch.library.custom_op("tested::centred", mutates_args=())
+def centred(x: torch.Tensor) -> torch.Tensor:
+    return x - x.mean(0)
+
+
+centred.register_fake(torch.empty_like)
+centred.register_autograd(lambda ctx, gradient: centred(gradient))
+
+
+@pytest.mark.parametrize(
+    ("text", "holds"), [("_ width -> _ width", True), ("rows _ -> rows _", False)]
+)
+def test_a_way_that_is_wrong_is_found_where_it_is_taken(text, holds):
+    """What an author says of rows is not so: a step on two ranks is another."""
+    stepgraph.register_operator(centred, sharding=text)
+    model = Calls(lambda y: centred(y).square())
+    batch = (torch.randn(4, 4),)
+    report = check_model(model, batch=batch, optimizer=adamw(model), mesh="dp=2", plan="zero3")
+    assert report.ok == holds, str(report)
+    assert holds or "place_values" in str(report.first_difference)
 
 
 def test_a_kernel_that_is_not_here_has_a_stand_in():

@@ -40,7 +40,8 @@ def register_operator(
     result lacks it, an argument must have it with ``+``, and what ranks compute are parts of a sum;
     without ``+`` the name is no way to shard. ``_`` and ``(name)`` are never sharded. A name is one size.
     Of several texts the first that fits a call counts. That a way is right is the author's word:
-    ``rows width, width -> rows width`` would shard a norm along what it normalises.
+    ``rows width, width -> rows width`` would shard a norm along what it normalises. (On a mesh where a step
+    takes such a way, :func:`stepgraph.check` finds it.)
 
     Args:
         op: what ``torch.library.custom_op`` or ``torch.library.triton_op`` returned, or

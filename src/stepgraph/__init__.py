@@ -2,6 +2,7 @@
 
 from stepgraph.api.check import check
 from stepgraph.api.engine import Engine
+from stepgraph.api.own_operators import register_operator
 from stepgraph.api.padding import PaddedBatches, pad_batches
 from stepgraph.api.parallelize import parallelize
 from stepgraph.api.plan import Plan, plan
@@ -20,4 +21,5 @@ __all__ = [
     "pad_batches",
     "parallelize",
     "plan",
+    "register_operator",
 ]

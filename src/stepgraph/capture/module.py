@@ -27,12 +27,13 @@ from stepgraph.capture.refusals import (
     check_hooks,
     check_parameter_hooks,
     graph_break_error,
+    operator_error,
 )
 from stepgraph.errors import CaptureError, LossError
 from stepgraph.program import roles
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program, Value
-from stepgraph.torch_internals import autocast, effects, pytree
+from stepgraph.torch_internals import autocast, custom_operators, effects, pytree
 from stepgraph.torch_internals.export import export_graph
 
 LossFunction = Callable[[nn.Module, Any], Any]
@@ -123,7 +124,7 @@ def capture(
             canonicalise(captured)
             autocast.enter_on_host(captured, device_type)
             names = _canonical_names(model, captured, flat_names)
-            with autocast.casts_of(device_type):
+            with autocast.casts_of(device_type), custom_operators.keeping_triton_operators():
                 joint, result_tree = torch_internals.joint_graph(
                     captured, tuple(batch.tensors), decomposition_table()
                 )
@@ -134,6 +135,10 @@ def capture(
             if isinstance(cause, LossError):
                 raise cause from None
             raise graph_break_error(error) from error
+        except (RuntimeError, UserWarning) as error:
+            if (lacking := operator_error(error)) is None:
+                raise
+            raise lacking from error
     kind = roles.ModuleResult if as_module else None if training else roles.UserOutput
     program = _describe(joint, names, batch, kind)
     if training:
@@ -148,6 +153,7 @@ def _autocast_of(device_type: str) -> Iterator[None]:
     with warnings.catch_warnings():
         if device_type != torch_internals.host_device().type:
             warnings.filterwarnings("ignore", ".*Disabling autocast")
+        warnings.filterwarnings("error", custom_operators.NO_FORMULA_WARNING)
         yield
 
 

@@ -10,8 +10,9 @@ import traceback
 import torch
 from torch import nn
 
-from stepgraph.errors import GraphBreakError, HookError, ParameterHookError
-from stepgraph.torch_internals import hooks
+from stepgraph.errors import CaptureError, GraphBreakError, HookError, ParameterHookError
+from stepgraph.operators import own
+from stepgraph.torch_internals import custom_operators, hooks
 
 _USER_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
@@ -77,8 +78,27 @@ def check_assigned_buffers(modules: list[str], written: set[str]) -> None:
             )
 
 
-def graph_break_error(error: Exception) -> GraphBreakError:
+def operator_error(error: Exception) -> CaptureError | None:
+    """What an operator that is not torch's lacks, where that is what an error is about."""
+    operator, lacking = custom_operators.lacks(error)
+    if not operator or not own.is_own(operator):
+        return None
+    if lacking == "formula":
+        return CaptureError(
+            f"{operator} has no autograd formula, and the step needs its gradient",
+            do="register one with torch.library.register_autograd",
+        )
+    return CaptureError(
+        f"{operator} has no fake implementation, and a step is captured on fake tensors",
+        do="register one with torch.library.register_fake, or what computes it on the host with "
+        f"stepgraph.register_operator({operator}, host=...)",
+    )
+
+
+def graph_break_error(error: Exception) -> CaptureError:
     """The line of the user's code that dynamo could not capture, and why."""
+    if (lacking := operator_error(error)) is not None:
+        return lacking
     frames = getattr(error, "real_stack", None)
     text = str(error)
     where = None

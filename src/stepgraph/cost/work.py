@@ -9,6 +9,7 @@ from torch.utils.flop_counter import flop_registry
 
 from stepgraph import torch_internals
 from stepgraph.cost.device import Device
+from stepgraph.operators import own
 from stepgraph.operators import table as operators
 from stepgraph.operators.views import is_view
 from stepgraph.program.collectives import is_collective
@@ -59,7 +60,7 @@ _FORMULAS: dict[Any, Callable[[Sequence[Any], Any], float]] = {
 def _attention_products(target: Any) -> int | None:
     """Products of queries x keys x head size in an attention kernel; None for another operator."""
     name = target._schema.name.split("::")[-1]
-    if "attention" not in name:
+    if "attention" not in name or own.is_own(target):
         return None
     return 5 if name.endswith("backward") else 2
 
@@ -89,7 +90,9 @@ def matmul_dtype(node: fx.Node) -> torch.dtype:
 
 
 def node_flops(node: fx.Node) -> float:
-    """:func:`flops_of` a node, by its local shapes."""
+    """:func:`flops_of` a node, by its local shapes; what its author says, where it is not torch's."""
+    if (told := own.cost_of(node)) is not None:
+        return told[0]
     arguments = fx.node.map_arg(node.args, lambda a: meta(a).get("val"))
     return flops_of(node.target, arguments, meta(node).get("val"))
 
@@ -115,8 +118,10 @@ def looks_up(node: fx.Node) -> bool:
     return operators.of(node.target).looks_up
 
 
-def bytes_moved(node: fx.Node) -> int:
+def bytes_moved(node: fx.Node) -> float:
     """Bytes that an operation reads and writes, by its ``traffic``; without one, all of them."""
+    if (told := own.cost_of(node)) is not None:
+        return told[1]
     arguments = tensor_arguments(node)
     reads, writes = meta(node).get("traffic", ((), True))
     if len(reads) != len(arguments):  # a node that placement put in, or gave other arguments

@@ -17,6 +17,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph import torch_internals
+from stepgraph.operators import own
 from stepgraph.operators import table as operators
 from stepgraph.operators.attention import ATTENTIONS
 from stepgraph.program.build import freeze
@@ -123,7 +124,10 @@ class Rules:
         results = results_of(node)
         replicate = Strategy((Replicate(),) * len(arguments), (Replicate(),) * len(results))
         entry = TABLE.get(node.target) or FOLLOWERS.get(node.target)
-        if entry is not None:
+        told = own.REGISTERED.get(node.target)
+        if told is not None and told.sharding:
+            found = [Strategy(*way) for way in own.ways_of(node, results)]
+        elif entry is not None:
             found = entry(node, placements)
         else:
             try:

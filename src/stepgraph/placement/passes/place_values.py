@@ -15,6 +15,7 @@ from torch.fx.node import map_arg
 
 from stepgraph import torch_internals
 from stepgraph.operators import table as operators
+from stepgraph.operators.own import replicated_note
 from stepgraph.operators.views import NAMES_A_SHAPE
 from stepgraph.placement.passes.draw_by_global_row import local_part_of
 from stepgraph.placement.rules.redistribution import redistribute_over
@@ -97,7 +98,7 @@ class _Placer:
         for text in self.decision.notes:
             placed.note(text)
         for name, operator_name in self.decision.unruled.items():
-            placed.note(f"{operator_name} has no sharding rule here, so it is replicated: {name}")
+            placed.note(replicated_note(operator_name, name))
         return placed.finish()
 
     def _wanted_placements(self) -> dict[fx.Node, dict[Placements, None]]:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph.cost.work import size_in_bytes
+from stepgraph.operators.own import is_own
 from stepgraph.operators.sharding import Rules, Strategy
 from stepgraph.program import roles
 from stepgraph.program.layout import InnerShard
@@ -147,6 +148,9 @@ class Walk:
         arguments = tensor_arguments(node)
         if node in self.given:
             self._choose(node, self.given[node])
+            found = self.rules.strategies(node, self.given[node].inputs)
+            if is_own(node.target) and len(found) == 1:
+                self.unruled[meta(node)["name"]] = str(node.target)
             return
         if meta(node).get("casts_parameter"):
             # Where the parameter is stored; readers find it as they would the parameter.

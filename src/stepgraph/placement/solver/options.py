@@ -10,6 +10,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph.cost.work import looks_up, matmul_dtype, node_flops, runs_no_kernel, size_in_bytes
+from stepgraph.operators import own
 from stepgraph.operators.sharding import Strategy, results_of
 from stepgraph.operators.views import viewed
 from stepgraph.placement.rules.coded import Coded
@@ -127,7 +128,7 @@ class Options:
         ways = [option[node] for option in group.options]
         picked, sizes = np.array(options), np.array(self.mesh.sizes)
         divided = [any(isinstance(p, Shard) for p in (*w.inputs, *w.outputs)) for w in ways]
-        work = node_flops(node) / np.where(np.array(divided)[picked], sizes, 1).prod(axis=1)
+        parts = np.where(np.array(divided)[picked], sizes, 1).prod(axis=1)
         reads, writes = meta(node)["traffic"]
         result = np.zeros(len(options))
         for i, value in enumerate(results_of(node)):
@@ -138,8 +139,10 @@ class Options:
             if read and isinstance(meta(argument)["val"], torch.Tensor):
                 size = self._bytes(meta(argument)["val"], [w.inputs[i] for w in ways], picked)
                 moved += np.minimum(size, result) if i == 0 and looks_up(node) else size
+        if (told := own.cost_of(node)) is not None:
+            moved = told[1] / parts
         starts = meta(node).get("starts", True)
-        return self.device.seconds(work, moved, matmul_dtype(node), starts)
+        return self.device.seconds(node_flops(node) / parts, moved, matmul_dtype(node), starts)
 
     def _is_kept(self, node: fx.Node) -> bool:
         stays = node in self.needed and meta(node)["name"] not in self._recomputed

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from stepgraph import torch_internals
-from stepgraph.torch_internals.autocast import casts_of
+from stepgraph.torch_internals.other_device import casts_of
 from tests.support import captured
 
 CALLS = {

@@ -151,19 +151,19 @@ def check_plan(name, kind):
         found = attentions(program)
         assert bool(found) == (name in FUSED)
         assert not any("stepgraph.attention" in target for target in found)
-        assert sum("backward" in target for target in found) * 2 >= (
-            len(found) if kind[3] == "none" else 1
-        )
-    return plan, programs
+        backwards = sum("backward" in target for target in found)
+        recomputed = kind[3] == "full"
+        assert backwards * 2 == len(found) or (recomputed and 0 < backwards * 2 < len(found))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k[1])
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  # peft's, on the meta device
 @pytest.mark.parametrize("name", ZOO)
-def test_a_laptops_plan_is_the_clusters(name, kind):
-    check_plan(name, kind)
+def test_a_laptops_plan_is_the_clusters(name):
+    check_plan(name, KINDS[list(ZOO).index(name) % len(KINDS)])
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
 @pytest.mark.parametrize("kind", MORE, ids=lambda k: f"{k[1]} {k[2]} {k[3]}")
 @pytest.mark.parametrize("name", ZOO)
 def test_a_laptops_plan_is_the_clusters_whatever_is_asked(name, kind):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -117,14 +116,14 @@ def capture(
     with (
         _fake_parameters(model, batch, compute_dtype),
         torch.set_grad_enabled(training),
-        _autocast_of(device_type),
+        other_device.as_on(device_type),
     ):
         try:
             captured, flat_names, assigned = export_graph(module, tuple(batch.tensors))
             canonicalise(captured)
-            autocast.enter_on_host(captured, device_type)
+            other_device.enter_on_host(captured, device_type)
             names = _canonical_names(model, captured, flat_names)
-            with autocast.casts_of(device_type), custom_operators.keeping_triton_operators():
+            with other_device.casts_of(device_type), custom_operators.keeping_triton_operators():
                 joint, result_tree = torch_internals.joint_graph(
                     captured, tuple(batch.tensors), decomposition_table()
                 )
@@ -145,16 +144,6 @@ def capture(
         written = {role.name for role in program.outputs if isinstance(role, roles.NewBuffer)}
         check_assigned_buffers(assigned, written)
     return program, result_tree
-
-
-@contextlib.contextmanager
-def _autocast_of(device_type: str) -> Iterator[None]:
-    """Autocast is captured for the device: that torch would disable it on the host is no news."""
-    with warnings.catch_warnings():
-        if device_type != torch_internals.host_device().type:
-            warnings.filterwarnings("ignore", ".*Disabling autocast")
-        warnings.filterwarnings("error", custom_operators.NO_FORMULA_WARNING)
-        yield
 
 
 class _StepFunction(nn.Module):
@@ -213,6 +202,11 @@ def _fake_parameters(
                         stand_ins[id(tensor)] = _stand_in(tensor, mode, device, compute_dtype)
                     replaced.append((table, name, tensor))
                     table[name] = stand_ins[id(tensor)]
+        for module in model.modules():  # recurrent networks keep their weights in a list as well
+            for name, held in list(vars(module).items()):
+                if isinstance(held, list) and any(id(x) in stand_ins for x in held):
+                    replaced.append((vars(module), name, held))
+                    vars(module)[name] = [stand_ins.get(id(x), x) for x in held]
         yield
     finally:
         for table, name, tensor in replaced:

@@ -1,6 +1,6 @@
-"""``torch.autocast`` on the host as an accelerator has it: which operators compute in which type.
+"""Capturing on the host what will run on another kind of device.
 
-A step is captured on the host, where fewer operators are kept in float32. The lists are those of
+``torch.autocast`` casts other operators there: the host keeps fewer in float32. The lists are those of
 ``aten/src/ATen/autocast_mode.h`` (torch 2.13); a name that a torch does not have is passed over.
 """
 
@@ -48,6 +48,25 @@ AS_THEY_ARE = """
     linalg_lstsq linalg_inv_ex
 """
 KEY = "AutocastCPU"
+
+
+@contextlib.contextmanager
+def as_on(device_type: str) -> Iterator[None]:
+    """Within it, nothing of the host's own is captured for another device: no operator of oneDNN.
+
+    That torch would disable the device's autocast on the host is no news.
+    """
+    if device_type == host_device().type:
+        yield
+        return
+    before = torch._C._get_mkldnn_enabled()  # torch's public switch warns of something else
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*Disabling autocast")
+            yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from stepgraph.errors import CaptureError, LossError
 from stepgraph.program import roles
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program, Value
-from stepgraph.torch_internals import effects, other_device, pytree
+from stepgraph.torch_internals import custom_operators, effects, other_device, pytree
 from stepgraph.torch_internals.export import export_graph
 
 LossFunction = Callable[[nn.Module, Any], Any]

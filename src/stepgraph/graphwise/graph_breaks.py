@@ -61,11 +61,7 @@ class GraphRunner:
     """
 
     def __init__(
-        self,
-        compiler: Compiler,
-        function: Callable,
-        reason: StepgraphError,
-        whole_backward: bool,
+        self, compiler: Compiler, function: Callable, reason: StepgraphError, whole_backward: bool
     ) -> None:
         self.compiler = compiler
         plan, ranks = compiler.plan, compiler.ranks

@@ -88,9 +88,8 @@ def _slice_of_batch(node: fx.Node, decision: PlacementDecision, mesh: MeshShape)
         (made,) = decision.operations[meta(value)["name"]].outputs
         seen = [made]
         for user in (user for user in value.users if meta(user).get("phase") == FORWARD):
-            read = zip(
-                tensor_arguments(user), decision.operations[meta(user)["name"]].inputs, strict=True
-            )
+            inputs = decision.operations[meta(user)["name"]].inputs
+            read = zip(tensor_arguments(user), inputs, strict=True)
             seen += [placements for argument, placements in read if argument is value]
         for placements in seen:
             for role, placement in zip(mesh.roles, placements or (), strict=True):

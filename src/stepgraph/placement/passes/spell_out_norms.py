@@ -124,26 +124,11 @@ def _batch_norm(
     return [result, batch_mean, inverse, new_mean, new_variance]
 
 
-def _batch_norm_with_reserve(
-    emit: Builder, x: Any, weight: Any, bias: Any, mean: Any, variance: Any, momentum: float,
-    eps: float,
-) -> list:  # fmt: skip
-    results = _batch_norm(emit, x, weight, bias, mean, variance, True, momentum, eps)
+def _batch_norm_with_reserve(emit: Builder, x: Any, *rest: Any) -> list:
+    *buffers, momentum, eps = rest
+    results = _batch_norm(emit, x, *buffers, True, momentum, eps)
     reserve = emit(aten.empty.memory_format, [0], dtype=torch.uint8, device=_value(x).device)
     return [*results[:3], reserve, *results[3:]]
-
-
-def _batch_norm_frozen(
-    emit: Builder, x: Any, weight: Any, bias: Any, mean: Any, variance: Any, momentum: float,
-    eps: float,
-) -> list:  # fmt: skip
-    return _batch_norm(emit, x, weight, bias, mean, variance, False, momentum, eps)
-
-
-def _batch_norm_without_buffers(
-    emit: Builder, x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
-) -> list:
-    return _batch_norm(emit, x, weight, bias, None, None, training, momentum, eps)
 
 
 def _batch_norm_backward(
@@ -214,8 +199,8 @@ def _group_norm_backward(
 
 _SPELLED: dict[Any, Callable[..., list]] = {
     private.BATCH_NORM_FUNCTIONAL: _batch_norm,
-    private.BATCH_NORM_FROZEN: _batch_norm_frozen,
-    private.BATCH_NORM_WITHOUT_BUFFERS: _batch_norm_without_buffers,
+    private.BATCH_NORM_FROZEN: lambda *args: _batch_norm(*args[:-2], False, *args[-2:]),
+    private.BATCH_NORM_WITHOUT_BUFFERS: lambda *args: _batch_norm(*args[:4], None, None, *args[4:]),
     private.BATCH_NORM_WITH_RESERVE: _batch_norm_with_reserve,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.batch_norm_backward.default: _batch_norm_backward,

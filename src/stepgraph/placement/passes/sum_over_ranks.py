@@ -64,7 +64,7 @@ def _expected(
         if any(meta(source).get("name") in special for source in node.all_input_nodes)
     ]
     results = dict(values.execute(before, dict.fromkeys(readers, read), inputs))
-    for role, node in zip(before.outputs, before.results, strict=True):
+    for role, node, _ in before.output_rows:
         if meta(node).get("name") in sums.totals:
             results[role] = whole[meta(node)["name"]]
     return results

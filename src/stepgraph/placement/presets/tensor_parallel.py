@@ -218,7 +218,7 @@ class TensorParallel:
 def _made_of(program: Program) -> dict[fx.Node, set[str]]:
     found: dict[fx.Node, set[str]] = {}
     from_batch: set[fx.Node] = set()
-    for node, role in zip(program.placeholders, program.inputs, strict=True):
+    for role, node, _ in program.input_rows:
         if isinstance(role, roles.Param):
             found[node] = {role.name}
         elif isinstance(role, roles.UserInput):

@@ -124,9 +124,10 @@ def _batch_norm(
     return [result, batch_mean, inverse, new_mean, new_variance]
 
 
-def _batch_norm_with_reserve(emit: Builder, x: Any, *rest: Any) -> list:
-    *buffers, momentum, eps = rest
-    results = _batch_norm(emit, x, *buffers, True, momentum, eps)
+def _batch_norm_with_reserve(
+    emit: Builder, x: Any, weight: Any, bias: Any, mean: Any, variance: Any, *rest: Any
+) -> list:
+    results = _batch_norm(emit, x, weight, bias, mean, variance, True, *rest)
     reserve = emit(aten.empty.memory_format, [0], dtype=torch.uint8, device=_value(x).device)
     return [*results[:3], reserve, *results[3:]]
 
@@ -199,8 +200,12 @@ def _group_norm_backward(
 
 _SPELLED: dict[Any, Callable[..., list]] = {
     private.BATCH_NORM_FUNCTIONAL: _batch_norm,
-    private.BATCH_NORM_FROZEN: lambda *args: _batch_norm(*args[:-2], False, *args[-2:]),
-    private.BATCH_NORM_WITHOUT_BUFFERS: lambda *args: _batch_norm(*args[:4], None, None, *args[4:]),
+    private.BATCH_NORM_FROZEN: (
+        lambda emit, x, w, b, mean, var, *rest: _batch_norm(emit, x, w, b, mean, var, False, *rest)
+    ),
+    private.BATCH_NORM_WITHOUT_BUFFERS: (
+        lambda emit, x, w, b, *rest: _batch_norm(emit, x, w, b, None, None, *rest)
+    ),
     private.BATCH_NORM_WITH_RESERVE: _batch_norm_with_reserve,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.batch_norm_backward.default: _batch_norm_backward,

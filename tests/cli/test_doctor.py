@@ -6,9 +6,16 @@ import pytest
 from click.testing import CliRunner
 
 from stepgraph.cli import main as cli
-from stepgraph.cli.diagnosis import cache_check, torch_check
+from stepgraph.cli.diagnosis import (
+    FAILED,
+    NOT_HERE,
+    OK,
+    Check,
+    cache_check,
+    torch_check,
+    try_out,
+)
 from stepgraph.cli.doctor import show, to_json
-from stepgraph.cli.trials import FAILED, NOT_HERE, OK, Check, try_out
 
 
 @pytest.mark.parametrize(

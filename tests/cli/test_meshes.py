@@ -1,6 +1,6 @@
 import pytest
 
-from stepgraph.cli.meshes import meshes_to_try, placement_on, sensible_meshes
+from stepgraph.cli.plan import meshes_to_try, placement_on, sensible_meshes
 from stepgraph.cost.devices import find_device
 from stepgraph.errors import MeshError, UsageError
 from stepgraph.runtime.ranks import parse_mesh

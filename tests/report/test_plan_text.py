@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from stepgraph.report.plan_text import (
+from stepgraph.report.text import (
     comparison,
     plan_page,
     plan_summary,

@@ -63,11 +63,8 @@ def check_kinds(loss, mesh, plan, memory, lowering, max_grad_norm) -> None:
             raise UsageError(f"{name} must be a {wanted}, got {value!r}")
     if loss is not None and not callable(loss):
         raise UsageError(f"loss must be callable as loss(model, batch), got {loss!r}")
-    if max_grad_norm is not None and not (
-        isinstance(max_grad_norm, (int, float))
-        and math.isfinite(max_grad_norm)
-        and max_grad_norm > 0
-    ):
+    norm = max_grad_norm
+    if norm is not None and not (isinstance(norm, (int, float)) and 0 < norm < math.inf):
         raise UsageError(f"max_grad_norm must be a positive number, got {max_grad_norm!r}")
     if memory is not None:
         parse_policy(memory)
@@ -75,15 +72,8 @@ def check_kinds(loss, mesh, plan, memory, lowering, max_grad_norm) -> None:
         check_lowering(lowering)
 
 
-def make_plan(
-    plan,
-    mesh: MeshShape,
-    model: nn.Module,
-    memory: str | None = None,
-    schedule: str | None = None,
-    lowering: str | None = None,
-) -> Plan:
-    """The plan in force: explicit arguments win over its own values.
+def make_plan(plan, mesh: MeshShape, model: nn.Module, **policies: str | None) -> Plan:
+    """The plan in force: policies (memory, schedule, lowering) that are not None win over its own.
 
     Raises:
         UsageError, MeshError: it is for another mesh.
@@ -105,18 +95,12 @@ def make_plan(
         )
     made.check_model(model)
     made = replace(made, fingerprint=made.fingerprint or fingerprint_of(model))
-    given = {"memory": memory, "schedule": schedule, "lowering": lowering}
-    return made.under(**{name: value for name, value in given.items() if value is not None})
+    return made.under(**{name: value for name, value in policies.items() if value is not None})
 
 
 def name_of(optimizer: torch.optim.Optimizer | None) -> str | None:
     """What a plan calls an optimizer."""
     return None if optimizer is None else type(optimizer).__name__.lower()
-
-
-def compute_dtype_in(plan: Plan, given: torch.dtype | None) -> torch.dtype | None:
-    """What a step computes in: the argument, else what the plan was made for."""
-    return plan.request.step.precision.compute if given is None else given
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -14,14 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from stepgraph import torch_internals
-from stepgraph.api.arguments import (
-    check_arguments,
-    check_kinds,
-    compute_dtype_in,
-    device_of,
-    make_plan,
-    name_of,
-)
+from stepgraph.api import arguments
 from stepgraph.api.checkpoints import SavesAndLoads
 from stepgraph.api.plan import Plan, public
 from stepgraph.capture.module import LossFunction, default_loss
@@ -30,7 +23,6 @@ from stepgraph.errors import GraphBreakError, ParameterHookError, UsageError
 from stepgraph.graphwise.compiled_autograd import check_whole_backward
 from stepgraph.graphwise.graph_breaks import GraphRunner
 from stepgraph.lowering.presets import check_lowering
-from stepgraph.placement.presets.named import stored_parameter
 from stepgraph.planning.request import Precision, StepSettings
 from stepgraph.program import roles
 from stepgraph.report.text import engine_report
@@ -99,14 +91,16 @@ class Engine(SavesAndLoads):
         seed: int = 0,
         max_shapes: int = MAX_SHAPES,
     ) -> None:
-        check_arguments(model, optimizer, micro_batches, schedule, compute_dtype, reduce_dtype)
-        check_kinds(loss, mesh, plan, memory, lowering, max_grad_norm)
+        arguments.check_arguments(
+            model, optimizer, micro_batches, schedule, compute_dtype, reduce_dtype
+        )
+        arguments.check_kinds(loss, mesh, plan, memory, lowering, max_grad_norm)
         check_hooks(model, optimizer)
-        device = device_of(model)
+        device = arguments.device_of(model)
         ranks = join_ranks(mesh, device)
         try:
-            made = make_plan(plan, ranks.shape, model, memory, schedule, lowering)
-            compute_dtype = compute_dtype_in(made, compute_dtype)
+            policies = {"memory": memory, "schedule": schedule, "lowering": lowering}
+            made = arguments.make_plan(plan, ranks.shape, model, **policies)
         except Exception:
             if ranks.owns_group:
                 dist.destroy_process_group()
@@ -115,30 +109,18 @@ class Engine(SavesAndLoads):
         self._ranks, self._device, self._seed = ranks, device, seed
         self._optimizer = optimizer
         step = StepSettings(
-            name_of(optimizer),
+            arguments.name_of(optimizer),
             micro_batches,
             max_grad_norm is not None,
-            Precision(compute_dtype, reduce_dtype),
+            Precision(compute_dtype or made.request.step.precision.compute, reduce_dtype),
             seed,
         )
         made = made.under(step=step)
-        preset, shape = made.placement, ranks.shape
-        self._state = State(
-            model, optimizer, ranks, lambda size: stored_parameter(preset, size, shape), device
-        )
+        self._state = State(model, optimizer, ranks, made.placement, device)
         self._saver = Saver(self._state)
-        self._compiler = Compiler(
-            model,
-            loss or default_loss,
-            optimizer,
-            made,
-            ranks,
-            self._state,
-            max_grad_norm,
-            strict,
-            max_shapes,
+        kept = self._compiler = Compiler(
+            self._state, loss or default_loss, made, max_grad_norm, strict, max_shapes
         )
-        kept = self._compiler
         self.stats, self.programs, self.notes = kept.stats, kept.programs, kept.notes
         self._graphs: GraphRunner | None = None  # where the model cannot be captured whole
         self._whole_backward = self._full_graph = False
@@ -179,8 +161,10 @@ class Engine(SavesAndLoads):
         if self._optimizer is not None:
             torch_internals.mark_stepped(self._optimizer)
         else:
-            for role in (role for role in results if isinstance(role, roles.Grad)):
-                self._state.set_gradient(role.name, results[role], self.programs["step"])
+            for role, _, value in compiled.programs["step"].program.output_rows:
+                if isinstance(role, roles.Grad):
+                    gradient = self._state.as_dtensor(results[role], value)
+                    self.model.get_parameter(role.name).grad = gradient
         self.stats.steps += 1
         return results[roles.Loss()]
 
@@ -233,8 +217,7 @@ class Engine(SavesAndLoads):
         assert self._graphs is not None
         if len(pieces) > 1:
             self._compiler.report([OWN_MICRO_BATCHES])
-        for parameter in self.model.parameters():
-            parameter.grad = None
+        self.model.zero_grad()
         losses = []
         for leaves in pieces:
             loss = self._graphs.loss("step", leaves, tree)
@@ -305,8 +288,7 @@ class Engine(SavesAndLoads):
         self._state.update_numbers()
         update.run((), self._state.own_parts(given, update.program))
         self._state.mark_written()
-        for parameter in self.model.parameters():
-            parameter.grad = None
+        self.model.zero_grad()
         torch_internals.mark_stepped(self._optimizer)
         self.stats.steps += 1
         self._forwards = 0

@@ -117,8 +117,7 @@ def find_model(name: str) -> Callable[[], nn.Module]:
         config = _read_config(Path(name))
         return lambda: _from_config(config)
     if ":" in name:
-        factory = _find_factory(name)
-        return lambda: _from_factory(name, factory)
+        return _find_factory(name)
     raise UsageError(
         f"unknown model {name!r}",
         do=f"{near_misses(name, BUILT_IN)}; or a path to a config.json, or package.module:factory",
@@ -190,7 +189,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _find_factory(name: str) -> Callable[[], Any]:
+def _find_factory(name: str) -> Callable[[], nn.Module]:
     module_name, _, attribute = name.partition(":")
     if str(Path.cwd()) not in sys.path:  # the console script does not look here
         sys.path.insert(0, str(Path.cwd()))
@@ -207,11 +206,11 @@ def _find_factory(name: str) -> Callable[[], Any]:
             f"module {module_name!r} has no function {attribute!r}",
             do=near_misses(attribute, public),
         )
-    return factory
 
+    def make() -> nn.Module:
+        model = factory()
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"{name} returned a {type(model).__name__}, not an nn.Module")
+        return model
 
-def _from_factory(name: str, factory: Callable[[], Any]) -> nn.Module:
-    model = factory()
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"{name} returned a {type(model).__name__}, not an nn.Module")
-    return model
+    return make

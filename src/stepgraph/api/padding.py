@@ -21,15 +21,9 @@ from stepgraph.torch_internals import pytree
 IGNORE_INDEX = -100  # what torch's and transformers' cross entropy leave out
 _LABELS = ("label", "labels", "target", "targets")
 _TOKENS = ("input_ids", "decoder_input_ids", "ids", "tokens")
+_OTHER_IDS = ("token_type_ids", "position_ids")
 # They say what the batch's length is where other tensors have another size in dimension 1.
-_SEQUENCES = (
-    *_TOKENS,
-    *_LABELS,
-    "attention_mask",
-    "token_type_ids",
-    "position_ids",
-    "inputs_embeds",
-)
+_SEQUENCES = (*_TOKENS, *_LABELS, *_OTHER_IDS, "attention_mask", "inputs_embeds")
 
 
 def pad_batches(
@@ -185,8 +179,7 @@ class PaddedBatches:
             )
         if name in _LABELS or name.endswith(("_labels", "_targets")):
             return self.ignore_index if counts else 0
-        other_ids = ("token_type_ids", "position_ids")
-        if name in _TOKENS or (name.endswith("_ids") and name not in other_ids):
+        if name in _TOKENS or (name.endswith("_ids") and name not in _OTHER_IDS):
             return self.pad_token_id
         return 1 if name.endswith("padding_mask") else 0
 

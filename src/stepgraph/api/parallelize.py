@@ -11,19 +11,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from stepgraph.api.arguments import (
-    check_arguments,
-    check_kinds,
-    compute_dtype_in,
-    device_of,
-    make_plan,
-)
+from stepgraph.api import arguments
 from stepgraph.capture.module import LossFunction
 from stepgraph.capture.refusals import check_hooks
 from stepgraph.errors import BatchError, GraphBreakError, ParameterHookError, UsageError
 from stepgraph.graphwise.compiled_autograd import check_whole_backward
 from stepgraph.graphwise.graph_breaks import GraphRunner
-from stepgraph.placement.presets.named import for_own_update, stored_parameter
+from stepgraph.placement.presets.named import for_own_update
 from stepgraph.planning.plan import Plan
 from stepgraph.planning.request import Precision, StepSettings
 from stepgraph.program import roles
@@ -74,35 +68,23 @@ def parallelize(
     Raises:
         UsageError, MeshError, CaptureError: before or while the first program is made.
     """
-    check_arguments(model, None, 1, None, compute_dtype, reduce_dtype)
-    check_kinds(loss, mesh, plan, memory, lowering, None)
+    arguments.check_arguments(model, None, 1, None, compute_dtype, reduce_dtype)
+    arguments.check_kinds(loss, mesh, plan, memory, lowering, None)
     if "forward" in vars(model):
         raise UsageError(
             "the module's forward has been replaced already",
             do="parallelize a module once, and before anything else wraps its forward",
         )
     check_hooks(model)
-    device = device_of(model)
+    device = arguments.device_of(model)
     ranks = join_ranks(mesh, device)
-    made = make_plan(plan, ranks.shape, model, memory, lowering=lowering)
-    precision = Precision(compute_dtype_in(made, compute_dtype), reduce_dtype)
+    made = arguments.make_plan(plan, ranks.shape, model, memory=memory, lowering=lowering)
+    precision = Precision(compute_dtype or made.request.step.precision.compute, reduce_dtype)
     step = StepSettings(precision=precision, seed=seed)
     made = made.under(placement=for_own_update(made.placement), step=step)
-    preset, mesh_shape = made.placement, ranks.shape
-    state = State(
-        model, None, ranks, lambda size: stored_parameter(preset, size, mesh_shape), device
-    )
-    compiler = Compiler(
-        model,
-        loss or _call_model,
-        None,
-        made,
-        ranks,
-        state,
-        strict=strict,
-        max_shapes=max_shapes,
-        as_module=loss is None,
-    )
+    state = State(model, None, ranks, made.placement, device)
+    run, as_module = loss or _call_model, loss is None
+    compiler = Compiler(state, run, made, strict=strict, max_shapes=max_shapes, as_module=as_module)
     if compiled_autograd:
         check_whole_backward()
     forward = ParallelForward(compiler, seed, compiled_autograd)
@@ -117,8 +99,7 @@ def _call_forward(model: nn.Module, batch: Any) -> Any:
 
 
 def _call_model(model: nn.Module, batch: Any) -> Any:
-    args, kwargs = batch
-    result = model.forward(*args, **kwargs)  # the module's own hooks run around what is compiled
+    result = _call_forward(model, batch)  # the module's own hooks run around what is compiled
     if isinstance(result, dict):
         kinds = (torch.Tensor, tuple, list, dict)
         kept = {key: value for key, value in result.items() if isinstance(value, kinds)}
@@ -144,7 +125,7 @@ class ParallelForward:
         """Runs on this rank's part of a batch."""
         compiler, state = self.compiler, self.compiler.state
         local = flatten_batch(self._batch(args, kwargs), state.device)
-        _refuse_gradients_of_inputs(local.leaves)
+        _refuse_gradients_of_inputs(local)
         training = torch.is_grad_enabled() and any(
             p.requires_grad for p in state.model.parameters()
         )
@@ -226,10 +207,8 @@ class ParallelForward:
                 model.forward = replaced  # type: ignore[method-assign]
 
 
-def _refuse_gradients_of_inputs(leaves: tuple) -> None:
-    if torch.is_grad_enabled() and any(
-        isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves
-    ):
+def _refuse_gradients_of_inputs(batch: LocalBatch) -> None:
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in batch.tensors):
         raise UsageError(
             "an input of the parallelized module requires a gradient, which it would not get",
             do="detach it, or parallelize the module that computes it together with this one",

@@ -26,7 +26,7 @@ from stepgraph.planning.file import load_plan, plan_from_json, plan_to_json, sav
 from stepgraph.planning.request import AUTO, Precision, StepSettings
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.program import Program
-from stepgraph.report.plan_text import plan_page, plan_summary
+from stepgraph.report.text import plan_page, plan_summary
 from stepgraph.runtime.ranks import parse_mesh
 from stepgraph.schedule.decide import check_schedule
 

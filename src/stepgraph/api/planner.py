@@ -289,8 +289,7 @@ def host_batch(example: Any, micro_batches: int = 1) -> BatchSpec:
             )
         return count // micro_batches
 
-    batch = flatten_batch(pytree.tree_map(fake_leaves(rows, host), example), host)
-    return BatchSpec(batch.leaves, batch.paths, batch.tree)
+    return flatten_batch(pytree.tree_map(fake_leaves(rows, host), example), host)
 
 
 def make_optimizer(

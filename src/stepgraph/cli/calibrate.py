@@ -152,9 +152,7 @@ def _families(timer: Timer, rate: float, call: float) -> dict[str, float]:
         attend = functools.partial(F.scaled_dot_product_attention, is_causal=causal)
         found |= _forward_and_backward(timer, name, attend, [(r, r, r) for r in rows], 2.5)
 
-    def convolve(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return F.conv2d(x, w, padding=1)
-
+    convolve = functools.partial(F.conv2d, padding=1)
     shapes = [
         (timer.operands(16, c, s, s), timer.operands(c, c, 3, 3)) for c, s in ((32, 32), (64, 16))
     ]
@@ -233,25 +231,25 @@ def _elements(timer: Timer, call: float) -> dict[str, float]:
         "concatenation": (lambda x: torch.cat([x, x], 1), (512, 256)),
         "pooling": (lambda x: F.max_pool2d(x, 2), image),
     }
-    found = {}
+    found, count = {}, torch.Size(wide).numel()
     for name, (function, shape) in calls.items():
         operands = [tensor.abs() for tensor in timer.operands(*shape)]  # a NaN may take longer
         seconds = timer.usual(function, operands, seconds=SECONDS / 2)
         calls_made = 2 if name in ("reduction", "conversion") else 1
         each = seconds / calls_made - call
-        found[name] = max(each, seconds / 10) / torch.Size(wide).numel()
+        found[name] = max(each, seconds / 10) / count
     kept = torch.rand(wide, device=timer.where) < 0.9
     gradients = timer.operands(*wide)
     masked = timer.usual(lambda x: aten.native_dropout_backward(x, kept, 1.1), gradients)
-    found["masking"] = max(masked - call, masked / 10) / torch.Size(wide).numel()
+    found["masking"] = max(masked - call, masked / 10) / count
     seed = seed_words(1, 2, 0).to(timer.where)
     bits = lambda s: RANDOM(s, BITS, 0, list(wide), list(wide), [0, 0], [], "")  # noqa: E731
-    found["random"] = timer.usual(bits, [seed]) / torch.Size(wide).numel()
+    found["random"] = timer.usual(bits, [seed]) / count
     for name in ("softmax", "batch_norm", "gelu"):
         function, shape = calls[name]
-        forward = found[name] * torch.Size(wide).numel() + call
+        forward = found[name] * count + call
         backward = _backward_seconds(timer, function, (timer.operands(*shape),), forward)
-        found[f"{name}_backward"] = backward / torch.Size(wide).numel()
+        found[f"{name}_backward"] = backward / count
     return found
 
 

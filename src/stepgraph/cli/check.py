@@ -6,7 +6,6 @@ import click
 import torch
 
 from stepgraph.api import models
-from stepgraph.api.arguments import compute_dtype_in
 from stepgraph.api.plan import Plan
 from stepgraph.cli.options import example, step_options
 from stepgraph.memory.presets import parse_policy
@@ -47,7 +46,7 @@ def check_command(
     compute = None
     if loaded is not None:
         loaded.check_model(made)
-        compute = compute_dtype_in(loaded, None)
+        compute = loaded.request.step.precision.compute
     generator = torch.Generator().manual_seed(seed)
     rows = batch_per_rank * shape.data_size
     vocabulary = models.vocabulary_size(made, otherwise=256)

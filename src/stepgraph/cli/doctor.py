@@ -2,7 +2,6 @@
 
 import json
 import sys
-from typing import Any
 
 import click
 from rich.console import Console
@@ -10,9 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from stepgraph.cli.calibrate import calibrate as measure
-from stepgraph.cli.diagnosis import diagnose
+from stepgraph.cli.diagnosis import FAILED, NOT_HERE, OK, Check, diagnose
 from stepgraph.cli.options import example
-from stepgraph.cli.trials import FAILED, NOT_HERE, OK, Check
 
 
 @click.command("doctor", epilog=example("doctor --json"))
@@ -56,5 +54,5 @@ def show(checks: list[Check]) -> None:
 
 def to_json(checks: list[Check]) -> str:
     """``{"ok": ..., "checks": [{"name": ..., "status": ..., ...}]}``."""
-    rows: list[dict[str, Any]] = [vars(check) for check in checks]
-    return json.dumps({"ok": all(check.ok for check in checks), "checks": rows}, indent=2)
+    ok = all(check.ok for check in checks)
+    return json.dumps({"ok": ok, "checks": [vars(check) for check in checks]}, indent=2)

@@ -5,7 +5,7 @@ import click
 from stepgraph.api.plan import Plan
 from stepgraph.cli.options import example
 from stepgraph.planning.explanation import explain, overview
-from stepgraph.report.plan_text import plan_summary
+from stepgraph.report.text import plan_summary
 
 
 @click.command(

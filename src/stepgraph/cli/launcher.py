@@ -31,6 +31,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from stepgraph.errors import LaunchError, StepgraphError
+from stepgraph.runtime.files import whole_file
 from stepgraph.runtime.ranks import communication_first
 
 LOCALHOST = "127.0.0.1"
@@ -230,10 +231,8 @@ def _record(directory: Path, error: BaseException) -> None:
         "".join(traceback.format_exception(error)),
         error if isinstance(error, StepgraphError) else None,
     )
-    path = directory / f"failure-{os.environ['RANK']}.pickle"
-    unfinished = path.with_suffix(".part")
-    unfinished.write_bytes(pickle.dumps(failure))
-    unfinished.rename(path)
+    with whole_file(directory / f"failure-{os.environ['RANK']}.pickle") as unfinished:
+        unfinished.write_bytes(pickle.dumps(failure))
 
 
 # -- in the parent

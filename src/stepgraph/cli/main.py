@@ -33,7 +33,7 @@ class _Commands(click.Group):
 
 @click.group(
     cls=_Commands,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
     epilog=example("train --model llama-tiny --text notes.txt --ranks 2"),
 )
 @click.version_option(package_name="stepgraph")

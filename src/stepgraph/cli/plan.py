@@ -13,14 +13,17 @@ from stepgraph.api.arguments import name_of
 from stepgraph.api.models import find_model, language_model_loss
 from stepgraph.api.plan import build_on_meta, check_request, parse_size, public
 from stepgraph.api.planner import STAGES, Attempt, Planner, make_optimizer
-from stepgraph.cli.meshes import meshes_to_try, placement_on
 from stepgraph.cli.options import example
 from stepgraph.cli.progress import Stages
+from stepgraph.cost.device import Device
 from stepgraph.cost.devices import find_device
 from stepgraph.errors import MeshError, UsageError
+from stepgraph.placement.presets.named import check_preset
 from stepgraph.planning.request import AUTO, Precision, StepSettings
 from stepgraph.program.layout import MeshShape
-from stepgraph.report.plan_text import comparison, plan_page, plan_summary, ranked
+from stepgraph.program.mesh_roles import Role
+from stepgraph.report.text import comparison, plan_page, plan_summary, ranked
+from stepgraph.runtime.ranks import parse_mesh
 
 _POSITIVE = click.IntRange(min=1)
 
@@ -41,20 +44,18 @@ _POSITIVE = click.IntRange(min=1)
     help="Names and sizes, as in dp=16,tp=8; several are compared; auto tries the sensible ones.",
 )
 @click.option("--ranks", type=_POSITIVE, help="Of --mesh auto.")
-@click.option("--device", default="h100", show_default=True, help="A name of the device table.")
+@click.option("--device", default="h100", help="A name of the device table.")
 @click.option(
     "--batch-per-rank",
     type=_POSITIVE,
     default=2,
-    show_default=True,
     help="Sequences of each data-parallel rank.",
 )
-@click.option("--seq", type=click.IntRange(min=2), default=8192, show_default=True)
-@click.option("--plan", default=AUTO, show_default=True, help="auto or a preset.")
+@click.option("--seq", type=click.IntRange(min=2), default=8192)
+@click.option("--plan", default=AUTO, help="auto or a preset.")
 @click.option(
     "--memory",
     default=AUTO,
-    show_default=True,
     help="none, full, layers:N; auto: the first of none, layers:2, full that fits.",
 )
 @click.option("--memory-budget", help="Such as 70GiB, a rank. Default: the device's capacity.")
@@ -207,3 +208,73 @@ def run_jobs(
                 job.mesh, job.placement, options.memory, budget, last=job is mine[-1]
             )
     return [found[job] for job in jobs]
+
+
+# -- which meshes to try
+
+
+def meshes_to_try(
+    asked: Sequence[str], ranks: int | None, device: Device
+) -> tuple[list[MeshShape], bool]:
+    """The meshes to plan for, and whether they were chosen here.
+
+    Args:
+        asked: mesh strings, all of one world size; or ``auto`` alone.
+        ranks: of ``auto``; otherwise None, or what the meshes hold.
+
+    Raises:
+        UsageError, MeshError: contradictions, names without a role.
+    """
+    if AUTO in asked:
+        if len(asked) > 1:
+            raise UsageError("--mesh auto stands alone", do="name meshes, or let them be chosen")
+        if ranks is None:
+            raise UsageError("--mesh auto needs to know how many ranks", do="add --ranks 128")
+        return sensible_meshes(ranks, device.ranks_per_node), True
+    meshes = [parse_mesh(text) for text in asked]
+    sizes = {mesh.world_size for mesh in meshes} | ({ranks} if ranks is not None else set())
+    if len(sizes) > 1:
+        shown = ", ".join(f"{mesh} has {mesh.world_size}" for mesh in meshes)
+        asked_for = "" if ranks is None else f"; --ranks is {ranks}"
+        raise MeshError(
+            f"meshes are compared on one number of ranks: {shown}{asked_for}",
+            do="give meshes whose sizes multiply to the same number",
+        )
+    return list(dict.fromkeys(meshes)), False
+
+
+def sensible_meshes(ranks: int, ranks_per_node: int) -> list[MeshShape]:
+    """Data and tensor parallelism, the latter inside a node; and shards inside a node, replicas between.
+
+    For 16 ranks in nodes of 8: ``dp=16``, ``dp=8,tp=2``, ... ``dp=2,tp=8``, ``replicate=2,shard=8``,
+    ``replicate=2,shard=4,tp=2``, ...
+    """
+    tensor = [tp for tp in range(1, min(ranks, ranks_per_node) + 1) if ranks % tp == 0]
+    tensor = [tp for tp in tensor if ranks_per_node % tp == 0]
+    found = [_mesh((Role.DATA, ranks // tp), (Role.TENSOR, tp)) for tp in tensor]
+    for tp in tensor:
+        shard = ranks_per_node // tp
+        if shard > 1 and ranks % ranks_per_node == 0 and ranks > ranks_per_node:
+            parts = (Role.REPLICATE, ranks // ranks_per_node), (Role.SHARD, shard)
+            found.append(_mesh(*parts, (Role.TENSOR, tp)))
+    return list(dict.fromkeys(found))
+
+
+def _mesh(*dims: tuple[Role, int]) -> MeshShape:
+    """Without a dimension of one rank, but for the first."""
+    kept = (dim for i, dim in enumerate(dims) if i == 0 or dim[1] > 1)
+    return MeshShape(tuple((role.dim, size) for role, size in kept))
+
+
+def placement_on(mesh: MeshShape, placement: str) -> str | None:
+    """A placement as a mesh of one's own choosing takes it; None where it does not.
+
+    ``zero3`` on replicas of shards is ``hsdp``.
+    """
+    for name in (placement, placement.replace("zero3", "hsdp")):
+        try:
+            check_preset(name, mesh)
+        except MeshError:
+            continue
+        return name
+    return None

@@ -11,30 +11,22 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from stepgraph.errors import UsageError
-from stepgraph.planning.reading import (
-    WHOLE,
-    AnyNumber,
-    Count,
-    MalformedError,
-    Number,
-    Strict,
-    convert,
-    parse_json,
-)
+from stepgraph.planning import reading
+from stepgraph.planning.reading import WHOLE
 from stepgraph.runtime.files import whole_file
 
 
-class StepMetrics(Strict, frozen=True):
+class StepMetrics(reading.Strict, frozen=True):
     """One line of the metrics file; its time and rate are the step's, compilation included.
 
     ``loss`` is null in the file where it is no number.
     """
 
-    step: Count
-    loss: AnyNumber | None
-    tokens_per_second: Number
-    peak_bytes: Count
-    seconds: Number
+    step: reading.Count
+    loss: reading.AnyNumber | None
+    tokens_per_second: reading.Number
+    peak_bytes: reading.Count
+    seconds: reading.Number
 
     def to_line(self) -> bytes:
         """The line, its end included."""
@@ -58,8 +50,8 @@ def keep_up_to(path: Path, step: int) -> None:
 
 def _step_of(line: bytes, where: str) -> int:
     try:
-        return convert(parse_json(line), StepMetrics).step
-    except MalformedError as error:
+        return reading.convert(reading.parse_json(line), StepMetrics).step
+    except reading.MalformedError as error:
         raise UsageError(
             "--resume cannot go on with this file of metrics: a line is not a step's",
             where=where,

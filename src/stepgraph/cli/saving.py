@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import signal
+import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,9 +39,7 @@ class SaveFolder:
             raise UsageError(f"--checkpoint {str(self.path)!r} is a file", do="name a folder")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            probe = self.path / f".writable-{os.getpid()}"  # under torchrun every rank asks
-            probe.touch()
-            probe.unlink()
+            tempfile.TemporaryFile(dir=self.path).close()
         except OSError as error:
             raise UsageError(
                 f"--checkpoint {str(self.path)!r} cannot be written: {error.strerror}"
@@ -149,15 +147,12 @@ class StopSignals:
             self._before = {n: signal.signal(n, self._receive) for n in STOP_SIGNALS}
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._restore()
-
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received = number
         if not dist.is_initialized():  # ranks get it again from whoever started them
-            self._restore()
+            self.__exit__()
 
-    def _restore(self) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}

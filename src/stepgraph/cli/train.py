@@ -27,7 +27,7 @@ from stepgraph.cli.training import Summary, TrainOptions, train
     help="Processes to start on this machine. Default: what the mesh holds, else 1.",
 )
 @click.option("--mesh", help="Names and sizes, as in dp=2. Default: every rank on dp.")
-@click.option("--steps", type=click.IntRange(min=1), default=200, show_default=True)
+@click.option("--steps", type=click.IntRange(min=1), default=200)
 @click.option("--lowering", help="inductor or eager. Default: the plan's own.")
 @click.option("--metrics", metavar="FILE", help="Append one JSON object per step.")
 @click.option(
@@ -39,7 +39,6 @@ from stepgraph.cli.training import Summary, TrainOptions, train
     "--save-every",
     type=click.IntRange(min=1),
     default=50,
-    show_default=True,
     help="Steps from one save to the next; the last two complete ones stay.",
 )
 @click.option(
@@ -48,7 +47,13 @@ from stepgraph.cli.training import Summary, TrainOptions, train
     help="Go on from the last complete save under --checkpoint, or begin where there is none. "
     "--steps is the total; --metrics loses what came after the save.",
 )
-@click.option("--sample", type=click.IntRange(min=0), default=0, help="Then write N bytes of text.")
+@click.option(
+    "--sample",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=False,
+    help="Then write N bytes of text.",
+)
 @click.option("--strict", is_flag=True, help="A fallback that would be reported is an error.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 def train_command(as_json: bool, **options: Any) -> None:

@@ -32,8 +32,8 @@ from stepgraph.program.mesh_roles import Role
 from stepgraph.program.program import Value
 from stepgraph.runtime.batches import LocalBatch
 from stepgraph.runtime.compiler import Compiler, evaluation_mode
+from stepgraph.runtime.executor import CHANGED_BETWEEN
 from stepgraph.runtime.recompiles import before_compiling, count_call
-from stepgraph.runtime.split import CHANGED_BETWEEN
 from stepgraph.torch_internals import graphs as dynamo
 from stepgraph.torch_internals import hooks, pytree
 

@@ -37,13 +37,15 @@ class Table(dict[Key, Value]):
         return Table(dict(self) | dict(other))
 
 
-def freeze(decision: Any) -> None:
-    """Makes values of what a frozen dataclass was given: tables of dictionaries, tuples of lists."""
-    for name, value in vars(decision).items():
-        if isinstance(value, dict) and not isinstance(value, Table):
-            object.__setattr__(decision, name, Table(value))
-        elif isinstance(value, list):
-            object.__setattr__(decision, name, tuple(value))
+class Frozen:
+    """A frozen dataclass that makes values of its fields: tables of dictionaries, tuples of lists."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, dict) and not isinstance(value, Table):
+                object.__setattr__(self, name, Table(value))
+            elif isinstance(value, list):
+                object.__setattr__(self, name, tuple(value))
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class PlacementDraft:
 
 
 @dataclass(frozen=True)
-class PlacementDecision:
+class PlacementDecision(Frozen):
     """Where every value of one Program lives.
 
     Keys are role labels (``Param(lm_head.weight)``) for inputs and outputs, and stable names for
@@ -115,12 +117,9 @@ class PlacementDecision:
     held_bytes: int = 0
     views_apart: bool = False
 
-    def __post_init__(self) -> None:
-        freeze(self)
-
 
 @dataclass(frozen=True)
-class MemoryDecision:
+class MemoryDecision(Frozen):
     """Which forward values are not kept for the backward.
 
     ``recompute`` maps a stable name to the number of the block it is recomputed in (-1: it is gathered
@@ -131,12 +130,9 @@ class MemoryDecision:
     recompute: Mapping[str, int] = Table()
     notes: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        freeze(self)
-
 
 @dataclass(frozen=True)
-class ScheduleDecision:
+class ScheduleDecision(Frozen):
     """When each collective runs, and when gradients become updates; all in stable names.
 
     Attributes:
@@ -151,9 +147,6 @@ class ScheduleDecision:
     buckets: tuple[tuple[str, ...], ...] = ()
     updates: Mapping[str, str] | None = None
     waits: Mapping[str, str] = Table()
-
-    def __post_init__(self) -> None:
-        freeze(self)
 
 
 @dataclass(frozen=True)

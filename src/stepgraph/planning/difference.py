@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from stepgraph.errors import name_a_few
 from stepgraph.planning.decisions import MemoryDecision, ScheduleDecision
 from stepgraph.planning.folding import fold
 from stepgraph.planning.placements import show_operation
@@ -24,12 +25,9 @@ _RESULTS = ("Loss", "Grad(", "UserOutput(", "ModuleResult(", "Saved(")
 
 def difference(mine: Plan, theirs: Plan) -> str:
     """``mine -> theirs`` for everything that differs, one line each; empty where nothing does."""
-    lines = []
-    asked = (mine.request, theirs.request), (mine.request.step, theirs.request.step)
-    for one, other in asked:
-        for name in [n for n in vars(one) if n != "step"]:
-            if getattr(one, name) != getattr(other, name):
-                lines.append(f"{name}: {getattr(one, name)} -> {getattr(other, name)}")
+    old, new = ({**vars(p.request), **vars(p.request.step)} for p in (mine, theirs))
+    asked = [name for name in old if name != "step" and old[name] != new[name]]
+    lines = [f"{name}: {old[name]} -> {new[name]}" for name in asked]
     if mine.fingerprint is not None and theirs.fingerprint is not None:
         lines += [f"model: {text}" for text in mine.fingerprint.differences(theirs.fingerprint)]
     first, second = mine.decisions, theirs.decisions
@@ -58,9 +56,7 @@ def _kept(key: str, mine: MemoryDecision | None, theirs: MemoryDecision | None) 
     here, there = mine.recompute.keys(), theirs.recompute.keys()
     rows = (("no longer recomputed", here - there), ("recomputed only then", there - here))
     return [
-        f"{key}: {len(names)} values {text}: {_show_names(names, 2)}"
-        for text, names in rows
-        if names
+        f"{key}: {len(names)} values {text}: {_show_names(names)}" for text, names in rows if names
     ]
 
 
@@ -91,18 +87,17 @@ def _values(what: str, mine: Mapping[str, str], theirs: Mapping[str, str]) -> li
         return []
     ranked = sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))
     lines = [f"{what}: {sum(map(len, groups.values()))} differ"]
-    lines += [f"  {old} => {new}: {_show_names(names, 2)}" for (old, new), names in ranked[:_LINES]]
+    lines += [f"  {old} => {new}: {_show_names(names)}" for (old, new), names in ranked[:_LINES]]
     if len(ranked) > _LINES:
         lines.append(f"  and {len(ranked) - _LINES} other changes")
     return lines
 
 
-def _show_names(names, at_most: int) -> str:
+def _show_names(names: Iterable[str]) -> str:
     shown = []
     for layers, patterns in fold(names).items():
         shown += [f"{name} [{layers}]" if layers else name for name in patterns]
-    more = f" and {len(shown) - at_most} more" if len(shown) > at_most else ""
-    return ", ".join(shown[:at_most]) + more
+    return name_a_few(shown, at_most=2)
 
 
 def _predicted(mine: Plan, theirs: Plan) -> list[str]:

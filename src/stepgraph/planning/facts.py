@@ -3,6 +3,7 @@
 Gathered once, from the global Program (types, readers) and the placed one (collectives).
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 from torch import fx
@@ -12,7 +13,7 @@ from stepgraph.planning.decisions import PlacementDecision
 from stepgraph.planning.fingerprint import type_of
 from stepgraph.program import roles
 from stepgraph.program.collectives import is_collective
-from stepgraph.program.layout import show
+from stepgraph.program.layout import Placements, show
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program, tensor_arguments, tensors_of
 
@@ -66,7 +67,7 @@ def gather_facts(
         name = labels.get(node) or meta(node).get("name")
         if name is not None and node.op in ("placeholder", "call_function"):
             found[name] = ValueFacts(_types(node), reads.get(name, ()), moves.get(name, ()))
-    for node, role in zip(program.results, program.outputs, strict=True):
+    for role, node, _ in program.output_rows:
         found[roles.label(role)] = ValueFacts(_types(node))
     return found
 
@@ -76,14 +77,12 @@ def _types(node: fx.Node) -> str:
 
 
 def _labels(program: Program) -> dict[fx.Node, str]:
-    pairs = zip(program.placeholders, program.inputs, strict=True)
-    return {node: roles.label(role) for node, role in pairs}
+    return {node: roles.label(role) for role, node, _ in program.input_rows}
 
 
 def _reads(program: Program, decision: PlacementDecision) -> dict[str, tuple[Reads, ...]]:
     labels = _labels(program)
-    found: dict[str, dict[str, list[str]]] = {}
-    shown: dict[tuple, str] = {}
+    found: dict[str, dict[Placements, list[str]]] = {}
     for node in program.operations():
         choice = decision.operations[meta(node)["name"]]
         wanted = iter(choice.inputs)
@@ -91,19 +90,17 @@ def _reads(program: Program, decision: PlacementDecision) -> dict[str, tuple[Rea
             placements = next(wanted, None)
             if placements is None:
                 break
-            if placements not in shown:
-                shown[placements] = show(placements)
             name = labels.get(argument) or meta(argument).get("name", "")
             by_placement = found.setdefault(name, {})
-            by_placement.setdefault(shown[placements], []).append(meta(node)["name"])
-    for role, node in zip(program.outputs, program.results, strict=True):
-        placement = show(decision.outputs[roles.label(role)])
+            by_placement.setdefault(placements, []).append(meta(node)["name"])
+    for role, node, _ in program.output_rows:
+        placements = decision.outputs[roles.label(role)]
         name = labels.get(node) or meta(node).get("name", "")
-        found.setdefault(name, {}).setdefault(placement, []).append(roles.label(role))
+        found.setdefault(name, {}).setdefault(placements, []).append(roles.label(role))
     return {
         name: tuple(
-            Reads(placement, len(readers), tuple(dict.fromkeys(readers))[:_READERS_SHOWN])
-            for placement, readers in by_placement.items()
+            Reads(show(placements), len(readers), tuple(dict.fromkeys(readers))[:_READERS_SHOWN])
+            for placements, readers in by_placement.items()
         )
         for name, by_placement in found.items()
     }
@@ -111,13 +108,11 @@ def _reads(program: Program, decision: PlacementDecision) -> dict[str, tuple[Rea
 
 def _moves(placed: Program, decision: PlacementDecision) -> dict[str, tuple[Moves, ...]]:
     labels = _labels(placed)
-    counts: dict[str, dict[tuple[str, str, str, int], int]] = {}
-    for node in placed.operations():
-        if is_collective(node):
-            kind, size, mesh_dim = collective_of(node)
-            key = (meta(node)["phase"], kind, mesh_dim, size)
-            by_kind = counts.setdefault(_cause(node, labels, decision), {})
-            by_kind[key] = by_kind.get(key, 0) + 1
+    counts: dict[str, Counter[tuple[str, str, str, int]]] = {}
+    for node in filter(is_collective, placed.operations()):
+        kind, size, mesh_dim = collective_of(node)
+        by_kind = counts.setdefault(_cause(node, labels, decision), Counter())
+        by_kind[meta(node)["phase"], kind, mesh_dim, size] += 1
     return {
         name: tuple(Moves(*key, count) for key, count in by_kind.items())
         for name, by_kind in counts.items()

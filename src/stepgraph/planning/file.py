@@ -17,7 +17,7 @@ import torch
 
 from stepgraph.cost.predict import Prediction
 from stepgraph.errors import MeshError, PlanError
-from stepgraph.planning import schema
+from stepgraph.planning import reading, schema
 from stepgraph.planning.decisions import (
     Decisions,
     MemoryDecision,
@@ -31,14 +31,7 @@ from stepgraph.planning.facts import Moves, Reads, ValueFacts
 from stepgraph.planning.folding import as_seen, fold_by, layer_of, seen_from, unfold
 from stepgraph.planning.placements import parse_operation, parse_placements, show_operation
 from stepgraph.planning.plan import Plan
-from stepgraph.planning.reading import (
-    LARGEST_FILE,
-    MalformedError,
-    at,
-    convert,
-    parse_json,
-    read_bytes,
-)
+from stepgraph.planning.reading import LARGEST_FILE, MalformedError, at
 from stepgraph.program.layout import MeshShape, Placements, show
 
 MOST_NAMES = 2_000_000
@@ -65,7 +58,7 @@ def load_plan(path: Path) -> Plan:
             do="plans of a thousand layers are smaller",
         )
     try:
-        plan = _read_plan(parse_json(read_bytes(path)))
+        plan = _read_plan(reading.parse_json(reading.read_bytes(path)))
     except MalformedError as error:
         raise PlanError(
             f"{path} is not a plan file",
@@ -189,7 +182,7 @@ def _read_plan(data: Any) -> Plan:
             f"plan version {str(version)[:20]} cannot be read, only {schema.VERSION}",
             do="make the plan again with this version of stepgraph",
         )
-    found: Any = convert(data, schema.PlanFile)
+    found: Any = reading.convert(data, schema.PlanFile)
     mesh = _read_mesh(found.request.mesh)
     reader = _Reader(mesh)
     return Plan(

@@ -17,10 +17,10 @@ from stepgraph.cost.predict import Prediction
 from stepgraph.errors import PlanError
 from stepgraph.planning.decisions import (
     Decisions,
+    Frozen,
     OperationPlacement,
     PlacementDecision,
     Table,
-    freeze,
 )
 from stepgraph.planning.facts import ValueFacts
 from stepgraph.planning.fingerprint import Fingerprint
@@ -34,7 +34,7 @@ Kind = TypeVar("Kind", bound="Plan")
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Frozen):
     """The four decisions, and the request that they answer.
 
     Attributes:
@@ -56,9 +56,6 @@ class Plan:
     predicted: Prediction | None = None
     notes: tuple[str, ...] = ()
     values: Mapping[str, Mapping[str, ValueFacts]] = Table()
-
-    def __post_init__(self) -> None:
-        freeze(self)
 
     @property
     def mesh(self) -> MeshShape:
@@ -183,11 +180,7 @@ class Plan:
 # A step, batch or device that differs shows in the programs, which decisions fit or do not.
 _ASKED_OF_PLACEMENT = {"placement", "mesh", "constraints", "memory_budget"}
 # What follows from a policy.
-_BEHIND = {
-    "memory": ("memory", "schedule"),
-    "schedule": ("schedule",),
-    "lowering": ("lowering",),
-}
+_BEHIND = {"memory": ("memory", "schedule"), "schedule": ("schedule",), "lowering": ("lowering",)}
 
 
 def preset_plan(placement: str, mesh: MeshShape, **policies: Any) -> Plan:
@@ -209,10 +202,9 @@ def _misfit(decision: PlacementDecision, program: Program, mesh: MeshShape) -> s
 
     Checks counts and dimensions. That the placements are right together is for ``stepgraph.check``.
     """
-    inputs = zip(program.inputs, program.input_values, strict=True)
-    outputs = zip(program.outputs, program.output_values, strict=True)
-    for pairs, placed in ((inputs, decision.inputs), (outputs, decision.outputs)):
-        for role, value in pairs:
+    sides = (program.input_rows, decision.inputs), (program.output_rows, decision.outputs)
+    for rows, placed in sides:
+        for role, _, value in rows:
             label = roles.label(role)
             if problem := _wrong(placed[label], value.shape, mesh):
                 return f"{label} of shape {list(value.shape)} cannot be {problem}"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stepgraph.planning.decisions import Table, freeze
+from stepgraph.planning.decisions import Frozen, Table
 from stepgraph.planning.reading import AnyInteger, Positive, TypeText
 from stepgraph.program.layout import MeshShape
 
@@ -47,7 +47,7 @@ class StepSettings:
 
 
 @dataclass(frozen=True)
-class Request:
+class Request(Frozen):
     """What is asked of the four rooms.
 
     Attributes:
@@ -68,9 +68,6 @@ class Request:
     batch: Mapping[str, TypeText] = Table()
     memory_budget: Positive | None = None
     constraints: Mapping[str, str] = Table()
-
-    def __post_init__(self) -> None:
-        freeze(self)
 
     @property
     def searches(self) -> bool:

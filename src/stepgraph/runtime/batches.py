@@ -14,22 +14,18 @@ from stepgraph.torch_internals import pytree
 
 
 @dataclass(frozen=True)
-class LocalBatch:
+class LocalBatch(BatchSpec):
     """One rank's part of a batch, flattened. ``key`` is what a compiled program is specialised to."""
 
-    leaves: tuple[Any, ...]
-    paths: tuple[str, ...]
-    tree: pytree.TreeSpec
     key: tuple
 
     def shapes(self) -> str:
         """``input_ids [4, 128] int64, ...`` for messages."""
-        parts = [
+        return ", ".join(
             f"{path} {list(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}"
             for path, leaf in zip(self.paths, self.leaves, strict=True)
             if isinstance(leaf, torch.Tensor)
-        ]
-        return ", ".join(parts)
+        )
 
 
 def in_turn(pieces: Sequence[Any]) -> Iterator[tuple[str, int, Any]]:
@@ -94,9 +90,7 @@ def split_micro_batches(batch: LocalBatch, count: int) -> list[list[Any]]:
     Raises:
         BatchError: the batch does not divide.
     """
-    size = next(
-        leaf.shape[0] for leaf in batch.leaves if isinstance(leaf, torch.Tensor) and leaf.dim()
-    )
+    size = next(leaf.shape[0] for leaf in batch.tensors if leaf.dim())
     if size % count or size == 0:
         raise BatchError(
             f"this rank's part of the batch has {size} rows, which do not divide into {count} "

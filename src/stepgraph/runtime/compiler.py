@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from stepgraph.capture.module import BatchSpec, LossFunction
@@ -22,10 +21,9 @@ from stepgraph.program import roles
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.program import Program
 from stepgraph.runtime.batches import KindsOfBatch, LocalBatch, global_spec
-from stepgraph.runtime.executor import LoweredProgram, lower_for_rank
-from stepgraph.runtime.ranks import Ranks, from_first_rank
+from stepgraph.runtime.executor import LoweredProgram, SplitProgram, lower_for_rank
+from stepgraph.runtime.ranks import from_first_rank
 from stepgraph.runtime.recompiles import Stats, before_compiling, count_call, recompilation_reason
-from stepgraph.runtime.split import SplitProgram
 from stepgraph.runtime.state import State
 from stepgraph.torch_internals import hooks, pytree
 
@@ -63,12 +61,9 @@ class Compiler:
     ``as_module``: results are those of a module (this rank's rows), not of a loss callable.
     """
 
-    model: nn.Module
-    loss: LossFunction
-    optimizer: torch.optim.Optimizer | None
-    plan: Plan
-    ranks: Ranks
     state: State
+    loss: LossFunction
+    plan: Plan
     max_grad_norm: float | None = None
     strict: bool = False
     max_shapes: int = MAX_SHAPES
@@ -83,6 +78,8 @@ class Compiler:
         return self.plan.request.step
 
     def __post_init__(self) -> None:
+        state = self.state
+        self.model, self.optimizer, self.ranks = state.model, state.optimizer, state.ranks
         self._parameters = list(self.model.parameters())
         self.kinds = KindsOfBatch(self.ranks, self.max_shapes)
         self._compiled: dict[str, dict[tuple, Compiled]] = {}
@@ -221,8 +218,7 @@ class Compiler:
         self.report([*captured.notes, *dict.fromkeys(notes)])
         lowered: dict[str, LoweredProgram] = {}
         for name, program in made.programs.items():
-            inputs = dict(zip(program.inputs, program.input_values, strict=True))
-            self.state.prepare(inputs, captured.optimizer, self.max_grad_norm)
+            self.state.prepare(program, captured.optimizer, self.max_grad_norm)
             self.programs[name] = program
             decision = made.decided[name].lowering
             assert decision is not None

@@ -1,11 +1,18 @@
-"""Compiled entry points: programs lowered for this rank, and the tensors that go in and out."""
+"""Compiled entry points: programs lowered for this rank, and the tensors that go in and out.
+
+Of the split use, forward and backward are two calls, with the caller's own autograd graph between them.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import Shard
 
+from stepgraph import torch_internals
 from stepgraph.lowering.apply import lower
 from stepgraph.lowering.partition import forward_and_backward
 from stepgraph.lowering.record import Executable
@@ -13,7 +20,8 @@ from stepgraph.pipeline import executed
 from stepgraph.planning.decisions import LoweringDecision
 from stepgraph.program import roles
 from stepgraph.program.driver import PassDriver
-from stepgraph.program.program import Program
+from stepgraph.program.mesh_roles import role_of
+from stepgraph.program.program import Program, Value
 from stepgraph.runtime.state import State
 
 
@@ -21,16 +29,14 @@ from stepgraph.runtime.state import State
 class LoweredProgram:
     """One program, ready to run on this rank.
 
-    ``arguments`` are its inputs in order, the places of what each call brings left open: ``batch_places``
-    are (position among the arguments, leaf of the batch), ``other_places`` (position, role). ``buffers``
-    are those among the arguments.
+    ``arguments`` are its inputs in order, the places of what each call brings left open: ``places`` are
+    (position among the arguments, role). ``buffers`` are those among the arguments.
     """
 
     program: Program
     execute: Executable
     arguments: list[Any]
-    batch_places: list[tuple[int, int]]
-    other_places: list[tuple[int, roles.Input]]
+    places: list[tuple[int, roles.Input]]
     outputs: list[roles.Output]
     buffers: dict[str, torch.Tensor]
 
@@ -43,10 +49,9 @@ class LoweredProgram:
         """
         arguments = list(self.arguments)
         # Programs are compiled for contiguous inputs; what a caller brings may be any view.
-        for position, leaf in self.batch_places:
-            arguments[position] = leaves[leaf].contiguous()
-        for position, role in self.other_places:
-            value = (brought or {})[role]
+        for position, role in self.places:
+            of_batch = isinstance(role, roles.UserInput)
+            value = leaves[role.index] if of_batch else (brought or {})[role]
             saved = isinstance(role, roles.Saved)  # by a program, with the strides that it promised
             arguments[position] = value if saved else value.contiguous()
         return dict(zip(self.outputs, self.execute(arguments), strict=True))
@@ -69,14 +74,106 @@ def _lowered(
 ) -> LoweredProgram:
     """A final form of a Program as a callable, with its inputs from the state."""
     execute = lower(final, decision, state.ranks.target)
-    arguments: list[Any] = []
-    batch: list[tuple[int, int]] = []
-    others: list[tuple[int, roles.Input]] = []
-    for position, role in enumerate(final.inputs):
-        if isinstance(role, roles.UserInput):
-            batch.append((position, role.index))
-        elif isinstance(role, roles.BROUGHT):
-            others.append((position, role))
-        arguments.append(None if isinstance(role, roles.BROUGHT) else state.tensors[role])
+    places = [(i, role) for i, role in enumerate(final.inputs) if isinstance(role, roles.BROUGHT)]
+    arguments = [None if isinstance(r, roles.BROUGHT) else state.tensors[r] for r in final.inputs]
     buffers = {r.name: state.tensors[r] for r in final.inputs if isinstance(r, roles.Buffer)}
-    return LoweredProgram(program, execute, arguments, batch, others, list(final.outputs), buffers)
+    return LoweredProgram(program, execute, arguments, places, list(final.outputs), buffers)
+
+
+# -- forward and backward by themselves
+
+
+@dataclass
+class SplitProgram:
+    """The two sides of a program ``gradients``, and where parameters and their gradients live."""
+
+    forward: LoweredProgram
+    backward: LoweredProgram
+    state: State
+
+    def __post_init__(self) -> None:
+        program = self.forward.program
+        values = dict(zip(program.outputs, program.output_values, strict=True))
+        self.gradients = {r.name: value for r, value in values.items() if isinstance(r, roles.Grad)}
+        kinds = (roles.Loss, roles.ModuleResult)
+        self.results = [role for role in program.outputs if isinstance(role, kinds)]
+        self.shares = [self._share(values[role]) for role in self.results]
+        own = {role.name for role in program.outputs if isinstance(role, roles.NewBuffer)}
+        buffers = self.backward.buffers.items()
+        self._read_again = [buffer for name, buffer in buffers if name not in own]
+
+    def run(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
+        """Runs the forward; the results carry a graph, whose backward adds to the parameters' ``.grad``.
+
+        A gradient is that of the loss on the global batch, where results are those of the global batch;
+        of results that are this rank's rows it is the mean over data-parallel ranks, as with DDP.
+        """
+        parameters = map(self.state.model.get_parameter, self.gradients)
+        return list(_Call.apply(self, list(leaves), *parameters))
+
+    def _share(self, result: Value) -> float:
+        """What a tangent counts for: a rank's own rows for one rank of many."""
+        own = any(isinstance(placement, Shard) for placement in result.placements or ())
+        return 1.0 / self.state.ranks.shape.data_size if own else 1.0
+
+    def mean_tangent(
+        self, result: roles.Output, tangent: torch.Tensor, share: float
+    ) -> torch.Tensor:
+        """What the backward takes: the mean over data-parallel ranks of their losses' gradients."""
+        if share != 1.0:
+            return tangent * share
+        ranks = self.state.ranks
+        alone = ranks.shape.data_size == 1 or not tangent.is_floating_point()
+        if alone or not isinstance(result, roles.ModuleResult):
+            return tangent
+        # A result that every rank has may be used in losses that differ from rank to rank.
+        total = tangent.contiguous()
+        for name, group in ranks.groups.items():
+            if role_of(name).divides_batch:
+                total = torch_internals.sum_over_group(total, group)
+        return total / ranks.shape.data_size
+
+    def versions(self) -> list[int]:
+        """How often what the backward reads was written, to find that it was in between."""
+        named = map(self.state.model.get_parameter, self.gradients)
+        return [tensor._version for tensor in (*named, *self._read_again)]
+
+
+CHANGED_BETWEEN = (
+    "a parameter or buffer was changed between forward and backward: run the forward again, or call "
+    "backward before the optimizer"
+)
+
+
+class _Call(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, split: SplitProgram, leaves: list, *parameters: nn.Parameter):
+        found = split.forward.run(leaves)
+        saved = [value for role, value in found.items() if isinstance(role, roles.Saved)]
+        ctx.save_for_backward(*saved)
+        ctx.split, ctx.versions = split, split.versions()
+        results = tuple(found[role].detach() for role in split.results)
+        ctx.mark_non_differentiable(*(r for r in results if not r.is_floating_point()))
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *tangents: torch.Tensor):
+        split: SplitProgram = ctx.split
+        if split.versions() != ctx.versions:
+            raise RuntimeError(CHANGED_BETWEEN)
+        brought: dict[roles.Input, torch.Tensor] = {
+            roles.Saved(index): value for index, value in enumerate(ctx.saved_tensors)
+        }
+        for role, tangent, share in zip(split.results, tangents, split.shares, strict=True):
+            of_module = isinstance(role, roles.ModuleResult)
+            taken = roles.ResultTangent(role.index) if of_module else roles.Tangent()
+            brought[taken] = split.mean_tangent(role, tangent, share)
+        found = split.backward.run((), brought)
+        state = split.state
+        gradients = split.gradients.items()
+        return (
+            None,
+            None,
+            *(state.as_dtensor(found[roles.Grad(n)], value) for n, value in gradients),
+        )

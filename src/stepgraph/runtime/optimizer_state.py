@@ -6,49 +6,65 @@ when somebody asks for a state dict, and read after somebody loaded one.
 """
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
+from stepgraph.capture import optimizer as capture
 from stepgraph.capture.counters import SharedCounters
-from stepgraph.capture.optimizer import (
-    FIRST_STEP,
-    FunctionalOptimizer,
-    group_numbers,
-    group_settings,
-)
+from stepgraph.capture.optimizer import FIRST_STEP, FunctionalOptimizer
 from stepgraph.errors import CheckpointError, FrozenNumberError
 from stepgraph.program import roles
-from stepgraph.program.layout import Placements
+from stepgraph.program.layout import Placements, local_shape
 from stepgraph.program.program import Value
+from stepgraph.program.shards import local_part, rows_held
+from stepgraph.runtime.ranks import Ranks
 
 
-class Holder(Protocol):
-    """What is asked of :class:`stepgraph.runtime.state.State`, which holds the states."""
+class Stored:
+    """Tensors as this rank stores them, padded to equal shards: what programs take, by role."""
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer | None
-    functional: FunctionalOptimizer | None
     counters: SharedCounters
-    tensors: dict[roles.Input, torch.Tensor]
-    values: dict[roles.Input, Value]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        ranks: Ranks,
+        device: torch.device,
+    ) -> None:
+        self.model, self.optimizer, self.ranks, self.device = model, optimizer, ranks, device
+        self.functional: FunctionalOptimizer | None = None
+        self.tensors: dict[roles.Input, torch.Tensor] = {}
+        self.values: dict[roles.Input, Value] = {}
 
     def filled(self, value: Value, fill: float = 0.0) -> torch.Tensor:
-        """A local tensor of a value."""
-        ...
+        """A local (padded) tensor of a value, with one number everywhere."""
+        assert value.placements is not None
+        shape = local_shape(value.shape, value.placements, self.ranks.shape)
+        return torch.full(shape, fill, dtype=value.dtype, device=self.device)
 
     def part_of(self, tensor: torch.Tensor, placements: Placements) -> torch.Tensor:
-        """This rank's part of a tensor."""
-        ...
+        """This rank's (padded) part of a whole or distributed tensor."""
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return local_part(whole, placements, self.ranks.shape, self.ranks.rank)
 
     def as_dtensor(self, local: torch.Tensor, value: Value) -> DTensor:
-        """The value that a local tensor is a part of."""
-        ...
+        """A DTensor that views the unpadded part of a local tensor."""
+        assert value.placements is not None
+        sizes, coordinate = self.ranks.shape.sizes, self.ranks.shape.coordinate(self.ranks.rank)
+        for axis, placement in enumerate(value.placements):
+            if isinstance(placement, Shard):
+                held = rows_held(value.shape[placement.dim], sizes[axis], coordinate[axis])
+                local = local.narrow(placement.dim, 0, min(held, local.shape[placement.dim]))
+        mesh, whole = self.ranks.device_mesh, torch.empty(value.shape, device="meta")
+        form = {"shape": whole.shape, "stride": whole.stride()}
+        return DTensor.from_local(local, mesh, value.placements, run_check=False, **form)
 
 
-def first_value(state: Holder, owner: str, key: str, value: Value) -> torch.Tensor:
+def first_value(state: Stored, owner: str, key: str, value: Value) -> torch.Tensor:
     """A state's first (padded, local) value: what the optimizer holds already, or its starting value."""
     assert state.functional is not None and state.optimizer is not None
     name = state.counters.members(owner)[0]
@@ -67,7 +83,7 @@ def first_value(state: Holder, owner: str, key: str, value: Value) -> torch.Tens
     return local
 
 
-def publish(state: Holder) -> None:
+def publish(state: Stored) -> None:
     """Fills ``optimizer.state`` with copies of what the programs hold."""
     if state.optimizer is None or state.functional is None:
         return
@@ -83,7 +99,7 @@ def publish(state: Holder) -> None:
             table[key] = state.as_dtensor(local, value) if value.shape else local
 
 
-def current(state: Holder) -> dict[str, dict[str, torch.Tensor]]:
+def current(state: Stored) -> dict[str, dict[str, torch.Tensor]]:
     """The states by the parameter's name, as DTensors that view what the programs hold.
 
     Where no program holds them yet, they are what ``optimizer.state`` has.
@@ -104,13 +120,13 @@ def current(state: Holder) -> dict[str, dict[str, torch.Tensor]]:
     return {name: table for name, table in found.items() if table}
 
 
-def _is_fresh(state: Holder, name: str) -> bool:
+def _is_fresh(state: Stored, name: str) -> bool:
     """Whether no step has defined a parameter's states yet: torch holds none then."""
     first = state.tensors.get(_role_of(state, name, FIRST_STEP))
     return first is not None and float(first) > 0
 
 
-def adopt(state: Holder) -> None:
+def adopt(state: Stored) -> None:
     """Takes over what was loaded into ``optimizer.state``; a parameter without states starts afresh.
 
     Counters that differ are no longer shared: programs that share them are compiled again.
@@ -134,14 +150,14 @@ def adopt(state: Holder) -> None:
             state.tensors[first].fill_(0.0 if table else 1.0)
 
 
-def _counts(state: Holder, name: str, loaded: Mapping[str, torch.Tensor]) -> tuple:
+def _counts(state: Stored, name: str, loaded: Mapping[str, torch.Tensor]) -> tuple:
     """What is loaded for a parameter that it may share with others."""
     places = states_of(state, name)
     held = {key: float(loaded.get(key, 0.0)) for key, role in places.items() if role.owner != name}
     return bool(loaded), tuple(sorted(held.items()))
 
 
-def check_loaded(state: Holder, loaded: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+def check_loaded(state: Stored, loaded: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
     """Refuses to go on without a state that only the optimizer's constructor makes.
 
     Raises:
@@ -160,7 +176,7 @@ def check_loaded(state: Holder, loaded: Mapping[str, Mapping[str, torch.Tensor]]
                 )
 
 
-def states_of(state: Holder, name: str) -> dict[str, roles.OptimizerState]:
+def states_of(state: Stored, name: str) -> dict[str, roles.OptimizerState]:
     """The states of a parameter that the programs hold, under torch's keys."""
     assert state.functional is not None
     keys = state.functional.rule(name, state.model.get_parameter(name)).states
@@ -168,12 +184,12 @@ def states_of(state: Holder, name: str) -> dict[str, roles.OptimizerState]:
     return {key: role for key, role in found.items() if role in state.tensors}
 
 
-def _role_of(state: Holder, name: str, key: str) -> roles.OptimizerState:
+def _role_of(state: Stored, name: str, key: str) -> roles.OptimizerState:
     """Where the programs keep a state: with others', or for the parameter."""
     return roles.OptimizerState(state.counters.owner(name, key), key)
 
 
-def _copy_into(state: Holder, local: torch.Tensor, value: Value, loaded: torch.Tensor) -> None:
+def _copy_into(state: Stored, local: torch.Tensor, value: Value, loaded: torch.Tensor) -> None:
     """Copies a whole or distributed tensor into a padded local one."""
     assert value.placements is not None
     loaded = loaded.detach()
@@ -211,12 +227,12 @@ class GroupNumbers:
         Raises:
             FrozenNumberError: a number changed that the program holds as a constant.
         """
-        settings = [group_settings(group) for group in self.optimizer.param_groups]
+        settings = [capture.group_settings(group) for group in self.optimizer.param_groups]
         self._settings = self._settings or settings
         if settings != self._settings:
             raise _changed(self._settings, settings)
         for index, group in enumerate(self.optimizer.param_groups):
-            for name, value in group_numbers(group).items():
+            for name, value in capture.group_numbers(group).items():
                 full = f"group{index}.{name}"
                 if self._numbers.get(full) == value:
                     continue

@@ -143,23 +143,19 @@ def communication_first(device_type: str) -> Iterator[bool]:
     Gives whether they do. They do not where an accelerator computes, where the system has no such policy
     or does not allow it (Linux asks for CAP_SYS_NICE), or where this thread has one that somebody chose.
     """
-    restored = _raised() if device_type == torch_internals.host_device().type else None
+    restored = None
+    if device_type == torch_internals.host_device().type:
+        with contextlib.suppress(AttributeError, OSError):  # not on this system; not allowed
+            before = os.sched_getscheduler(0), os.sched_getparam(0)
+            if before[0] == os.SCHED_OTHER:
+                lowest = os.sched_param(os.sched_get_priority_min(os.SCHED_RR))
+                os.sched_setscheduler(0, os.SCHED_RR, lowest)
+                restored = before
     try:
         yield restored is not None
     finally:
         if restored is not None:
             os.sched_setscheduler(0, *restored)
-
-
-def _raised() -> tuple[int, os.sched_param] | None:
-    """Gives this thread the lowest real-time priority; what it had before, or None: it has that still."""
-    with contextlib.suppress(AttributeError, OSError):  # not on this system; not allowed
-        before = os.sched_getscheduler(0), os.sched_getparam(0)
-        if before[0] == os.SCHED_OTHER:
-            lowest = os.sched_param(os.sched_get_priority_min(os.SCHED_RR))
-            os.sched_setscheduler(0, os.SCHED_RR, lowest)
-            return before
-    return None
 
 
 def agree_on_shapes(key: Any, shown: str, ranks: Ranks) -> None:
@@ -219,14 +215,10 @@ def largest(ranks: Ranks, *numbers: int) -> list[int]:
     return tensor.tolist()
 
 
-def agree_on(tensors: list[torch.Tensor], ranks: Ranks) -> None:
+def agree_on(tensor: torch.Tensor, ranks: Ranks) -> None:
     """Gives every rank the first rank's values, in place."""
-    if ranks.shape.world_size == 1:
-        return
-    pending = [dist.broadcast(tensor, src=0, async_op=ranks.target.overlaps) for tensor in tensors]
-    for work in pending:
-        if work is not None:  # a synchronous one has ended
-            work.wait()
+    if ranks.shape.world_size > 1:
+        dist.broadcast(tensor, src=0)
 
 
 def from_first_rank(value: Any) -> Any:
@@ -248,16 +240,15 @@ class Messages:
 
     def __init__(self, ranks: Ranks, token: str) -> None:
         self.rank, self.size = ranks.rank, ranks.shape.world_size
-        self._prefix = f"stepgraph/{token}"
         if self.size > 1:
-            self._store = torch_internals.rendezvous_store()
+            self._store = dist.PrefixStore(f"stepgraph/{token}", torch_internals.rendezvous_store())
 
     def gather(self, topic: str, value: Any) -> list[Any] | None:
         """Every rank's value in order, on the first rank; None elsewhere."""
         if self.size == 1:
             return [value]
         if self.rank:
-            self._store.set(f"{self._prefix}/{topic}/{self.rank}", _pack(value))
+            self._put(f"{topic}/{self.rank}", value)
             return None
         return [value] + [self._take(f"{topic}/{rank}") for rank in range(1, self.size)]
 
@@ -267,23 +258,20 @@ class Messages:
             return value
         if self.rank == 0:
             for rank in range(1, self.size):
-                self._store.set(f"{self._prefix}/{topic}/{rank}", _pack(value))
+                self._put(f"{topic}/{rank}", value)
             return value
         return self._take(f"{topic}/{self.rank}")
 
+    def _put(self, topic: str, value: Any) -> None:
+        self._store.set(topic, pickle.dumps(value).hex())  # a store's values are strings
+
     def _take(self, topic: str) -> Any:
         """Waits for a message and removes it. Waiting inside the store would lock it for others."""
-        key = f"{self._prefix}/{topic}"
         stop = time.monotonic() + LIMIT_SECONDS
-        while not self._store.check([key]):
+        while not self._store.check([topic]):
             if time.monotonic() > stop:
                 raise TimeoutError(f"no message {topic!r} after {LIMIT_SECONDS:.0f} seconds")
             time.sleep(_POLL_SECONDS)
-        packed = self._store.get(key)
-        self._store.delete_key(key)
+        packed = self._store.get(topic)
+        self._store.delete_key(topic)
         return pickle.loads(bytes.fromhex(packed.decode()))
-
-
-def _pack(value: Any) -> str:
-    """As text: a store's values are strings."""
-    return pickle.dumps(value).hex()

@@ -5,39 +5,36 @@ DTensors that view their unpadded part: a step writes the storage in place, so t
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from stepgraph import torch_internals
+from stepgraph import errors, torch_internals
 from stepgraph.capture.counters import SharedCounters
 from stepgraph.capture.optimizer import FunctionalOptimizer
 from stepgraph.capture.update import MAX_GRAD_NORM
-from stepgraph.errors import CheckpointError, OptimizerError, UnfilledModelError, name_a_few
+from stepgraph.placement.presets.named import stored_parameter
 from stepgraph.program import roles
-from stepgraph.program.layout import Placements, local_shape, replicated
+from stepgraph.program.layout import local_shape, replicated
 from stepgraph.program.program import Program, Value
 from stepgraph.program.randomness import seed_words
-from stepgraph.program.shards import local_part, rows_held
 from stepgraph.runtime import optimizer_state
-from stepgraph.runtime.buffers import PlacesOfBuffers
 from stepgraph.runtime.ranks import Ranks, agree_on
 from stepgraph.torch_internals import hooks
 
-StoredAs = Callable[[tuple[int, ...]], Placements]
 
-
-class State:
+class State(optimizer_state.Stored):
     """All tensors that outlive a step.
 
     Args:
         model: its parameters are replaced by DTensors, in place, under their own names.
         optimizer: over the model's parameters; its groups are pointed at the new ones.
         ranks: this process's place.
-        stored_as: the placement of a parameter of a given global shape.
+        preset: says how parameters are stored.
         device: where everything lives.
     """
 
@@ -46,22 +43,18 @@ class State:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         ranks: Ranks,
-        stored_as: StoredAs,
+        preset: str,
         device: torch.device,
     ) -> None:
-        self.model, self.optimizer, self.ranks, self.device = model, optimizer, ranks, device
+        super().__init__(model, optimizer, ranks, device)
         self.counters = SharedCounters(_while_alive(self, State._divide_counters))
-        self.tensors: dict[roles.Input, torch.Tensor] = {}
         self.unfilled: set[str] = set()
-        self.functional: FunctionalOptimizer | None = None
         self._numbers = optimizer_state.GroupNumbers(optimizer) if optimizer is not None else None
         self._accumulators: list[torch.Tensor] | None = None
-        self.values: dict[roles.Input, Value] = {}
         named = dict(model.named_parameters())
         _check_optimizer(optimizer, named)
         replaced = {
-            tensor: self._shard_parameter(name, tensor, stored_as(tuple(tensor.shape)))
-            for name, tensor in named.items()
+            tensor: self._shard_parameter(name, tensor, preset) for name, tensor in named.items()
         }
         for name, buffer in model.named_buffers():
             if buffer.is_meta:
@@ -69,7 +62,7 @@ class State:
                 buffer = torch.empty_like(buffer, device=device)
             else:
                 buffer = buffer.to(device)
-                agree_on([buffer], ranks)
+                agree_on(buffer, ranks)
             self.tensors[roles.Buffer(name)] = buffer
             path, _, leaf = name.rpartition(".")
             model.get_submodule(path)._buffers[leaf] = buffer
@@ -82,19 +75,20 @@ class State:
             optimizer.register_state_dict_pre_hook(publish)
             optimizer.register_load_state_dict_post_hook(adopt)
 
-    def _shard_parameter(self, name: str, tensor: nn.Parameter, stored: Placements) -> nn.Parameter:
+    def _shard_parameter(self, name: str, tensor: nn.Parameter, preset: str) -> nn.Parameter:
         if isinstance(tensor, DTensor):
-            raise OptimizerError(
+            raise errors.OptimizerError(
                 f"parameter {name!r} is a DTensor already",
                 do="give Engine the plain module: it shards by its own plan",
             )
+        stored = stored_parameter(preset, tuple(tensor.shape), self.ranks.shape)
         value = Value(tuple(tensor.shape), tensor.dtype, stored)
         if tensor.is_meta:
             self.unfilled.add(name)
             local = self.filled(value)
         else:
             whole = tensor.detach().to(self.device).contiguous()
-            agree_on([whole], self.ranks)
+            agree_on(whole, self.ranks)
             local = self.part_of(whole, stored)
             if any(isinstance(p, Shard) for p in stored):
                 local = local.clone()  # a view would keep the whole parameter alive
@@ -103,49 +97,19 @@ class State:
         hooks.share_hooks(tensor, parameter)
         return parameter
 
-    def filled(self, value: Value, fill: float = 0.0) -> torch.Tensor:
-        """A local (padded) tensor of a value, with one number everywhere."""
-        assert value.placements is not None
-        shape = local_shape(value.shape, value.placements, self.ranks.shape)
-        return torch.full(shape, fill, dtype=value.dtype, device=self.device)
-
-    def part_of(self, tensor: torch.Tensor, placements: Placements) -> torch.Tensor:
-        """This rank's (padded) part of a whole or distributed tensor."""
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        return local_part(whole, placements, self.ranks.shape, self.ranks.rank)
-
-    def as_dtensor(self, local: torch.Tensor, value: Value) -> DTensor:
-        """A DTensor that views the unpadded part of a local tensor."""
-        assert value.placements is not None
-        coordinate = self.ranks.shape.coordinate(self.ranks.rank)
-        for axis, placement in enumerate(value.placements):
-            if isinstance(placement, Shard):
-                held = rows_held(
-                    value.shape[placement.dim], self.ranks.shape.sizes[axis], coordinate[axis]
-                )
-                local = local.narrow(placement.dim, 0, min(held, local.shape[placement.dim]))
-        stride = torch.empty(value.shape, device="meta").stride()
-        return DTensor.from_local(
-            local,
-            self.ranks.device_mesh,
-            value.placements,
-            run_check=False,
-            shape=torch.Size(value.shape),
-            stride=stride,
-        )
-
     # -- what programs take
 
     def prepare(
         self,
-        inputs: Mapping[roles.Input, Value],
+        program: Program,
         functional: FunctionalOptimizer | None,
         max_grad_norm: float | None,
     ) -> None:
         """Makes the tensors that a compiled program takes and that do not exist yet."""
         if functional is not None:
             self.functional = functional.with_earlier(self.functional)
-        for role, value in inputs.items():
+        for role, _, value in program.input_rows:
+            self.values[role] = value
             if isinstance(role, roles.Param):
                 self.store_as(role, value)
             if role in self.tensors or isinstance(role, roles.BROUGHT):
@@ -159,7 +123,6 @@ class State:
                     tensor = self.filled(value)
             self.tensors[role] = tensor.to(self.device)
         self._accumulators = None
-        self.values.update(inputs)
 
     def _divide_counters(self, old: str, new: list[str]) -> None:
         """Counters that were one go on from the same numbers, apart."""
@@ -192,11 +155,6 @@ class State:
         if (tensor := self.tensors.get(roles.Seed())) is not None:
             tensor.copy_(seed_words(seed, step, micro_batch))
 
-    def set_gradient(self, name: str, local: torch.Tensor, program: Program) -> None:
-        """Puts a local gradient into the parameter's ``.grad`` as a DTensor."""
-        value = program.output_values[program.outputs.index(roles.Grad(name))]
-        self.model.get_parameter(name).grad = self.as_dtensor(local, value)
-
     def own_parts(
         self, gradients: Mapping[str, torch.Tensor], program: Program
     ) -> dict[roles.Input, torch.Tensor]:
@@ -212,7 +170,10 @@ class State:
                 part = gradient.to_local()
             else:
                 part = self.part_of(gradient, placements)
-            found[role] = part if part.shape == shape else _padded(part, shape)
+            found[role] = part
+            if part.shape != shape:
+                found[role] = part.new_zeros(shape)
+                found[role][tuple(map(slice, part.shape))] = part
         return found
 
     def check_filled(self) -> None:
@@ -222,9 +183,9 @@ class State:
             UnfilledModelError: names what is missing.
         """
         if self.unfilled:
-            raise UnfilledModelError(
+            raise errors.UnfilledModelError(
                 f"the model was on the meta device, and has no values for: "
-                f"{name_a_few(sorted(self.unfilled))}",
+                f"{errors.name_a_few(sorted(self.unfilled))}",
                 do="call engine.load(...) or engine.load_state_dict(...) before the first step",
             )
 
@@ -270,7 +231,7 @@ class State:
         # A tied tensor may come under one of its names only, as transformers' files have it.
         missing = [key for key in own if key not in state and id(own[key]) not in given]
         if unknown or missing:
-            raise CheckpointError(
+            raise errors.CheckpointError(
                 f"the state dict does not fit the model: missing {missing[:5]}, unknown {unknown[:5]}"
             )
         names = {id(tensor): name for name, tensor in self.model.named_parameters()}
@@ -280,7 +241,7 @@ class State:
             if not isinstance(target, torch.Tensor) or not isinstance(value, torch.Tensor):
                 continue
             if tuple(target.shape) != tuple(value.shape):
-                raise CheckpointError(
+                raise errors.CheckpointError(
                     f"{key!r} has shape {list(value.shape)} in the state dict and "
                     f"{list(target.shape)} in the model"
                 )
@@ -292,12 +253,6 @@ class State:
                 with torch.no_grad():  # a forward may have made it
                     target.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
             self.unfilled.discard(name)
-
-
-def _padded(part: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    padded = part.new_zeros(shape)
-    padded[tuple(slice(size) for size in part.shape)] = part
-    return padded
 
 
 def _while_alive(state: State, function: Callable[..., None]) -> Callable[..., None]:
@@ -320,7 +275,7 @@ def _check_optimizer(
     for index, group in enumerate(optimizer.param_groups):
         foreign = [tensor for tensor in group["params"] if id(tensor) not in known]
         if foreign:
-            raise OptimizerError(
+            raise errors.OptimizerError(
                 f"parameter group {index} of the optimizer holds {len(foreign)} tensors that are not "
                 f"parameters of the model (the first has shape {list(foreign[0].shape)})",
                 do="build the optimizer from model.parameters() of the model given to Engine",
@@ -342,3 +297,51 @@ def _replace_parameters(
             group["params"] = [replaced[tensor] for tensor in group["params"]]
         for old in [tensor for tensor in optimizer.state if tensor in replaced]:
             optimizer.state[replaced[old]] = optimizer.state.pop(old)
+
+
+# -- buffers
+
+
+class PlacesOfBuffers:
+    """Where a model has its buffers: modules, their names there, and what stood there at first.
+
+    Programs take those that it had when they were made.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = [
+            (f"{path}.{leaf}" if path else leaf, module, leaf, buffer)
+            for path, module in model.named_modules()
+            for leaf, buffer in module._buffers.items()
+        ]
+        count = Counter(id(buffer) for *_, buffer in self._places if buffer is not None)
+        self._shared = {key for key, places in count.items() if places > 1}
+
+    def adopt(self) -> None:
+        """Copies a buffer that was put in another's place into that one, and puts that back.
+
+        Raises:
+            UsageError: it has another shape or type, there was none or is none now, or modules share it.
+        """
+        for name, module, leaf, own in self._places:
+            buffer = module._buffers.get(leaf)
+            if buffer is own:
+                continue
+            if (
+                buffer is None
+                or own is None
+                or id(own) in self._shared
+                or (buffer.shape, buffer.dtype) != (own.shape, own.dtype)
+            ):
+                raise errors.UsageError(
+                    f"buffer {name!r} was replaced by {_shown(buffer)}, and programs take {_shown(own)}"
+                    + (", which modules share" if id(own) in self._shared else ""),
+                    do="give the model its buffers before the engine is made",
+                )
+            with torch.no_grad():
+                own.copy_(buffer)
+            module._buffers[leaf] = own
+
+
+def _shown(buffer: torch.Tensor | None) -> str:
+    return "none" if buffer is None else f"{list(buffer.shape)} {buffer.dtype}"

@@ -22,20 +22,14 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from stepgraph.errors import CheckpointError, StepgraphError
+from stepgraph.runtime import files
 from stepgraph.runtime.checkpoints import extras, saved_state, weights_file
 from stepgraph.runtime.checkpoints.manifest import NAME, OWN_FILES, FileRecord, Manifest, damaged
 from stepgraph.runtime.checkpoints.saved_state import SavedState
-from stepgraph.runtime.files import (
-    put_folder,
-    recover_folder,
-    remove_unfinished,
-    sync_folder,
-    unfinished_path,
-)
 from stepgraph.runtime.ranks import Messages, Ranks, largest
 from stepgraph.runtime.state import State
 
@@ -70,7 +64,7 @@ class Saver:
         self.finish()
         folder = Path(os.path.realpath(folder))
         token = _same_token(self.ranks)
-        unfinished = unfinished_path(folder, token)
+        unfinished = files.unfinished_path(folder, token)
         together(self.ranks, lambda: self.ranks.rank or _prepare(folder, unfinished))
         packed, tensors = together(self.ranks, lambda: extras.pack(extra))
         parts, described = extras.spread(packed, self.state)
@@ -80,7 +74,7 @@ class Saver:
         if self.state.optimizer is not None:
             content["optimizer"] = saved_state.optimizer_state(self.state)
         planner, writer = _Planner(), FileSystemWriter(unfinished)
-        plan, metadata = _plan(self.ranks, planner, writer, content)
+        plan = _plan(self.ranks, planner, writer, content)
         if not wait:
             planner.copy_to_host(plan.items)
 
@@ -90,19 +84,15 @@ class Saver:
             return results, {name: FileRecord.of(unfinished / name) for name in names}
 
         def complete(written: Sequence[tuple[list, dict[str, FileRecord]]]) -> None:
-            assert metadata is not None
-            writer.finish(metadata, [results for results, _ in written])
-            files = {name: record for _, records in written for name, record in records.items()}
-            for name in files:
+            writer.finish(planner.metadata, [results for results, _ in written])
+            held = {name: record for _, records in written for name, record in records.items()}
+            for name in held:
                 if not (unfinished / name).exists():
                     raise FileNotFoundError(f"{name} of another rank is not there: is it shared?")
-            files[_METADATA] = FileRecord.of(unfinished / _METADATA)
-            with (unfinished / NAME).open("w") as stream:
-                stream.write(replace(manifest, files=files).to_text())
-                stream.flush()
-                os.fsync(stream.fileno())
-            sync_folder(unfinished)
-            put_folder(unfinished, folder)
+            held[_METADATA] = FileRecord.of(unfinished / _METADATA)
+            with files.whole_file(unfinished / NAME) as part:
+                part.write_text(replace(manifest, files=held).to_text())
+            files.put_folder(unfinished, folder)
 
         self._start(token, folder, wait, write, complete, unfinished)
 
@@ -120,7 +110,7 @@ class Saver:
 
         def write() -> None:
             if self.ranks.rank == 0:
-                remove_unfinished(path)
+                files.remove_unfinished(path)
                 weights_file.write(whole, path)
 
         self._start(token, path, wait, write)
@@ -185,9 +175,7 @@ class Saver:
 
         It must be the same step on every rank: who raises alone leaves the others waiting.
         """
-        if self._thread is None:
-            return
-        if not largest(self.ranks, self._thread.is_alive())[0]:
+        if self._thread is not None and not largest(self.ranks, self._thread.is_alive())[0]:
             self.finish()
 
     # -- loading
@@ -200,7 +188,7 @@ class Saver:
         """
         self.finish()
         folder, ranks = Path(os.path.realpath(folder)), self.ranks
-        recover_folder(folder)
+        files.recover_folder(folder)
         manifest = together(ranks, lambda: Manifest.read(folder))
         together(ranks, lambda: manifest.verify(folder, ranks.rank, ranks.shape.world_size))
         saved = together(ranks, lambda: _open(folder))
@@ -273,8 +261,8 @@ class _Planner(DefaultSavePlanner):
 
 def _plan(
     ranks: Ranks, planner: _Planner, writer: FileSystemWriter, content: dict[str, Any]
-) -> tuple[SavePlan, Metadata | None]:
-    """Who writes what: this rank's part, and torch's metadata on the first rank."""
+) -> SavePlan:
+    """What this rank writes; the first rank's planner has torch's metadata then."""
     first, several = ranks.rank == 0, ranks.shape.world_size > 1
 
     def local() -> SavePlan:
@@ -286,14 +274,9 @@ def _plan(
     if several:
         mine, plans = plans[0], [None] * ranks.shape.world_size if first else None
         dist.gather_object(mine, plans)
-    metadata = None
 
     def everybody() -> list[SavePlan] | None:
-        nonlocal metadata
-        if plans is None:
-            return None
-        each, metadata = planner.create_global_plan(plans)
-        return writer.prepare_global_plan(each)
+        return plans and writer.prepare_global_plan(planner.create_global_plan(plans)[0])
 
     plans = together(ranks, everybody)
     if several:
@@ -301,7 +284,7 @@ def _plan(
         dist.scatter_object_list(received, plans)
         plans = received
     assert plans is not None
-    return planner.finish_plan(plans[0]), metadata
+    return planner.finish_plan(plans[0])
 
 
 def together(ranks: Ranks, work: Callable[[], Result]) -> Result:
@@ -332,7 +315,7 @@ def _same_token(ranks: Ranks) -> str:
 def _prepare(folder: Path, unfinished: Path) -> None:
     """Checks that the checkpoint may be put there, and makes the hidden folder beside it."""
     try:
-        recover_folder(folder)
+        files.recover_folder(folder)
         if folder.exists() and not folder.is_dir():
             raise CheckpointError(
                 f"{folder} is a file: a checkpoint is a folder",
@@ -347,7 +330,7 @@ def _prepare(folder: Path, unfinished: Path) -> None:
                 do="name a new folder",
             )
         folder.parent.mkdir(parents=True, exist_ok=True)
-        remove_unfinished(folder)
+        files.remove_unfinished(folder)
         unfinished.mkdir()
     except OSError as error:
         raise _not_written(error, folder, 0) from error

@@ -22,7 +22,7 @@ from stepgraph.program.program import Value
 from stepgraph.runtime.checkpoints.saved_state import SavedState
 from stepgraph.runtime.ranks import largest
 from stepgraph.runtime.state import State
-from stepgraph.torch_internals import pytree
+from stepgraph.torch_internals import host_device, pytree
 
 ALL, DATA, RANKS = "all ranks", "data-parallel ranks", "ranks"
 
@@ -123,20 +123,13 @@ def load(extra: Mapping[str, Any], chosen: Mapping[str, str], saved: SavedState,
     """Gives every extra its state back."""
     for name, item in extra.items():
         content = saved.read_tree("extra", name, chosen[name])
+        # On the host: the object's own load_state_dict puts tensors where it wants them.
         leaves, tree = pytree.tree_flatten(
-            torch.load(io.BytesIO(content), map_location=_stay, weights_only=False)
+            torch.load(io.BytesIO(content), map_location=host_device(), weights_only=False)
         )
-        keys = saved.below("extra_tensors", name)
-        targets = {
-            keys[(str(i),)]: leaf.empty(state)
-            for i, leaf in enumerate(leaves)
-            if isinstance(leaf, _Placed)
-        }
-        saved.read_into(targets)
-        filled = [
-            targets[keys[(str(i),)]] if isinstance(leaf, _Placed) else leaf
-            for i, leaf in enumerate(leaves)
-        ]
+        filled = [leaf.empty(state) if isinstance(leaf, _Placed) else leaf for leaf in leaves]
+        keys = saved.below("extra_tensors", name).items()
+        saved.read_into({key: filled[int(position)] for (position,), key in keys})
         item.load_state_dict(pytree.tree_unflatten(filled, tree))
 
 
@@ -154,11 +147,6 @@ class _Placed:
         placements = self.placements if self.names == ranks.names else replicated(ranks)
         value = Value(self.shape, self.dtype, placements)
         return state.as_dtensor(state.filled(value), value)
-
-
-def _stay(storage: Any, location: str) -> Any:
-    """Tensors come back on the host; the object's own load_state_dict puts them where it wants them."""
-    return storage
 
 
 def _part(state: State, of: str, rank: int) -> int:

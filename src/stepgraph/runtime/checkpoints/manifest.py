@@ -17,14 +17,7 @@ import torch
 from msgspec import field
 
 from stepgraph.errors import CheckpointError
-from stepgraph.planning.reading import (
-    Count,
-    MalformedError,
-    Strict,
-    convert,
-    parse_json,
-    read_bytes,
-)
+from stepgraph.planning import reading
 from stepgraph.runtime.files import checksum
 
 NAME = "stepgraph.json"
@@ -33,11 +26,11 @@ FORMAT = 1
 OWN_FILES = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|" + re.escape(NAME))
 
 
-class FileRecord(Strict, frozen=True):
+class FileRecord(reading.Strict, frozen=True):
     """What a file must be: its size and the CRC-32 of its bytes."""
 
-    bytes: Count
-    crc32: Count
+    bytes: reading.Count
+    crc32: reading.Count
 
     @classmethod
     def of(cls, path: Path) -> FileRecord:
@@ -45,7 +38,7 @@ class FileRecord(Strict, frozen=True):
         return cls(path.stat().st_size, checksum(path))
 
 
-class Manifest(Strict, frozen=True):
+class Manifest(reading.Strict, frozen=True):
     """What a checkpoint holds.
 
     Args:
@@ -57,7 +50,7 @@ class Manifest(Strict, frozen=True):
         files: every other file of the folder.
     """
 
-    step: Count
+    step: reading.Count
     seed: int
     mesh: str
     plan: str
@@ -88,8 +81,8 @@ class Manifest(Strict, frozen=True):
                 do="weights alone are read from .safetensors, .pt and .pth files",
             )
         try:
-            text = read_bytes(path)
-            content = parse_json(text)
+            text = reading.read_bytes(path)
+            content = reading.parse_json(text)
         except FileNotFoundError:
             if not (folder / ".metadata").exists():
                 what = f"{folder} is not a checkpoint: it has no {NAME}"
@@ -102,7 +95,7 @@ class Manifest(Strict, frozen=True):
             ) from None
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-        except MalformedError as error:
+        except reading.MalformedError as error:
             raise damaged(path, f"it is not a manifest: {error.problem}") from error
         if not isinstance(content, dict):
             raise damaged(path, "it is not a manifest")
@@ -115,8 +108,8 @@ class Manifest(Strict, frozen=True):
         if content.pop("checksum", None) != _checksum(content):
             raise damaged(path, "its checksum does not match")
         try:
-            manifest = convert(content, Manifest)
-        except MalformedError as error:
+            manifest = reading.convert(content, Manifest)
+        except reading.MalformedError as error:
             raise damaged(path, f"{error.where}: {error.problem}") from error
         if manifest.to_text().encode() != text:
             raise damaged(path, "it is not what was written")

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from stepgraph.errors import CheckpointError, UsageError
 from stepgraph.runtime.files import whole_file
 from stepgraph.runtime.state import State
+from stepgraph.torch_internals import host_device
 
 SAFETENSORS = ".safetensors"
 SUFFIXES = (SAFETENSORS, ".pt", ".pth")
@@ -74,12 +75,8 @@ def read(path: Path) -> dict[str, Any]:
         if path.suffix == SAFETENSORS:
             found = _safetensors().load_file(path)
         else:
-            found = torch.load(
-                path,
-                map_location=lambda storage, location: storage,
-                weights_only=True,
-                mmap=zipfile.is_zipfile(path),
-            )
+            mapped = zipfile.is_zipfile(path)
+            found = torch.load(path, map_location=host_device(), weights_only=True, mmap=mapped)
     except UsageError:
         raise
     except Exception as error:  # torch and safetensors raise all sorts of errors

@@ -7,6 +7,7 @@ that a repetition leaves (it may begin anywhere in its period), blocks are split
 cross: at the residual stream.
 """
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass
 
@@ -41,8 +42,7 @@ def find_blocks(program: Program) -> list[Block]:
         if found is None:
             continue
         start, period, covered = found
-        count = covered // period
-        slack = covered - count * period
+        count, slack = divmod(covered, period)
         offset = min(
             range(slack + 1),
             key=lambda o: sum(crossing[start + o + k * period] for k in range(count + 1)),  # noqa: B023
@@ -97,8 +97,4 @@ def _crossing_bytes(nodes: list[fx.Node]) -> list[int]:
             size = size_in_bytes(meta(node)["val"])
             change[i + 1] += size
             change[max(readers) + 1] -= size
-    alive, total = [], 0
-    for delta in change:
-        total += delta
-        alive.append(total)
-    return alive
+    return list(itertools.accumulate(change))

@@ -7,6 +7,7 @@ division of a sum by a count) form the tail, which runs once, on the totals. If 
 have to be communicated, micro-batches cannot be exact and the mean over them is what users know.
 """
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -123,7 +124,7 @@ class _Walk:
         self._forward()
         tail = {node for node, states in self.state.items() if states == (TAIL,)}
         made, found = Totals(), set()
-        for role, result in zip(self.program.outputs, self.program.results, strict=True):
+        for role, result, _ in self.program.output_rows:
             if not isinstance(role, roles.ModuleResult):
                 continue
             (state,) = self.state[result]
@@ -159,10 +160,7 @@ class _Walk:
         return MAY_COUNT_ROWS if may_count_rows(self.program, result, self.rows or 1) else None
 
     def _forward(self) -> None:
-        rows = zip(
-            self.program.placeholders, self.program.inputs, self.program.input_values, strict=True
-        )
-        for node, role, value in rows:
+        for role, node, value in self.program.input_rows:
             batched = is_batched(role, value, self.rows)
             state = self.spread.get(role) or (Shard(0) if batched else Replicate())
             self.state[node] = (state,)
@@ -226,10 +224,7 @@ class _Walk:
                 )
             ]
             if free:  # the one that shards the fewest constants
-                same = [
-                    sum(a == b for a, b in zip(placements, s.inputs, strict=True)) for s in free
-                ]
-                chosen = free[same.index(max(same))]
+                chosen = max(free, key=lambda s: sum(map(operator.eq, placements, s.inputs)))
                 self.state[node] = chosen.outputs
                 self.read_as |= dict(zip(arguments, chosen.inputs, strict=True))
                 if isinstance(self.state[node][0], Partial):
@@ -358,13 +353,8 @@ class _Walk:
         return meta(boundary[0])["name"]
 
     def _varies(self, node: fx.Node) -> bool:
-        if node in self.varies:
-            return True
-        return (
-            any(self._varies(source) for source in node.all_input_nodes)
-            if (node.op == "call_function" and meta(node)["phase"] == BACKWARD)
-            else False
-        )
+        backward = node.op == "call_function" and meta(node)["phase"] == BACKWARD
+        return node in self.varies or (backward and any(map(self._varies, node.all_input_nodes)))
 
 
 def by_rows(found: Normalisation, twice: Normalisation, loss: fx.Node) -> Normalisation:
@@ -377,14 +367,10 @@ def by_rows(found: Normalisation, twice: Normalisation, loss: fx.Node) -> Normal
     if not changed:
         return found
     ratio = None
-    if (
-        found.gradient_kind == "sum"
-        and len(changed) == 1
-        and list(found.totals) == [meta(loss)["name"]]
-    ):
-        pairs = list(
-            zip(found.numbers[changed[0]], twice.numbers.get(changed[0], ()), strict=False)
-        )
+    alone = len(changed) == 1 and list(found.totals) == [meta(loss)["name"]]
+    if found.gradient_kind == "sum" and alone:
+        (name,) = changed
+        pairs = zip(found.numbers[name], twice.numbers.get(name, ()), strict=False)
         ratio = [after / before for before, after in pairs if before]
     if ratio in ([2.0], [0.5]):
         return replace(found, totals={meta(loss)["name"]: "avg"}, gradient_kind="avg", numbers={})

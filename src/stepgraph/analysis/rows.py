@@ -26,8 +26,8 @@ def is_batched(role: roles.Input, value: Value, rows: int | None) -> bool:
 
 def drawn_for_rows(program: Program, drawn: fx.Node, rows: int | None = None) -> Shard | None:
     """How slices have random numbers of which there are as many as rows, each drawing its own."""
-    inputs = zip(program.inputs, program.input_values, strict=True)
-    batch = {rows, *(value.shape[0] for role, value in inputs if is_batched(role, value, rows))}
+    inputs = [value for role, _, value in program.input_rows if is_batched(role, value, rows)]
+    batch = {rows, *(value.shape[0] for value in inputs)}
     dims = [dim for dim, size in enumerate(meta(drawn)["val"].shape) if size in batch]
     return Shard(dims[0]) if dims else None
 

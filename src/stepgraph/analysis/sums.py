@@ -72,9 +72,7 @@ def decide_sums(
     spread = spread or {}
     alike, unsure = _constant(program, rows, spread)
     results = {
-        role: node
-        for role, node in zip(program.outputs, program.results, strict=True)
-        if isinstance(role, roles.ModuleResult)
+        role: node for role, node, _ in program.output_rows if isinstance(role, roles.ModuleResult)
     }
     losses = [
         role
@@ -132,7 +130,7 @@ def _constant(
     What a graph makes of nothing and has as many rows as the batch, or is made of a number that may count
     them, is not known to be alike, as what code between graphs makes.
     """
-    given = dict(zip(program.placeholders, program.inputs, strict=True))
+    given = {node: role for role, node, _ in program.input_rows}
     held = {node for node, role in given.items() if isinstance(role, (roles.Param, roles.Buffer))}
     inputs = {node for node, role in given.items() if isinstance(role, roles.UserInput)}
     batch = {node for node in inputs if not isinstance(spread.get(given[node]), Replicate)}
@@ -150,7 +148,7 @@ def _constant(
     unsure = reached(program, made)
     results = {
         role.index: node
-        for role, node in zip(program.outputs, program.results, strict=True)
+        for role, node, _ in program.output_rows
         if isinstance(role, roles.ModuleResult) and node not in varies
     }
     alike: dict[int, Spread] = {i: Replicate() for i, node in results.items() if node not in unsure}

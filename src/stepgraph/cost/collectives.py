@@ -70,18 +70,12 @@ def links(mesh: MeshShape, device: Device) -> dict[str, Group]:
 
     Where groups of one dimension differ (a mesh that does not divide over the nodes), the worst counts.
     """
-    found = {}
-    for name, size in mesh.dims:
-        found[name] = Group(
-            size,
-            min(size, _per_node(mesh, name, device.ranks_per_node)),
-            device.intra.latency,
-            device.intra.bandwidth,
-            device.inter.latency,
-            device.inter.bandwidth,
-            device.collectives,
-        )
-    return found
+    near, far = device.intra, device.inter
+    wires = near.latency, near.bandwidth, far.latency, far.bandwidth, device.collectives
+    return {
+        name: Group(size, min(size, _per_node(mesh, name, device.ranks_per_node)), *wires)
+        for name, size in mesh.dims
+    }
 
 
 def _per_node(mesh: MeshShape, name: str, ranks_per_node: int) -> int:

@@ -14,10 +14,7 @@ from stepgraph.errors import UsageError, near_misses
 
 
 def _accelerator(
-    name: str,
-    achieved: float,
-    peaks: tuple[float, float, float],
-    **rest: Any,
+    name: str, achieved: float, peaks: tuple[float, float, float], **rest: Any
 ) -> Device:
     """A row of the table.
 
@@ -32,7 +29,7 @@ def _accelerator(
     rates = {k: v * achieved for k, v in peak.items()}
     # Of fused attention kernels and of implicit products; FlashAttention-2 and -3 give such figures.
     families = {"attention": 0.8, "attention_backward": 0.65, "convolution": 0.7}
-    return Device(name, rates, peak, families=families, **rest)
+    return Device(name, rates, peak, ranks_per_node=8, families=families, **rest)
 
 
 # float32 is true float32: torch uses TF32 only where it is told to.
@@ -45,7 +42,6 @@ DEVICES: dict[str, Device] = {
         capacity=80 * GIB,
         intra=Link(6e-6, 235e9),  # of 300e9 each way
         inter=Link(14e-6, 22e9),  # of 25e9
-        ranks_per_node=8,
         kernel_seconds=3.5e-6,
         half_flops=1.5e9,
         half_bytes=5e6,
@@ -61,7 +57,6 @@ DEVICES: dict[str, Device] = {
         capacity=80 * GIB,
         intra=Link(6e-6, 360e9),  # of 450e9 each way
         inter=Link(14e-6, 45e9),  # of 50e9
-        ranks_per_node=8,
         kernel_seconds=3e-6,
         half_flops=4e9,
         half_bytes=8e6,
@@ -77,7 +72,6 @@ DEVICES: dict[str, Device] = {
         capacity=141 * 10**9,
         intra=Link(6e-6, 360e9),
         inter=Link(14e-6, 45e9),
-        ranks_per_node=8,
         kernel_seconds=3e-6,
         half_flops=4e9,
         half_bytes=11e6,
@@ -92,7 +86,6 @@ DEVICES: dict[str, Device] = {
         capacity=180 * 10**9,
         intra=Link(6e-6, 700e9),  # of 900e9 each way
         inter=Link(14e-6, 45e9),  # of 50e9
-        ranks_per_node=8,
         kernel_seconds=3e-6,
         half_flops=9e9,
         half_bytes=18e6,
@@ -108,7 +101,6 @@ DEVICES: dict[str, Device] = {
         capacity=192 * GIB,
         intra=Link(9e-6, 300e9),  # of 448e9 each way, over seven links
         inter=Link(18e-6, 42e9),  # of 50e9
-        ranks_per_node=8,
         kernel_seconds=5e-6,
         half_flops=8e9,
         half_bytes=20e6,

@@ -64,7 +64,7 @@ def memory_timeline(program: Program) -> MemoryTimeline:
             born[start].append(entry)
             dead[min(last + 1, end)].append(entry)
     alive = dict.fromkeys(CATEGORIES, 0)
-    for node, role in zip(program.placeholders, program.inputs, strict=True):
+    for role, node, _ in program.input_rows:
         alive[_input_category(role)] += size_in_bytes(meta(node).get("val"))
     for node in program.graph.nodes:
         if node.op == "get_attr":  # a constant of the graph
@@ -127,9 +127,8 @@ class _Lives:
             made = meta(source).get("val")
             if isinstance(made, (tuple, list)):
                 before = sum(len(tensors_of(part)) for part in made[: node.args[1]])  # type: ignore[index,misc]
-                return tuple(
-                    (source, before + i) for i in range(len(tensors_of(meta(node)["val"])))
-                )
+                count = len(tensors_of(meta(node)["val"]))
+                return tuple((source, before + i) for i in range(count))
         return self.storages[source]
 
     def _needed(self, node: fx.Node, until: int) -> None:
@@ -138,9 +137,8 @@ class _Lives:
 
     def _hold_results(self) -> None:
         """Results live to the end, but for those that are written in place right behind their producer."""
-        program = self.program
-        inputs = dict(zip(program.inputs, program.placeholders, strict=True))
-        for node, role in zip(program.results, program.outputs, strict=True):
+        inputs = {role: node for role, node, _ in self.program.input_rows}
+        for role, node, _ in self.program.output_rows:
             written = roles.written_input(role)
             if written not in inputs:
                 self._needed(node, len(self.operations))
@@ -150,12 +148,9 @@ class _Lives:
 
     def _gradients(self) -> set[Storage]:
         """Storages that cross from the backward into the update, or leave as gradients."""
-        program = self.program
-        found: set[Storage] = set()
-        for node, role in zip(program.results, program.outputs, strict=True):
-            if isinstance(role, roles.Grad):
-                found.update(self.storages[node])
-        for node in program.operations(BACKWARD):
+        results = self.program.gradients.values()
+        found = {storage for node in results for storage in self.storages[node]}
+        for node in self.program.operations(BACKWARD):
             if any(u.op == "call_function" and meta(u)["phase"] == OPTIMIZER for u in node.users):
                 found.update(self.storages[node])
         return found

@@ -171,10 +171,7 @@ def simulate(
             compute += took
         line.seconds_by_phase[phase] += compute - before
     end = max(compute, wires.end())
-    for flight in wires.flights:
-        line.events.append(
-            Event(flight.node, COMMUNICATION, flight.start, flight.end - flight.start)
-        )
+    line.events += [Event(f.node, COMMUNICATION, f.start, f.end - f.start) for f in wires.flights]
     line.events.sort(key=lambda event: event.start)
     if end > compute:  # the step is over when its last collective is
         line.exposed_seconds += end - compute

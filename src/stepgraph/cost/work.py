@@ -1,6 +1,6 @@
 """What one operation has to do: FLOPs from shapes by formula, bytes from its traffic, and its time."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,28 +33,18 @@ def flops_of(target: Any, arguments: Sequence[Any], result: Any) -> float:
     """
     if not hasattr(target, "overloadpacket"):
         return 0.0
-    if (formula := _FORMULAS.get(target)) is not None:
-        return float(formula(arguments, result))
+    if (left := _LEFT_FACTOR.get(target)) is not None:
+        return 2.0 * result.numel() * arguments[left].shape[-1]
     if (products := _attention_products(target)) is not None:
         return _attention(target, arguments, products)
     registered = flop_registry.get(target.overloadpacket)
     return float(registered(*arguments, out_val=result)) if registered is not None else 0.0
 
 
-def _mm(arguments: Sequence[Any], result: Any) -> float:
-    return 2.0 * result.numel() * arguments[0].shape[-1]
-
-
-def _addmm(arguments: Sequence[Any], result: Any) -> float:
-    return 2.0 * result.numel() * arguments[1].shape[-1]
-
-
-_FORMULAS: dict[Any, Callable[[Sequence[Any], Any], float]] = {
-    aten.mm.default: _mm,
-    aten.bmm.default: _mm,
-    aten.addmm.default: _addmm,
-    aten.baddbmm.default: _addmm,
-}
+# Position of a product's left factor among its arguments.
+_LEFT_FACTOR: dict[Any, int] = {
+    aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1
+}  # fmt: skip
 
 
 def _attention_products(target: Any) -> int | None:
@@ -179,12 +169,8 @@ def vector_seconds(node: fx.Node, device: Device) -> float:
     name = operators.of(node.target).cost
     if node.target is aten.clone.default and _turns(node):
         name = "transposition"
-    if operators.of(node.target).power and node.args[1] not in (
-        0.5,
-        1,
-        2,
-    ):  # those are products and roots
-        name = "power"
+    if operators.of(node.target).power and node.args[1] not in (0.5, 1, 2):
+        name = "power"  # those are products and roots
     each = device.elements.get(name, 0.0)
     if not each:
         return 0.0

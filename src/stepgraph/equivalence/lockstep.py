@@ -66,9 +66,8 @@ def run_lockstep(
         if finished:
             assert not waiting, "some ranks wait at a collective that others never reach"
             return finished
-        answers = compute_collective(
-            [node for node, _ in waiting], [value for _, value in waiting], mesh
-        )
+        nodes, values = map(list, zip(*waiting, strict=True))
+        answers = compute_collective(nodes, values, mesh)
 
 
 def run_rank(
@@ -171,8 +170,7 @@ def _last_readers(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """For every operation, the values that nobody reads after it."""
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        for source in node.all_input_nodes:
-            last[source] = node
+        last |= dict.fromkeys(node.all_input_nodes, node)
     dying: dict[fx.Node, list[fx.Node]] = {}
     for value, reader in last.items():
         dying.setdefault(reader, []).append(value)

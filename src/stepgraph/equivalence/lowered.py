@@ -25,9 +25,8 @@ from stepgraph.program.program import Program
 from stepgraph.program.record import Results
 
 _PATIENCE = 600.0  # seconds that a rank waits for the others at a collective
-_meetings: dict[
-    int, _Meeting
-] = {}  # by number, while they last: what an operator is told is a number
+# By number, while they last: what an operator is told is a number.
+_meetings: dict[int, _Meeting] = {}
 
 
 class _Meeting:
@@ -35,9 +34,7 @@ class _Meeting:
 
     def __init__(self, programs: Sequence[Program]) -> None:
         self.programs = programs
-        self.nodes = [
-            [node for node in program.operations() if is_collective(node)] for program in programs
-        ]
+        self.nodes = [list(filter(is_collective, program.operations())) for program in programs]
         self.barrier = threading.Barrier(len(programs), self._compute, _PATIENCE)
         self.brought: list[Any] = [None] * len(programs)
         self.answers: list[Any] = []
@@ -96,13 +93,9 @@ def run_lowered(
     number = id(meeting)
     _meetings[number] = meeting
     try:
-        codes = [
-            meeting.joined_by(
-                lower(_meeting_others(program, number, rank), LoweringDecision(name), target)
-            )
-            for rank, program in enumerate(bound)
-        ]
-        return values.run_all(bound, codes)
+        ranks = [_meeting_others(program, number, rank) for rank, program in enumerate(bound)]
+        codes = [lower(program, LoweringDecision(name), target) for program in ranks]
+        return values.run_all(bound, [meeting.joined_by(code) for code in codes])
     finally:
         del _meetings[number]
 
@@ -110,7 +103,7 @@ def run_lowered(
 def _meeting_others(program: Program, meeting: int, rank: int) -> Program:
     """A copy that writes its state in place, and meets other threads in place of other processes."""
     program = program.copy()
-    for index, node in enumerate([n for n in program.operations() if is_collective(n)]):
+    for index, node in enumerate(list(filter(is_collective, program.operations()))):
         shape = list(meta(node)["val"].shape)
         node.target, node.args = MEET, (node.args[0], shape, meeting, rank, index)
         (wait,) = node.users

@@ -1,6 +1,7 @@
 """Records what graphs are run on, and every pass on them: one uncompiled run, graph by graph."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,10 +35,6 @@ class GraphRecord:
     passes: list[tuple[Pass, Program, Program, Mapping[str, Any]]] = field(default_factory=list)
     inputs: list[Any] = field(default_factory=list)
     tangents: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def see(self, step: Pass, before: Program, after: Program, arguments: Mapping) -> None:
-        """The observer of the pass driver."""
-        self.passes.append((step, before, after, arguments))
 
     def local_inputs(self) -> list[torch.Tensor]:
         """This rank's tensors for the placeholders that the first pass met."""
@@ -82,7 +79,7 @@ class Recorder:
             results = graph(*inputs)
             for index, result in enumerate(results):
                 if isinstance(result, torch.Tensor) and result.requires_grad:
-                    result.register_hook(_keep(record.tangents, index))
+                    result.register_hook(functools.partial(_keep, record.tangents, index))
             known = self.graphs.known
             for index in written:
                 known.pop(inputs[index], None)
@@ -102,7 +99,9 @@ class Recorder:
             if isinstance(x, torch.Tensor) and not isinstance(x, Parameter)
         ]
         known, rows = self.graphs.known_of(examples, places), self.graphs.rows
-        self.graphs.driver = PassDriver(invariants=True, observe=record.see, replaced=self.replaced)
+        self.graphs.driver = PassDriver(
+            invariants=True, observe=lambda *row: record.passes.append(row), replaced=self.replaced
+        )
         found: list[Any] = []
 
         def partition(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any):
@@ -125,8 +124,5 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
 
 
-def _keep(tangents: dict[int, torch.Tensor], index: int) -> Callable:
-    def keep(gradient: torch.Tensor) -> None:
-        tangents[index] = gradient.detach().clone()
-
-    return keep
+def _keep(tangents: dict[int, torch.Tensor], index: int, gradient: torch.Tensor) -> None:
+    tangents[index] = gradient.detach().clone()

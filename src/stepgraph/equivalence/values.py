@@ -125,23 +125,20 @@ class GlobalValues:
         Args:
             codes: from local inputs to local results; they write their state in place.
         """
-        local = self._local(programs[0], {})
-        columns = [list(row) for row in zip(*local, strict=True)]
+        first = programs[0]
+        local = self._local(first, {})
+        columns = zip(*local, strict=True)
         with ThreadPoolExecutor(len(codes)) as pool:
-            runs = [pool.submit(code, row) for code, row in zip(codes, columns, strict=True)]
-            results = [run.result() for run in runs]
-        outputs = [
-            i
-            for i, role in enumerate(programs[0].outputs)
-            if roles.written_input(role) not in programs[0].inputs
-        ]
-        return self._whole(programs[0], local, results, True, outputs)
+            results = list(pool.map(lambda code, row: code(list(row)), codes, columns))
+        written = [roles.written_input(role) in first.inputs for role in first.outputs]
+        outputs = [i for i, in_place in enumerate(written) if not in_place]
+        return self._whole(first, local, results, True, outputs)
 
     def _local(self, program: Program, given: Results) -> list[list[torch.Tensor]]:
         """Every rank's part of every input."""
         mesh = program.mesh or data_mesh(1)
-        rows = zip(program.inputs, program.input_values, strict=True)
-        return [self._sliced(given.get(r, self.of(r, value)), value, mesh) for r, value in rows]
+        rows = program.input_rows
+        return [self._sliced(given.get(r, self.of(r, value)), value, mesh) for r, _, value in rows]
 
     def _whole(
         self,
@@ -157,10 +154,9 @@ class GlobalValues:
             parts = [result[place] for result in results]
             found[program.outputs[index]] = _join(parts, program.output_values[index], mesh)
         if in_place:
-            rows = zip(program.inputs, program.input_values, strict=True)
-            for (role, value), parts in zip(rows, local, strict=True):
-                for output in _replacing(role):
-                    found[output] = _join(parts, value, mesh)
+            for (role, _, value), parts in zip(program.input_rows, local, strict=True):
+                if (replacing := _REPLACING.get(type(role))) is not None:
+                    found[replacing(**vars(role))] = _join(parts, value, mesh)
         return found
 
     def _sliced(self, tensor: torch.Tensor, value: Value, mesh: MeshShape) -> list[torch.Tensor]:
@@ -186,8 +182,7 @@ class GlobalValues:
 
     def given(self, program: Program) -> Results:
         """The global tensors of a Program's inputs by role."""
-        rows = zip(program.inputs, program.input_values, strict=True)
-        return {role: self.of(role, value) for role, value in rows}
+        return {role: self.of(role, value) for role, _, value in program.input_rows}
 
     def eager(self) -> Results:
         """Loss, gradients and written buffers of plain PyTorch on the last micro-batch."""
@@ -263,7 +258,7 @@ class GlobalValues:
         assert optimizer is not None
         names = {id(p): name for name, p in self.source.model.named_parameters()}
         states: dict[str, dict[str, torch.Tensor]] = {}
-        for role, value in zip(program.inputs, program.input_values, strict=True):
+        for role, _, value in program.input_rows:
             if isinstance(role, roles.OptimizerState):
                 states.setdefault(role.owner, {})[role.key] = self.of(role, value)
         clone = copy.copy(optimizer)
@@ -301,18 +296,13 @@ def _join(parts: Sequence[torch.Tensor], value: Value, mesh: MeshShape) -> torch
     return join(parts, value.shape, value.placements, mesh)
 
 
-def _replacing(role: roles.Input) -> list[roles.Output]:
-    """The output whose value an input's storage holds after an in-place program."""
-    match role:
-        case roles.Param(name):
-            return [roles.NewParam(name)]
-        case roles.Buffer(name):
-            return [roles.NewBuffer(name)]
-        case roles.OptimizerState(owner, key):
-            return [roles.NewOptimizerState(owner, key)]
-        case roles.Accumulator(name):
-            return [roles.NewAccumulator(name)]
-    return []
+# The output whose value an input's storage holds after an in-place program; its fields are the input's.
+_REPLACING: dict[type, Any] = {
+    roles.Param: roles.NewParam,
+    roles.Buffer: roles.NewBuffer,
+    roles.OptimizerState: roles.NewOptimizerState,
+    roles.Accumulator: roles.NewAccumulator,
+}
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:

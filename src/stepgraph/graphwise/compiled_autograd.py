@@ -56,9 +56,8 @@ class WholeBackward:
 
     def reach(self, values: list[torch.Tensor], gradients: list[Any], keep: bool) -> None:
         """A backward has come to some values: it goes on from all of its, when it has come to the last."""
-        if (
-            task := dynamo.backward_now()
-        ) != self._task:  # what an earlier one that failed left is void
+        task = dynamo.backward_now()
+        if task != self._task:  # what an earlier one that failed left is void
             self._task, self._reached = task, []
             dynamo.after_backward(self._run)
         pairs = [(v, g) for v, g in zip(values, gradients, strict=True) if g is not None]

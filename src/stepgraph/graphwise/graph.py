@@ -21,6 +21,7 @@ from stepgraph.program.markers import UNSHARD
 from stepgraph.program.metadata import meta, set_meta
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import Program, Value
+from stepgraph.torch_internals import pytree
 
 _ATTRIBUTE = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]|\.([A-Za-z_]\w*)")
 aten = torch.ops.aten
@@ -61,10 +62,9 @@ class GraphProgram:
         rows: int = 0,
     ) -> None:
         self._output = joint.graph.output_node()
-        self._flat = list(
-            torch_internals.pytree.tree_leaves(self._output.args[0], is_leaf=_is_leaf)
-        )
-        self._slots = [i for i, leaf in enumerate(self._flat) if _is_tensor(leaf)]
+        leaves = pytree.tree_leaves(self._output.args[0], is_leaf=lambda leaf: leaf is None)
+        self._flat = list(leaves)
+        self._slots = [i for i, leaf in enumerate(self._flat) if is_tensor(leaf)]
         self.spread: dict[roles.Input, Spread] = {}
         self.unknown: list[str] = []
         self.written: dict[int, int] = {}
@@ -90,7 +90,7 @@ class GraphProgram:
                     source = sources[leaf] if leaf < len(sources) else ""
                     role = _role(node, index, source, known.get(leaf))
                     inputs.append(role)
-                    if isinstance(role, roles.UserInput) and _is_tensor(node):
+                    if isinstance(role, roles.UserInput) and is_tensor(node):
                         if leaf in known:
                             self.spread[role] = known[leaf]
                         elif meta(node)["val"].dim() > 1 and meta(node)["val"].shape[0] == rows:
@@ -111,14 +111,8 @@ class GraphProgram:
         tensors = [self._flat[slot] for slot in self._slots]
         self._output.args = (tuple(tensors),)
         placeholders = [node for node, _ in pairs_in]
-        program = Program(
-            "graph",
-            joint,
-            inputs,
-            outputs,
-            [*map(Value.of, placeholders)],
-            [*map(Value.of, tensors)],
-        )
+        values = [list(map(Value.of, nodes)) for nodes in (placeholders, tensors)]
+        program = Program("graph", joint, inputs, outputs, *values)
         kept = {node: dict(meta(node)) for node in [*placeholders, self._output]}
         for node in joint.graph.nodes:
             annotate(node, _ROOT)
@@ -132,8 +126,7 @@ class GraphProgram:
 
     def give_back(self) -> None:
         """Puts the results where AOTAutograd expects them."""
-        results = list(self.program.results)
-        for slot, node in zip(self._slots, results, strict=True):
+        for slot, node in zip(self._slots, self.program.results, strict=True):
             self._flat[slot] = node
         self._output.args = (list(self._flat),)
 
@@ -146,11 +139,8 @@ def _role(node: fx.Node, index: int, source: str, how: Spread | None = None) -> 
     return roles.Buffer(name) if whole else roles.UserInput(index, name)
 
 
-def _is_leaf(value: Any) -> bool:
-    return value is None
-
-
-def _is_tensor(leaf: Any) -> bool:
+def is_tensor(leaf: Any) -> bool:
+    """Whether what goes into a graph, or comes out of it, is a tensor."""
     return isinstance(leaf, fx.Node) and isinstance(meta(leaf).get("val"), torch.Tensor)
 
 

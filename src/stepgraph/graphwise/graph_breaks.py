@@ -61,11 +61,7 @@ class GraphRunner:
     """
 
     def __init__(
-        self,
-        compiler: Compiler,
-        function: Callable,
-        reason: StepgraphError,
-        whole_backward: bool,
+        self, compiler: Compiler, function: Callable, reason: StepgraphError, whole_backward: bool
     ) -> None:
         self.compiler = compiler
         plan, ranks = compiler.plan, compiler.ranks
@@ -79,15 +75,15 @@ class GraphRunner:
                 f"{plan.placement!r} would have the value that crosses it in other parts",
                 do="remove the graph break, or use ddp or a zero stage on a mesh of dp alone",
             ) from reason
-        compiler.report([f"captured graph by graph, because of {_first_line(reason)}"])
+        because = reason.where or str(reason).splitlines()[0]
+        compiler.report([f"captured graph by graph, because of {because}"])
         plan = compiler.plan = plan.under(placement=for_own_update(plan.placement))
         self._store_parameters()
         ((mesh_dim, size),) = ranks.shape.dims
         self._group = ranks.groups.get(mesh_dim, "")
         precision = compiler.settings.precision
-        self._gathering = Gathering(
-            size, self._group, mesh_dim, precision.compute, precision.reduce
-        )
+        dtypes = precision.compute, precision.reduce
+        self._gathering = Gathering(size, self._group, mesh_dim, *dtypes)
         gather_where_read(compiler.model, self._gathering)
         self.graphs = GraphCompiler(plan.request, ranks.target, ranks.rank, ranks.groups)
         self._function, self._entry = function, ""
@@ -372,7 +368,3 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
         return gradient, None, None
-
-
-def _first_line(error: StepgraphError) -> str:
-    return error.where or str(error).splitlines()[0]

@@ -6,13 +6,12 @@ What goes in and out besides tensors (a DTensor's mesh, nothing at all) goes rou
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
+from stepgraph.graphwise.graph import is_tensor
 from stepgraph.lowering.apply import lower
 from stepgraph.planning.decisions import LoweringDecision
 from stepgraph.planning.target import Target
-from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program
 
 
@@ -28,13 +27,13 @@ def lower_graph(graph: fx.GraphModule, lowering: LoweringDecision, target: Targe
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     output = graph.graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
-    taken = [i for i, node in enumerate(placeholders) if _is_tensor(node)]
-    computed = [node for node in results if _is_tensor(node)]
+    taken = [i for i, node in enumerate(placeholders) if is_tensor(node)]
+    computed = [node for node in results if is_tensor(node)]
     passed, constants = {}, {}
     for slot, node in enumerate(results):
-        if isinstance(node, fx.Node) and node.op == "placeholder" and not _is_tensor(node):
+        if isinstance(node, fx.Node) and node.op == "placeholder" and not is_tensor(node):
             passed[slot] = placeholders.index(node)
-        elif not _is_tensor(node):
+        elif not is_tensor(node):
             constants[slot] = (
                 getattr(graph, str(node.target)) if isinstance(node, fx.Node) else node
             )
@@ -56,7 +55,3 @@ def lower_graph(graph: fx.GraphModule, lowering: LoweringDecision, target: Targe
 
     run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd hands over the list itself
     return run
-
-
-def _is_tensor(node: Any) -> bool:
-    return isinstance(node, fx.Node) and isinstance(meta(node).get("val"), torch.Tensor)

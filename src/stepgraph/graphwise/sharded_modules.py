@@ -92,9 +92,8 @@ def _gathered(name: str, gathering: Gathering) -> property:
             raise AttributeError(f"{type(module).__name__} has no attribute {name!r}")
         parameter = module._parameters[name]
         # In a backward it is code under torch.utils.checkpoint that runs again.
-        if not (gathering.active or dynamo.backward_now() is not None) or not isinstance(
-            parameter, DTensor
-        ):
+        running = gathering.active or dynamo.backward_now() is not None
+        if not running or not isinstance(parameter, DTensor):
             return parameter
         dtype = parameter.dtype
         if gathering.compute_dtype is not None and dtype.is_floating_point:

@@ -79,10 +79,9 @@ def decide(program: Program, policy: str, gather_again: bool = True) -> MemoryDe
 
 def decide_for_graph(program: Program, policy: str, gather_again: bool) -> MemoryDecision:
     """:func:`decide` for one graph of many: ``layers:N`` is ``none`` where no block of it repeats."""
-    needs_blocks = parse_policy(policy)[0] == "layers"
-    return decide(
-        program, policy if not needs_blocks or find_blocks(program) else NONE, gather_again
-    )
+    if parse_policy(policy)[0] == "layers" and not find_blocks(program):
+        policy = NONE
+    return decide(program, policy, gather_again)
 
 
 def _checkpoint_regions(nodes: list[fx.Node]) -> Iterable[list[fx.Node]]:

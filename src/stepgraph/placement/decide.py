@@ -71,15 +71,11 @@ def _find_batch_dims(
     if drawn and mesh.data_size == 1:  # nobody divides the batch: ask ranks that are not there
         mesh = data_mesh(ranks_that_divide(program))
         decision = decide_by_preset(program, mesh, "ddp")
-    slices = {
-        node: _slice_of_batch(node, decision, mesh) or drawn_for_rows(program, node)
-        for node in drawn
-    }
-    return {
-        meta(node)["name"]: (found.dim, blocks_of(found))
-        for node, found in slices.items()
-        if found is not None
-    }
+    found: dict[str, tuple[int, int]] = {}
+    for node in drawn:
+        if shard := _slice_of_batch(node, decision, mesh) or drawn_for_rows(program, node):
+            found[meta(node)["name"]] = shard.dim, blocks_of(shard)
+    return found
 
 
 def _slice_of_batch(node: fx.Node, decision: PlacementDecision, mesh: MeshShape) -> Shard | None:
@@ -88,9 +84,8 @@ def _slice_of_batch(node: fx.Node, decision: PlacementDecision, mesh: MeshShape)
         (made,) = decision.operations[meta(value)["name"]].outputs
         seen = [made]
         for user in (user for user in value.users if meta(user).get("phase") == FORWARD):
-            read = zip(
-                tensor_arguments(user), decision.operations[meta(user)["name"]].inputs, strict=True
-            )
+            inputs = decision.operations[meta(user)["name"]].inputs
+            read = zip(tensor_arguments(user), inputs, strict=True)
             seen += [placements for argument, placements in read if argument is value]
         for placements in seen:
             for role, placement in zip(mesh.roles, placements or (), strict=True):

@@ -45,10 +45,8 @@ def sizes_for(target: Target) -> Sizes:
     of a call, a collective gains nothing from company. Reductions end in long-lived gradients, so a large
     one costs no memory; gathers bring parameters early, which does.
     """
-    large = _power_of_two(2 * target.call_bytes)
-    return Sizes(
-        large, reduction=2 * large, gather=large, table=_power_of_two(target.call_bytes / 8)
-    )
+    large, table = _power_of_two(2 * target.call_bytes), _power_of_two(target.call_bytes / 8)
+    return Sizes(large, reduction=2 * large, gather=large, table=table)
 
 
 def _power_of_two(size: float) -> int:

@@ -19,10 +19,7 @@ from stepgraph.program.record import program_pass
 aten = torch.ops.aten
 
 
-@program_pass(
-    reads="shapes",
-    writes="``eq`` and ``where`` in place of ``scatter``",
-)
+@program_pass(reads="shapes", writes="``eq`` and ``where`` in place of ``scatter``")
 def compare_with_classes(program: Program) -> Program:
     """A number that ``scatter`` puts at one class of each row is chosen by comparing class numbers.
 

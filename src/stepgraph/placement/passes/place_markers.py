@@ -33,10 +33,10 @@ def place_markers(program: Program) -> Program:
         emit.module = meta(node)["module"]
         if node.target is REDUCE_GRAD:
             placed = _reduced(emit, *node.args)
-        elif (
-            placed := gathered.get(node.args)
-        ) is None:  # a module that is called twice reads it twice
-            placed = gathered[node.args] = _gathered(emit, *node.args)
+        else:  # a module that is called twice reads it twice
+            if node.args not in gathered:
+                gathered[node.args] = _gathered(emit, *node.args)
+            placed = gathered[node.args]
         if any(user.op == "output" for user in node.users) and placed.op == "placeholder":
             placed = emit(aten.clone.default, placed)  # a result of the graph is no input of it
         node.replace_all_uses_with(placed)

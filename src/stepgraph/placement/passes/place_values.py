@@ -6,6 +6,7 @@ and slices stand right before their first reader, so that the whole value is bor
 
 import operator
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,13 +24,7 @@ from stepgraph.placement.rules.vocabulary import LOCAL_FORMS, Rows, rows_sharded
 from stepgraph.planning.decisions import PlacementDecision
 from stepgraph.program import roles
 from stepgraph.program.build import ShapeRunner
-from stepgraph.program.layout import (
-    MeshShape,
-    Placements,
-    local_shape,
-    replicated,
-    to_torch,
-)
+from stepgraph.program.layout import MeshShape, Placements, local_shape, replicated, to_torch
 from stepgraph.program.metadata import meta, set_meta
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import FORWARD, Program, Value, tensor_arguments, tensors_of
@@ -63,37 +58,28 @@ class _Placer:
         self.new: dict[fx.Node, fx.Node] = {}
         self.placed: dict[tuple[fx.Node, Placements], fx.Node] = {}
         self.shapes = ShapeRunner(program.graph)
-        self.role_of = dict(zip(program.placeholders, program.inputs, strict=True))
+        self.role_of = {node: role for role, node, _ in program.input_rows}
         self.wanted = self._wanted_placements()
 
     def run(self) -> Program:
         program = self.program
-        rows = zip(program.placeholders, program.inputs, program.input_values, strict=True)
-        input_values = [self._input(node, role, value) for node, role, value in rows]
+        input_values = [self._input(*row) for row in program.input_rows]
         for node in program.graph.nodes:
             if node.op == "get_attr":
                 self._set(node, self.graph.node_copy(node), (replicated(self.mesh),))
             elif node.op == "call_function":
                 self._operation(node)
-        results = [
-            self._as(node, self.decision.outputs[roles.label(role)], None)
-            for node, role in zip(program.results, program.outputs, strict=True)
-        ]
+        results, output_values = [], []
+        for role, node, value in program.output_rows:
+            wanted = self.decision.outputs[roles.label(role)]
+            results.append(self._as(node, wanted, None))
+            output_values.append(replace(value, placements=wanted))
         self.graph.output(tuple(results))
         name_operations(self.graph)
-        output_values = [
-            Value(value.shape, value.dtype, self.decision.outputs[roles.label(role)])
-            for role, value in zip(program.outputs, program.output_values, strict=True)
-        ]
+        module, notes = graph_module(program.module, self.graph), list(program.notes)
+        inputs, outputs = list(program.inputs), list(program.outputs)
         placed = Program(
-            program.name,
-            graph_module(program.module, self.graph),
-            list(program.inputs),
-            list(program.outputs),
-            input_values,
-            output_values,
-            self.mesh,
-            list(program.notes),
+            program.name, module, inputs, outputs, input_values, output_values, self.mesh, notes
         )
         for text in self.decision.notes:
             placed.note(text)
@@ -110,21 +96,19 @@ class _Placer:
             choice = self.decision.operations[meta(node)["name"]]
             for argument, placements in zip(tensor_arguments(node), choice.inputs, strict=True):
                 wanted.setdefault(argument, {})[placements] = None
-        for role, node in zip(self.program.outputs, self.program.results, strict=True):
+        for role, node, _ in self.program.output_rows:
             wanted.setdefault(node, {})[self.decision.outputs[roles.label(role)]] = None
         return wanted
 
-    def _input(self, node: fx.Node, role: roles.Input, value: Value) -> Value:
+    def _input(self, role: roles.Input, node: fx.Node, value: Value) -> Value:
         stored = self.decision.inputs[roles.label(role)]
         new = self.graph.node_copy(node)
         if any(isinstance(placement, Shard) for placement in stored):
-            shape = local_shape(value.shape, stored, self.mesh)
+            shape, device = local_shape(value.shape, stored, self.mesh), meta(node)["val"].device
             with self.shapes.mode:
-                meta(new)["val"] = torch.empty(
-                    shape, dtype=value.dtype, device=meta(node)["val"].device
-                )
+                meta(new)["val"] = torch.empty(shape, dtype=value.dtype, device=device)
         self._set(node, new, (stored,))
-        return Value(value.shape, value.dtype, stored)
+        return replace(value, placements=stored)
 
     def _set(self, old: fx.Node, new: fx.Node, placements: tuple) -> None:
         self.new[old] = new
@@ -173,9 +157,8 @@ class _Placer:
         target = node.target
         if target in _SQUEEZES:
             return aten.squeeze.dims, (args[0], _squeezed_dims(node))
-        if not any(
-            isinstance(p, Shard) for ps in (*choice.inputs, *choice.outputs) for p in ps or ()
-        ):
+        placed = (*choice.inputs, *choice.outputs)
+        if not any(isinstance(p, Shard) for placements in placed for p in placements or ()):
             return target, args
         if target is RANDOM:
             return target, local_part_of(node, args, choice.outputs[0], self.mesh)
@@ -191,11 +174,10 @@ class _Placer:
 
     def _adjust(self, adjuster, node: fx.Node, args: tuple, kwargs: dict, choice) -> tuple:
         mesh = torch_internals.planning_mesh(self.mesh.sizes)
+        pairs = zip(tensor_arguments(node), choice.inputs, strict=True)
         specs = [
-            torch_internals.tensor_spec(
-                mesh, tuple(map(to_torch, placements)), meta(argument)["val"]
-            )
-            for argument, placements in zip(tensor_arguments(node), choice.inputs, strict=True)
+            torch_internals.tensor_spec(mesh, tuple(map(to_torch, placed)), meta(argument)["val"])
+            for argument, placed in pairs
         ]
         remaining = iter(specs)
         spec_args = map_arg(node.args, lambda a: next(remaining))  # type: ignore[arg-type]
@@ -257,9 +239,5 @@ class _Placer:
 def _squeezed_dims(node: fx.Node) -> list[int]:
     """The dimensions a squeeze removes, read off the global shape: a local size of 1 is no reason."""
     shape = meta(node.args[0])["val"].shape  # type: ignore[union-attr]
-    if node.target is aten.squeeze.default:
-        dims = list(range(len(shape)))
-    else:
-        given = node.args[1]
-        dims = [given] if isinstance(given, int) else list(given)  # type: ignore[call-overload]
-    return [dim for dim in dims if shape[dim] == 1]
+    given: Any = range(len(shape)) if node.target is aten.squeeze.default else node.args[1]
+    return [dim for dim in ([given] if isinstance(given, int) else given) if shape[dim] == 1]

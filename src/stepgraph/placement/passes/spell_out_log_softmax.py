@@ -48,7 +48,4 @@ def _log_softmax_backward(emit: Builder, node: fx.Node) -> fx.Node:
     return emit.cast(emit(aten.sub.Tensor, gradient, share), dtype)  # type: ignore[arg-type]
 
 
-_SPELLED = {
-    private.LOG_SOFTMAX: _log_softmax,
-    private.LOG_SOFTMAX_BACKWARD: _log_softmax_backward,
-}
+_SPELLED = {private.LOG_SOFTMAX: _log_softmax, private.LOG_SOFTMAX_BACKWARD: _log_softmax_backward}

@@ -125,25 +125,11 @@ def _batch_norm(
 
 
 def _batch_norm_with_reserve(
-    emit: Builder, x: Any, weight: Any, bias: Any, mean: Any, variance: Any, momentum: float,
-    eps: float,
-) -> list:  # fmt: skip
-    results = _batch_norm(emit, x, weight, bias, mean, variance, True, momentum, eps)
+    emit: Builder, x: Any, weight: Any, bias: Any, mean: Any, variance: Any, *rest: Any
+) -> list:
+    results = _batch_norm(emit, x, weight, bias, mean, variance, True, *rest)
     reserve = emit(aten.empty.memory_format, [0], dtype=torch.uint8, device=_value(x).device)
     return [*results[:3], reserve, *results[3:]]
-
-
-def _batch_norm_frozen(
-    emit: Builder, x: Any, weight: Any, bias: Any, mean: Any, variance: Any, momentum: float,
-    eps: float,
-) -> list:  # fmt: skip
-    return _batch_norm(emit, x, weight, bias, mean, variance, False, momentum, eps)
-
-
-def _batch_norm_without_buffers(
-    emit: Builder, x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
-) -> list:
-    return _batch_norm(emit, x, weight, bias, None, None, training, momentum, eps)
 
 
 def _batch_norm_backward(
@@ -214,8 +200,12 @@ def _group_norm_backward(
 
 _SPELLED: dict[Any, Callable[..., list]] = {
     private.BATCH_NORM_FUNCTIONAL: _batch_norm,
-    private.BATCH_NORM_FROZEN: _batch_norm_frozen,
-    private.BATCH_NORM_WITHOUT_BUFFERS: _batch_norm_without_buffers,
+    private.BATCH_NORM_FROZEN: (
+        lambda emit, x, w, b, mean, var, *rest: _batch_norm(emit, x, w, b, mean, var, False, *rest)
+    ),
+    private.BATCH_NORM_WITHOUT_BUFFERS: (
+        lambda emit, x, w, b, *rest: _batch_norm(emit, x, w, b, None, None, *rest)
+    ),
     private.BATCH_NORM_WITH_RESERVE: _batch_norm_with_reserve,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.batch_norm_backward.default: _batch_norm_backward,

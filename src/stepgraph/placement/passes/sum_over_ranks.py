@@ -64,7 +64,7 @@ def _expected(
         if any(meta(source).get("name") in special for source in node.all_input_nodes)
     ]
     results = dict(values.execute(before, dict.fromkeys(readers, read), inputs))
-    for role, node in zip(before.outputs, before.results, strict=True):
+    for role, node, _ in before.output_rows:
         if meta(node).get("name") in sums.totals:
             results[role] = whole[meta(node)["name"]]
     return results
@@ -123,19 +123,9 @@ class _Sum:
 
 
 def _replace(node: fx.Node, new: fx.Node, but_for: set[fx.Node]) -> None:
-    made = {new, *_behind(new, node)}
+    made = [new]  # and what was emitted between a value and the one that replaces it
+    for emitted in made:  # grows
+        made += [n for n in emitted.all_input_nodes if n is not node and n not in made]
     for user in list(node.users):
         if user not in made and user not in but_for:
             user.replace_input_with(node, new)
-
-
-def _behind(new: fx.Node, old: fx.Node) -> set[fx.Node]:
-    """What was emitted between a value and the one that replaces it."""
-    found: set[fx.Node] = set()
-    stack = [new]
-    while stack:
-        node = stack.pop()
-        if node is not old and node not in found:
-            found.add(node)
-            stack += node.all_input_nodes
-    return found

@@ -155,8 +155,8 @@ def _cost(walk: Walk, node: fx.Node, strategy: Strategy, reads: Sequence[Read]) 
     """Bytes moved between ranks, plus a little for bytes touched and work done on every rank."""
     cost = 0.0
     for argument, have, want in reads:
-        joins = meta(node).get("accumulates") and want == SUM and have != SUM
-        if joins:  # a gradient that is whole, or sharded, already: zero on all ranks but one
+        if meta(node).get("accumulates") and want == SUM and have != SUM:
+            # A gradient that is whole, or sharded, already joins: zero on all ranks but one.
             have, want = SUM, REPLICATE
         cost += redistribution_bytes(meta(argument)["val"], have, want, walk.rules.size)
     # A preset may want the update done on every rank; work on the batch never.
@@ -171,7 +171,7 @@ def ranks_that_divide(program: Program) -> int:
     """The fewest ranks that divide the rows of a batch; 1: it has one row, and none do."""
     rows = [
         value.shape[0]
-        for role, value in zip(program.inputs, program.input_values, strict=True)
+        for role, _, value in program.input_rows
         if isinstance(role, roles.UserInput) and value.shape
     ]
     usual = statistics.mode(rows) if rows else 1

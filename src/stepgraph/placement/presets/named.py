@@ -13,12 +13,7 @@ from torch.distributed.tensor import Shard
 
 from stepgraph.errors import MeshError, UsageError, near_misses
 from stepgraph.placement.presets.beside_data import BESIDE_DATA
-from stepgraph.placement.presets.data_parallel import (
-    PRESETS,
-    WHOLE,
-    Storage,
-    walk_data_parallel,
-)
+from stepgraph.placement.presets.data_parallel import PRESETS, WHOLE, Storage, walk_data_parallel
 from stepgraph.placement.presets.walk import REPLICATE, Walk
 from stepgraph.planning.decisions import OperationPlacement, PlacementDecision, PlacementDraft
 from stepgraph.planning.request import AUTO
@@ -145,17 +140,10 @@ def walk_along(
 
 def _sharded_by_rows(walk: Walk) -> frozenset:
     """Parameters whose rows a walk shards, and gradients on their way into the update."""
-    names = {
-        role.name
-        for role, placement in walk.inputs.items()
-        if isinstance(role, roles.Param) and placement == Shard(0)
-    }
-    nodes = {
-        node
-        for node in walk.chosen
-        if meta(node)["phase"] != OPTIMIZER and walk.now[node] == (Shard(0),)
-    }
-    return frozenset(names | nodes)
+    inputs = [role for role, placement in walk.inputs.items() if placement == Shard(0)]
+    names = {role.name for role in inputs if isinstance(role, roles.Param)}
+    nodes = {node for node in walk.chosen if walk.now[node] == (Shard(0),)}
+    return frozenset(names | {node for node in nodes if meta(node)["phase"] != OPTIMIZER})
 
 
 def record(program: Program, walks: Sequence[Walk], decision: PlacementDraft) -> None:

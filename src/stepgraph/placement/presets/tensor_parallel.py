@@ -162,7 +162,7 @@ class TensorParallel:
             return _NEVER  # only weights begin one
         if node.target in _SLICE_THEIR_INPUTS and sliced and all(sliced):
             return _NEVER  # nor does attention, and the batch is not for tp to divide
-        cost = sum(self._moved(walk, node, *read, strategy) for read in reads)
+        cost = sum(self._moved(walk, node, read, strategy) for read in reads)
         divided = any(isinstance(p, (Shard, Partial)) for p in strategy.outputs)
         if divided or node not in walk.from_batch:
             return cost
@@ -178,15 +178,8 @@ class TensorParallel:
         tables = {where for name, where in self.layout.items() if self.shapes[name] == shape}
         return not isinstance(strategy.outputs[0], Shard) or strategy.outputs[0] in tables
 
-    def _moved(
-        self,
-        walk: Walk,
-        node: fx.Node,
-        argument: fx.Node,
-        have: Placement,
-        want: Placement,
-        strategy: Strategy,
-    ) -> float:
+    def _moved(self, walk: Walk, node: fx.Node, read: Read, strategy: Strategy) -> float:
+        argument, have, want = read
         value = meta(argument)["val"]
         if self.joins_sequence(walk, argument) and isinstance(want, Shard):
             stays = all(p in (have, None) or isinstance(p, Partial) for p in strategy.outputs)
@@ -218,7 +211,7 @@ class TensorParallel:
 def _made_of(program: Program) -> dict[fx.Node, set[str]]:
     found: dict[fx.Node, set[str]] = {}
     from_batch: set[fx.Node] = set()
-    for node, role in zip(program.placeholders, program.inputs, strict=True):
+    for role, node, _ in program.input_rows:
         if isinstance(role, roles.Param):
             found[node] = {role.name}
         elif isinstance(role, roles.UserInput):

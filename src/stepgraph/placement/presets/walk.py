@@ -21,13 +21,7 @@ from stepgraph.operators.sharding import Rules, Strategy
 from stepgraph.program import roles
 from stepgraph.program.layout import InnerShard
 from stepgraph.program.metadata import meta
-from stepgraph.program.program import (
-    FORWARD,
-    OPTIMIZER,
-    PHASES,
-    Program,
-    tensor_arguments,
-)
+from stepgraph.program.program import FORWARD, OPTIMIZER, PHASES, Program, tensor_arguments
 
 REPLICATE, SUM = Replicate(), Partial("sum")
 
@@ -82,7 +76,7 @@ class Walk:
         given: Mapping[fx.Node, Strategy] | None = None,
     ) -> None:
         self.program, self.kind, self.rules, self.given = program, kind, rules, given or {}
-        self.role_of = dict(zip(program.placeholders, program.inputs, strict=True))
+        self.role_of = {node: role for role, node, _ in program.input_rows}
         self.tangents = [
             (n, r) for n, r in self.role_of.items() if isinstance(r, roles.ResultTangent)
         ]
@@ -95,15 +89,15 @@ class Walk:
         self.from_batch: set[fx.Node] = set()
         self.sharded_for_some: dict[fx.Node, Placement] = {}  # constants of the batch's shape
         self.casts: dict[fx.Node, Placement] = {}
-        for (node, role), value in zip(self.role_of.items(), program.input_values, strict=True):
+        for role, node, value in program.input_rows:
             if isinstance(role, roles.ResultTangent):
                 continue  # when the result is placed
             stored = self.inputs[role] = kind.stored(role, value.shape)
-            is_parameter = isinstance(role, roles.Param)
-            self.now[node] = (REPLICATE if kind.gathers and is_parameter else stored,)
+            self.now[node] = (stored,)
             if isinstance(role, roles.Param):
+                self.now[node] = (REPLICATE if kind.gathers else stored,)
                 self.in_update[node] = kind.updated(role.name, value.shape)
-            if isinstance(role, roles.UserInput):
+            elif isinstance(role, roles.UserInput):
                 self.from_batch.add(node)
 
     def place_operations(self, phases: Sequence[str] = PHASES) -> None:
@@ -220,23 +214,18 @@ class Walk:
             if len(wanted) != 1 or not isinstance(target := next(iter(wanted)), Shard):
                 continue
             arguments = tensor_arguments(node)
-            have = tuple(self.now[argument][0] or REPLICATE for argument in arguments)
+            have = [self.now[argument][0] or REPLICATE for argument in arguments]
             asked = tuple(_sharded_like(argument, node, target) for argument in arguments)
             for strategy in self.rules.strategies(node, asked):
-                free = all(
-                    h == w or isinstance(h, Replicate)
-                    for h, w in zip(have, strategy.inputs, strict=True)
-                )
+                pairs = zip(have, strategy.inputs, strict=True)
+                free = all(h == w or isinstance(h, Replicate) for h, w in pairs)
                 if free and strategy.outputs == (target,):
                     self._choose(node, strategy)
                     break
 
     def place_outputs(self) -> None:
         """Where inputs are whose new values they are, or where they are read."""
-        program = self.program
-        for role, node, value in zip(
-            program.outputs, program.results, program.output_values, strict=True
-        ):
+        for role, node, value in self.program.output_rows:
             written = roles.written_input(role)
             if written is not None and written in self.inputs:
                 self.outputs[role] = self.inputs[written]
@@ -250,8 +239,8 @@ class Walk:
 
 def shapes_of(program: Program) -> dict[str, tuple[int, ...]]:
     """Of parameters, by name."""
-    rows = zip(program.inputs, program.input_values, strict=True)
-    return {role.name: value.shape for role, value in rows if isinstance(role, roles.Param)}
+    rows = program.input_rows
+    return {role.name: value.shape for role, _, value in rows if isinstance(role, roles.Param)}
 
 
 def as_sharded(walk: Walk, node: fx.Node) -> Placement:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -71,8 +72,7 @@ def steps(have: Placements, want: Placements) -> list[tuple[int, Placement]]:
     outer one changes, the inner ones are undone; and a new one waits for those outside it.
     """
     changed = {axis for axis in range(len(have)) if have[axis] != want[axis]}
-    undone: set[int] = set()
-    waiting: set[int] = set()
+    undone, waiting = set[int](), set[int]()
     shards = [
         {(p.dim, blocks_of(p)) for p in pair if isinstance(p, Shard)}
         for pair in zip(have, want, strict=True)
@@ -168,13 +168,6 @@ def local_strides(
     return tuple(found)
 
 
-class _Sketch:
-    """A node without a graph."""
-
-    def __init__(self, part: _Part) -> None:
-        self.meta = {"val": part}
-
-
 @dataclass(frozen=True)
 class Cost:
     """Seconds of a change of placement: ``once``, and ``again`` in each phase that reads the result.
@@ -247,7 +240,7 @@ class Moves:
         kept = temporary = 0
         wires = last = (0.0, 0.0)
 
-        def emit(target: Any, node: _Sketch, *args: Any, **kwargs: Any) -> _Sketch:
+        def emit(target: Any, node: Any, *args: Any, **kwargs: Any) -> Any:
             nonlocal once, again, kept, temporary, wires, last
             before = meta(node)["val"]
             after = _result(target, before, args)
@@ -268,10 +261,11 @@ class Moves:
                 again += seconds
             else:  # it is kept, and what came before is not asked for again
                 once, again, kept = once + again + seconds, 0.0, after.bytes
-            return _Sketch(after)
+            return SimpleNamespace(meta={"val": after})  # a node without a graph
 
         own = local_shape(shape, have, self.mesh)
-        start = _Sketch(_Part(own, local_strides(shape, strides, own), dtype.itemsize))
+        part = _Part(own, local_strides(shape, strides, own), dtype.itemsize)
+        start = SimpleNamespace(meta={"val": part})
         redistribute_over(emit, start, shape, have, want, self.mesh)
         return Cost(once, again, kept if once else 0, temporary, wires, last)
 
@@ -298,10 +292,6 @@ def _transposed(part: _Part, a: int, b: int) -> _Part:
     return _permuted(part, order)
 
 
-def _sliced(part: _Part, dim: int, start: int, end: int) -> _Part:
-    return replace(part.resized(dim, end - start), strides=part.strides)
-
-
 def _viewed(part: _Part, sizes: Sequence[int]) -> _Part:
     if part.is_contiguous():
         return part.dense(sizes)
@@ -322,7 +312,9 @@ def _padded(part: _Part, pads: Sequence[int], *_: Any) -> _Part:
 _RESULTS: dict[Any, Callable[..., _Part]] = {
     aten.transpose.int: _transposed,
     aten.permute.default: _permuted,
-    aten.slice.Tensor: _sliced,
+    aten.slice.Tensor: (
+        lambda part, dim, start, end: replace(part.resized(dim, end - start), strides=part.strides)
+    ),
     aten.view.default: _viewed,
     aten.constant_pad_nd.default: _padded,
     torch_internals.ALL_GATHER: lambda part, ranks, *_: part.resized(0, part.shape[0] * ranks),

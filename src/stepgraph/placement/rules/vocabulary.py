@@ -44,17 +44,9 @@ def share_traffic(old: fx.Node, nodes: list[fx.Node], index: fx.Node) -> None:
 # ------------------------------------------------------------------------------------- strategies
 
 
-def _embedding(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
-    return [Strategy((Shard(0), _WHOLE), (_SUM,))]
-
-
 def _embedding_backward(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
     counted = len(node.args) > 4 and node.args[4]  # by frequency in the whole batch, and table
     return [] if counted else [Strategy((_WHOLE, _WHOLE), (Shard(0),))]
-
-
-def _gather(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
-    return [Strategy((Shard(class_dim(node)), _WHOLE), (_SUM,))]
 
 
 def _scatter(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
@@ -76,9 +68,9 @@ def class_dim(node: fx.Node) -> int:
 
 
 STRATEGIES: dict[Any, Entry] = {
-    aten.embedding.default: _embedding,
+    aten.embedding.default: lambda node, _: [Strategy((Shard(0), _WHOLE), (_SUM,))],
     aten.embedding_dense_backward.default: _embedding_backward,
-    aten.gather.default: _gather,
+    aten.gather.default: lambda node, _: [Strategy((Shard(class_dim(node)), _WHOLE), (_SUM,))],
     aten.scatter.value: _scatter,
 }
 
@@ -136,10 +128,6 @@ def _local_gather(rows: Rows, node: fx.Node, args: tuple) -> fx.Node:
     return rows.emit(aten.masked_fill.Scalar, found, elsewhere, 0.0)
 
 
-def _local_scatter(rows: Rows, node: fx.Node, args: tuple) -> fx.Node:
-    return chosen_by_class(rows.emit, rows.ids, args)
-
-
 def chosen_by_class(emit: Any, classes: fx.Node, args: tuple) -> fx.Node:
     """``table`` with a number where a row's index is the class; zeros need not be there first."""
     table, dim, index, number = args
@@ -160,7 +148,7 @@ LOCAL_FORMS: dict[Any, Callable[[Rows, fx.Node, tuple], fx.Node]] = {
     aten.embedding.default: _local_embedding,
     aten.embedding_dense_backward.default: _local_embedding_backward,
     aten.gather.default: _local_gather,
-    aten.scatter.value: _local_scatter,
+    aten.scatter.value: lambda rows, node, args: chosen_by_class(rows.emit, rows.ids, args),
 }
 
 

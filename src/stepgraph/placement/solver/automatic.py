@@ -109,7 +109,7 @@ def decide_automatically(
 def _pins(program: Program, mesh: MeshShape) -> dict[Any, Placements]:
     """What Engine gives and takes: a rank passes its rows, and gets those of a module's results back."""
     pins: dict[Any, Placements] = {}
-    for role, value in zip(program.inputs, program.input_values, strict=True):
+    for role, _, value in program.input_rows:
         if isinstance(role, roles.UserInput):
             divides = bool(value.shape) and value.shape[0] % mesh.data_size == 0
             pins[role] = _where_rows_differ(mesh, Shard(0) if divides else REPLICATE)
@@ -202,9 +202,8 @@ def _reasons(model: Model, solution: Solution) -> dict[str, Reason]:
     """Per value what was chosen, the runner-up, and what each costs, in ms of one rank."""
     reasons: dict[str, Reason] = {}
     others = runners_up(model.problem, solution.chosen)
-    for choice, option, (cost, other, its_cost) in zip(
-        model.choices, solution.chosen, others, strict=True
-    ):
+    rows = zip(model.choices, solution.chosen, others, strict=True)
+    for choice, option, (cost, other, its_cost) in rows:
         count = max(1, len(choice.groups), len(choice.parameters))
         named = {} if other is None else _named(choice, other)
         for name, ways in _named(choice, option).items():

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 FORWARD, BACKWARD = 0, 1
-Phases = tuple[
-    int, ...
-]  # those that one of them wants something in; what is recomputed does in both
+# Those that one of them wants something in; what is recomputed does in both.
+Phases = tuple[int, ...]
 
 
 @dataclass(eq=False)

@@ -83,8 +83,8 @@ def update_operations(program: Program) -> dict[str, list[fx.Node]]:
 def values_that_vary(program: Program) -> set[fx.Node]:
     """Values that depend on a parameter or the batch."""
     kinds = (roles.Param, roles.UserInput, roles.ResultTangent)
-    rows = zip(program.placeholders, program.inputs, strict=True)
-    return reached(program, {node for node, role in rows if isinstance(role, kinds)})
+    varying = {node for role, node, _ in program.input_rows if isinstance(role, kinds)}
+    return reached(program, varying)
 
 
 def needed_by_backward(program: Program, recomputed: Collection[str]) -> set[fx.Node]:

@@ -129,9 +129,8 @@ class _Search:
         if self.problem.memory_limit is None:
             return [most]
         least = list(most)
-        for number, (block, (first, size)) in enumerate(
-            zip(self.problem.blocks, self.blocks, strict=True)
-        ):
+        pairs = zip(self.problem.blocks, self.blocks, strict=True)
+        for number, (block, (first, size)) in enumerate(pairs):
             taken = np.flatnonzero(values[first : first + size] > _WHOLE)
             if block.memory is not None:
                 least[number] = int(taken[block.memory[taken].argmin()])

@@ -7,9 +7,15 @@ import numpy as np
 import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
-from stepgraph.cost.work import looks_up, matmul_dtype, node_flops, runs_no_kernel, size_in_bytes
+from stepgraph.cost.work import (
+    looks_up,
+    matmul_dtype,
+    node_flops,
+    runs_no_kernel,
+    size_in_bytes,
+    stored_bytes,
+)
 from stepgraph.operators import own
 from stepgraph.operators.sharding import Strategy, results_of
 from stepgraph.operators.views import viewed
@@ -62,15 +68,11 @@ class Options:
             found = found[self._fit(group, found, sizes)]
         options = [tuple(map(int, option)) for option in found]
         if self._free and self._is_small_constant(group):
-            strategies = [
-                [s for way in option for s in group.options[way].values()] for option in options
-            ]
             whole = [
-                option
-                for option, ways in zip(options, strategies, strict=True)
-                if all(p == REPLICATE for s in ways for p in s.outputs)
+                all(p == REPLICATE for s in way.values() for p in s.outputs)
+                for way in group.options
             ]
-            return whole or options
+            return [o for o in options if all(whole[way] for way in o)] or options
         return options
 
     def seconds(
@@ -113,7 +115,8 @@ class Options:
                     continue
                 if (value.shape, column) not in seen:
                     seen.add((value.shape, column))
-                    good &= _coded(column, options).fits(value.shape, sizes)
+                    coded = Coded([(placement,) for placement in column])
+                    good &= coded.at(options).fits(value.shape, sizes)
             if len(sizes) > 1 and node.target in LOCAL_FORMS:
                 rows = np.array([_shards_rows(node, way) for way in ways])
                 good &= rows[options].sum(axis=1) < 2
@@ -220,33 +223,22 @@ class Options:
             costs = []
             for argument, made, wanted in changes:
                 value = meta(argument)["val"]
-                cost = self.moves.cost(
-                    tuple(value.shape), value.dtype, made, wanted, value.stride()
-                )
-                costs.append((position[argument], cost))
+                change = tuple(value.shape), value.dtype, made, wanted, value.stride()
+                costs.append((position[argument], self.moves.cost(*change)))
             found.append(costs)
         return found
 
     def _bytes(self, value: torch.Tensor, column: list, options: np.ndarray) -> np.ndarray:
         """Bytes of one rank's part; what an ``expand`` repeats counts once."""
-        size = float(value.element_size())
-        for length, stride in zip(value.shape, value.stride(), strict=True):
-            size *= length if stride else 1
         sharded = [isinstance(p, Shard) and value.stride()[p.dim] != 0 for p in column]
-        return size / np.where(np.array(sharded)[options], np.array(self.mesh.sizes), 1).prod(
-            axis=1
-        )
+        ranks = np.where(np.array(sharded)[options], np.array(self.mesh.sizes), 1)
+        return stored_bytes(value) / ranks.prod(axis=1)
 
 
 def _pending(node: fx.Node, group: Group, picked: np.ndarray, result: int = 0) -> np.ndarray:
     """Under which options (a row each) a result is still to be summed over ranks."""
     column = [isinstance(option[node].outputs[result], Partial) for option in group.options]
     return np.array(column)[picked].any(axis=1)
-
-
-def _coded(column: Sequence[Placement], options: np.ndarray) -> Coded:
-    """A value's placements under options: ``column`` has that of each option of one mesh dimension."""
-    return Coded([(placement,) for placement in column]).at(options)
 
 
 def _shards_rows(node: fx.Node, way: Strategy) -> bool:

@@ -139,11 +139,8 @@ class Model:
         learned = set(self.gradient_of.values())
         for stored in Storages(self.program, self.moves, learned).find():
             names, count = stored.parameters, len(stored.parameters)
-            kept = [
-                i
-                for i, way in enumerate(stored.ways)
-                if all(self.asked.allows(name, way) for name in names)
-            ]
+            allowed = [all(self.asked.allows(n, way) for n in names) for way in stored.ways]
+            kept = np.flatnonzero(allowed)
             cost, memory = np.array(stored.cost)[kept], np.array(stored.memory)[kept]
             choice = Choice(
                 Block(names[0], cost * count, memory * count),
@@ -158,7 +155,7 @@ class Model:
     def _fixed(self) -> None:
         """What the outside decides: a block of one option for each placement."""
         self._outside: dict[Placements, Choice] = {}
-        for node, role in zip(self.program.placeholders, self.program.inputs, strict=True):
+        for role, node, _ in self.program.input_rows:
             if node not in self.choice_of:
                 self.choice_of[node] = self._pinned(self.pins.get(role, replicated(self.mesh)))
         for node in self.program.graph.nodes:
@@ -186,14 +183,11 @@ class Model:
                 continue
             choice = self.choice_of[node]
             keys = tuple(dict.fromkeys((id(c), place, phase) for c, place, phase, _ in readers))
-            position = self._position(node)
+            group = self._group_of.get(node)
+            position = -1 if group is None else group.nodes.index(node)
             key = (id(choice), position, meta(node)["val"].shape, meta(node)["val"].dtype, keys)
             kinds.setdefault(key, ([], readers))[0].append(node)
         return [self._link(nodes, readers) for nodes, readers in kinds.values()]
-
-    def _position(self, node: fx.Node) -> int:
-        group = self._group_of.get(node)
-        return group.nodes.index(node) if group is not None else -1
 
     def _readers(self, node: fx.Node) -> list[tuple[Choice, Any, Phases, Any]]:
         """(choice, port, phases, placement of its option number) of each reader outside the own group."""
@@ -205,7 +199,7 @@ class Model:
         own = self._group_of.get(node)
         for user in node.users:
             if user.op == "output":
-                for role, result in zip(self.program.outputs, self.program.results, strict=True):
+                for role, result, _ in self.program.output_rows:
                     if result is node:
                         self._add_result(add, node, role)
             elif decided_here(user):
@@ -288,20 +282,13 @@ class Model:
         elif node in self._group_of and any(isinstance(x, Partial) for p, _ in made for x in p):
             own = self._group_of[node].nodes
             hidden = self.hiding.of_forward(nodes, last, np.where(again > 0, 0.0, once), own)
-        return Link(
-            meta(node).get("name", node.name),
-            choice.block,
-            np.array([index[p] for p in made]),
-            [
-                Reader(r.block, np.array([index[p, _NONE] for p in ps]), phase)
-                for r, phase, ps in wanted
-            ],
-            once,
-            again,
-            kept=kept,
-            temporary=temporary,
-            **hidden,
-        )
+        name, makes = meta(node).get("name", node.name), np.array([index[p] for p in made])
+        reading = [
+            Reader(r.block, np.array([index[p, _NONE] for p in ps]), phase)
+            for r, phase, ps in wanted
+        ]
+        sizes = {"kept": kept, "temporary": temporary}
+        return Link(name, choice.block, makes, reading, once, again, **sizes, **hidden)
 
     def _made(self, node: fx.Node, choice: Choice) -> list[_Made]:
         if choice.pinned is not None:

@@ -57,7 +57,7 @@ class Storages:
         added_up = [role.name for role in program.outputs if isinstance(role, roles.NewAccumulator)]
         self.accumulated = {name.removeprefix("grad:") for name in added_up}
         self.states: dict[str, list[tuple[int, ...]]] = {}
-        for role, value in zip(program.inputs, program.input_values, strict=True):
+        for role, _, value in program.input_rows:
             if isinstance(role, roles.OptimizerState) and value.shape:
                 kind = (value.dtype.itemsize, *value.shape)
                 self.states.setdefault(role.owner, []).append(kind)
@@ -65,9 +65,7 @@ class Storages:
     def find(self) -> list[Stored]:
         """One entry for all parameters of repeated layers that play the same part."""
         found: dict[Any, Stored] = {}
-        program = self.program
-        rows = zip(program.inputs, program.input_values, program.placeholders, strict=True)
-        for role, value, node in rows:
+        for role, node, value in self.program.input_rows:
             if not isinstance(role, roles.Param):
                 continue
             casts = tuple(user for user in node.users if is_stored_cast(user))

@@ -35,7 +35,7 @@ def forward_and_backward(program: Program) -> tuple[Program, Program]:
         forward.take(node, role_of[node])
     forward.compute()
     for index, node in enumerate(saved):
-        drawn = isinstance(role_of.get(node), roles.Seed)
+        drawn = isinstance(role_of.get(node), (roles.Seed, roles.HostSeed))
         forward.give(roles.Saved(index), node, Value.of(node), drawn)
     backward = _Side(program, [node for node in nodes if node in late or node.op == "get_attr"])
     for index, node in enumerate(saved):
@@ -62,7 +62,7 @@ def _backward_nodes(nodes: list[fx.Node]) -> set[fx.Node]:
 
 def _is_replaced(role: roles.Input | None) -> bool:
     """Whether the next forward brings another tensor, or writes into this one."""
-    return isinstance(role, (roles.UserInput, roles.Seed))
+    return isinstance(role, (roles.UserInput, roles.Seed, roles.HostSeed))
 
 
 class _Side:

@@ -73,7 +73,7 @@ def _input_name(role: roles.Input) -> str:
     match role:
         case roles.OptimizerState(owner, key):
             return f"{owner}:{key}"
-        case roles.Tangent() | roles.Seed():
+        case roles.Tangent() | roles.Seed() | roles.HostSeed():
             return type(role).__name__.lower()
         case roles.ResultTangent(index) | roles.Saved(index):
             return f"{type(role).__name__.lower()}.{index}"

@@ -119,10 +119,14 @@ class State(optimizer_state.Stored):
                     tensor = optimizer_state.first_value(self, owner, key, value)
                 case roles.Scalar(name) if name == MAX_GRAD_NORM:
                     tensor = torch.full((), max_grad_norm or 0.0, dtype=value.dtype)
+                case roles.HostSeed():
+                    self.tensors[role] = torch.zeros(
+                        (), dtype=value.dtype, device=torch_internals.host_device()
+                    )
+                    continue
                 case _:
                     tensor = self.filled(value)
-            on_host = isinstance(role, roles.HostSeed)
-            self.tensors[role] = tensor.cpu() if on_host else tensor.to(self.device)
+            self.tensors[role] = tensor.to(self.device)
         self._accumulators = None
 
     def _divide_counters(self, old: str, new: list[str]) -> None:

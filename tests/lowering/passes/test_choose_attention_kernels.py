@@ -85,6 +85,11 @@ def test_on_cuda_a_fused_kernel_forward_and_backward(kind, dtype):
     assert (roles.HostSeed() in after.inputs) == (kind == "drawn") == (DRAWN_INSIDE in after.notes)
 
 
+def test_a_drawn_programs_text_has_the_seed():
+    program = choose_attention_kernels(move_to_target(program_of("drawn")[2], CUDA), CUDA)
+    assert "hostseed: i64[]" in str(program)
+
+
 def test_strict_spells_a_dropout_out_and_says_so():
     program = move_to_target(program_of("drawn")[2], CUDA)
     after = choose_attention_kernels(program, CUDA, strict=True)

@@ -60,6 +60,14 @@ def test_in_double_precision_to_its_digits():
     torch.testing.assert_close(attend(*arguments), expected, rtol=1e-12, atol=1e-12)
 
 
+def test_two_byte_types_are_computed_in_float32():
+    """As exactly as torch does it where no fused kernel does: the result is that of float32, rounded."""
+    arguments = [t.detach().bfloat16() for t in rows(2, 4, 6, 16, width=8)]
+    exact = attend(*[t.float() for t in arguments]).bfloat16()
+    assert torch.equal(attend(*arguments), exact)
+    assert torch.equal(F.scaled_dot_product_attention(*arguments), exact)
+
+
 def test_under_autocast_it_computes_as_torchs_does():
     arguments = rows(2, 4, 6, 16)
     with torch.autocast("cpu", torch.bfloat16):

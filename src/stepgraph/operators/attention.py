@@ -108,13 +108,22 @@ def _four(tensor: Tensor, lead: tuple[int, ...]) -> Tensor:
 # ------------------------------------------------------------------------------------------ meaning
 
 
+def _wide(call: Call) -> Call:
+    """The same call in float32 at least: two-byte types are only read and returned, as torch does it."""
+    query, key, value, mask = (
+        t.float() if t is not None and t.dtype in (torch.bfloat16, torch.float16) else t
+        for t in call[:4]
+    )
+    return call._replace(query=query, key=key, value=value, mask=mask)  # type: ignore[arg-type]
+
+
 def probabilities(call: Call) -> Tensor:
     """Softmax of the scores, before a dropout: [batch, heads, queries, keys]; 0 where all is hidden."""
     return aten._safe_softmax.default(_scores(call), -1)
 
 
 def _scores(call: Call) -> Tensor:
-    root = math.sqrt(call.scale)
+    call, root = _wide(call), math.sqrt(call.scale)
     key = _all_heads(call.key, call.query)
     scores = (call.query * root) @ (key.transpose(-2, -1) * root)
     if call.is_causal:
@@ -145,8 +154,8 @@ def _dropped(call: Call, tensor: Tensor) -> Tensor:
 
 def plain_result(call: Call, shares: Tensor) -> Tensor:
     """The result, of what :func:`probabilities` gives; laid out as [batch, queries, heads, width]."""
-    result = _dropped(call, shares) @ _all_heads(call.value, call.query)
-    return rows_first(result)
+    result = _dropped(call, shares) @ _all_heads(_wide(call).value, call.query)
+    return rows_first(result.to(call.query.dtype))
 
 
 def rows_first(tensor: Tensor) -> Tensor:
@@ -159,7 +168,8 @@ def plain_gradients(
     call: Call, shares: Tensor, gradient: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value, and of the scores."""
-    root = math.sqrt(call.scale)
+    dtype, root = call.query.dtype, math.sqrt(call.scale)
+    call, gradient = _wide(call), gradient.to(shares.dtype)
     key, value = (_all_heads(t, call.query) for t in (call.key, call.value))
     of_value = _dropped(call, shares).transpose(-2, -1) @ gradient
     of_shares = _dropped(call, gradient @ value.transpose(-2, -1))
@@ -171,13 +181,15 @@ def plain_gradients(
         t if t.shape[1] == n else t.unflatten(1, (n, -1)).sum(2)
         for t, n in zip((of_key, of_value), groups, strict=True)
     )
-    return (*map(rows_first, (of_query, key_gradient, value_gradient)), of_scores)  # type: ignore[return-value]
+    found = (rows_first(t.to(dtype)) for t in (of_query, key_gradient, value_gradient))
+    return (*found, of_scores)  # type: ignore[return-value]
 
 
 def bias_gradient(mask: Tensor, of_scores: Tensor) -> Tensor:
     """The gradient of a mask that was added: summed where it was repeated."""
     repeated = [d for d in range(4) if mask.shape[d] == 1 and of_scores.shape[d] != 1]
-    return of_scores.sum(repeated, keepdim=True) if repeated else of_scores.clone()
+    found = of_scores.sum(repeated, keepdim=True) if repeated else of_scores.clone()
+    return found.to(mask.dtype)
 
 
 # --------------------------------------------------------------------------------------- operators

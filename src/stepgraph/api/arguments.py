@@ -20,6 +20,7 @@ from stepgraph.planning.file import load_plan
 from stepgraph.planning.fingerprint import fingerprint_of
 from stepgraph.planning.plan import Plan, preset_plan
 from stepgraph.program.layout import MeshShape
+from stepgraph.runtime.batches import first_on_each
 from stepgraph.schedule.decide import check_schedule
 
 
@@ -105,14 +106,11 @@ def name_of(optimizer: torch.optim.Optimizer | None) -> str | None:
 
 def device_of(model: nn.Module) -> torch.device:
     """The one device of a model; the machine's accelerator for a model on the meta device."""
-    first: dict[torch.device, str] = {}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.device.type != "meta":
-            first.setdefault(tensor.device, name)
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    first = first_on_each(tensors, but=("meta",))
     if len(first) > 1:
-        where = ", ".join(f"{name} on {device}" for device, name in first.items())
         raise UsageError(
-            f"the model is on several devices: {where}",
+            f"the model is on several devices: {', '.join(first.values())}",
             do="move it to one device: model.to(...)",
         )
     if first:

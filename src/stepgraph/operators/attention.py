@@ -213,10 +213,8 @@ def attention(
         the sum of the exponentials of each row's scores, [batch, heads, queries], in float32 at least.
     """
     call = Call(query, key, value, mask, keep, is_causal, scale, dropout_p)
-    sums = torch.logsumexp(_scores(call).to(_sums_dtype(query)), -1)
-    return plain_result(call, probabilities(call)), sums.transpose(1, 2).contiguous().transpose(
-        1, 2
-    )
+    sums = torch.logsumexp(_scores(call), -1)
+    return plain_result(call, probabilities(call)), rows_first(sums)
 
 
 @attention.register_fake

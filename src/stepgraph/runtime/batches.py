@@ -1,6 +1,6 @@
 """Batches: pytrees of tensors; their micro-batches and global shape; which kinds there have been."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,17 +34,23 @@ def in_turn(pieces: Sequence[Any]) -> Iterator[tuple[str, int, Any]]:
         yield "step" if number == len(pieces) - 1 else "accumulate", number, piece
 
 
+def first_on_each(
+    named: Iterable[tuple[str, Any]], but: tuple[str, ...]
+) -> dict[torch.device, str]:
+    """``NAME on DEVICE`` of the first tensor on each device, those of some kinds left out."""
+    first: dict[torch.device, str] = {}
+    for name, value in named:
+        if isinstance(value, torch.Tensor) and value.device.type not in but:
+            first.setdefault(value.device, f"{name} on {value.device}")
+    return first
+
+
 def _check_devices(pairs: Sequence[tuple[str, Any]]) -> None:
     """Refuses a batch that lies on several accelerators; what is on the host may stay."""
-    nowhere = (torch_internals.host_device().type, "meta")
-    first: dict[torch.device, str] = {}
-    for path, leaf in pairs:
-        if isinstance(leaf, torch.Tensor) and leaf.device.type not in nowhere:
-            first.setdefault(leaf.device, path)
+    first = first_on_each(pairs, but=(torch_internals.host_device().type, "meta"))
     if len(first) > 1:
-        where = ", ".join(f"{path} on {device}" for device, path in first.items())
         raise BatchError(
-            f"the batch is spread over several devices: {where}",
+            f"the batch is spread over several devices: {', '.join(first.values())}",
             do="put it on the device of the model, or leave it on the host",
         )
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 ROWS, TOKENS, WORDS = 4, 8, 64
+WIDTH = 16
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def llama() -> Brought:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=WORDS, attention_dropout=0.1,
     )  # fmt: skip
     return Brought(LlamaForCausalLM(config), _text())
@@ -45,7 +46,7 @@ def qwen3() -> Brought:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
+        hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, vocab_size=WORDS, attention_dropout=0.1,
     )  # fmt: skip
     return Brought(Qwen3ForCausalLM(config), _text())
@@ -55,7 +56,7 @@ def gpt2() -> Brought:
     """Queries, keys and values in one product; tied embeddings; dropout everywhere."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(n_embd=16, n_layer=2, n_head=4, vocab_size=WORDS, n_positions=TOKENS)
+    config = GPT2Config(n_embd=WIDTH, n_layer=2, n_head=4, vocab_size=WORDS, n_positions=TOKENS)
     return Brought(GPT2LMHeadModel(config), _text())
 
 
@@ -64,7 +65,7 @@ def bert() -> Brought:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
+        hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
         vocab_size=WORDS, max_position_embeddings=TOKENS,
     )  # fmt: skip
     mask = torch.ones(ROWS, TOKENS, dtype=torch.long)
@@ -77,7 +78,7 @@ def vit() -> Brought:
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
+        hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
         image_size=8, patch_size=4, num_labels=5, hidden_dropout_prob=0.1,
     )  # fmt: skip
     batch = {"pixel_values": torch.randn(ROWS, 3, 8, 8), "labels": torch.randint(0, 5, (ROWS,))}
@@ -89,7 +90,7 @@ def mixtral() -> Brought:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
+        hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=WORDS, num_local_experts=4, num_experts_per_tok=2,
         experts_implementation="batched_mm",
     )  # fmt: skip
@@ -101,7 +102,7 @@ def whisper() -> Brought:
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
     config = WhisperConfig(
-        d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+        d_model=WIDTH, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
         decoder_attention_heads=4, encoder_ffn_dim=24, decoder_ffn_dim=24, vocab_size=WORDS,
         num_mel_bins=8, max_source_positions=8, max_target_positions=TOKENS, dropout=0.1,
         pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,

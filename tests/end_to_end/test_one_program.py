@@ -51,12 +51,12 @@ class Documents(nn.Module):
 
     def __init__(self, learned):
         super().__init__()
-        self.project = nn.Linear(16, 48)
+        self.project = nn.Linear(16, 3 * models.WIDTH)
         self.bias = nn.Parameter(torch.zeros(4, 8, 8)) if learned else None
 
     def forward(self, x):
         q, k, v = (
-            t.unflatten(-1, (4, 4)).transpose(1, 2) for t in self.project(x).chunk(3, dim=-1)
+            t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.project(x).chunk(3, dim=-1)
         )
         document = (x[..., 0] > 0).long().cumsum(1)
         same = (document[:, None, :, None] == document[:, None, None, :]).to(q.dtype)
@@ -73,7 +73,7 @@ def _windowed():
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        hidden_size=models.WIDTH, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, vocab_size=models.WORDS, use_sliding_window=True,
         sliding_window=4, max_window_layers=1,
     )  # fmt: skip

@@ -189,7 +189,7 @@ def _aligned(call: Call) -> list[Tensor]:
 
 
 def _bias(call: Call) -> Tensor | None:
-    """The mask, added: rows that begin at a multiple of 16 elements, repeated without a copy."""
+    """The mask, added: rows that begin at a multiple of 8 elements, repeated without a copy."""
     mask = _added(call)
     if mask is None:
         return None
@@ -197,7 +197,8 @@ def _bias(call: Call) -> Tensor | None:
     keys = call.key.shape[-2]
     if mask.shape[-1] != keys:
         mask = mask.expand(*mask.shape[:-1], keys)
-    mask = _padded(mask, 16).narrow(-1, 0, keys) if keys % 16 else _unit_stride(mask)
+    if mask.stride(-1) != 1 or any(step % 8 for step in mask.stride()[:-1]):
+        mask = _padded(mask, 8).narrow(-1, 0, keys) if keys % 8 else mask.contiguous()
     return mask.expand(batch, heads, queries, keys)
 
 

@@ -12,6 +12,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests import cuda_fakes
+
 torch.set_num_threads(1)
 
 # Ranks that tests launch are forked from one server that has imported what they need: the import
@@ -51,3 +53,9 @@ def collect_garbage():
     """Make a leaked file or socket fail in the module that leaked it, not wherever gc runs next."""
     yield
     gc.collect()
+
+
+@pytest.fixture(scope="session")
+def cuda_library(tmp_path_factory):
+    """The library under which torch traces for a CUDA device that is not there."""
+    return cuda_fakes.build(tmp_path_factory.mktemp("cuda_fakes"))

@@ -257,7 +257,7 @@ def _through_rooms(
         program = schedule.apply(program, decided.schedule, target, SCHEDULED, driver)
     if rank != ALL_RANKS:
         program = driver.through(BOUND, program, rank=rank)
-        program = driver.through(TARGETED, program, target=target, strict=strict)
+        program = driver.through(TARGETED, program, target=target, strict=strict, rank=rank)
     how = decided.lowering
     if how is None:
         how = decide_lowering(program, request.lowering, target)

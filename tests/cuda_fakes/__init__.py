@@ -1,4 +1,4 @@
-"""A CUDA device that is not there, on which torch traces a backward: on fake tensors, in a process of its own.
+"""A CUDA device that is not there, on which torch traces a backward, in a process of its own.
 
 A torch that is built for the host alone aborts where a fake CUDA tensor requires a gradient. A small
 library that is loaded before torch says otherwise; nothing runs on the device.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("device.cpp")
@@ -44,6 +46,14 @@ def build(folder: Path) -> Path:
         check=True, capture_output=True, text=True,
     )  # fmt: skip
     return made
+
+
+def run(module: str, library: Path, *arguments: str) -> list[dict]:
+    """What a module of this package prints: an object a line."""
+    command = [sys.executable, "-m", f"{__name__}.{module}", str(library), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert not done.returncode, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def pretend(library: str) -> None:

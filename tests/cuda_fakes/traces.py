@@ -1,6 +1,6 @@
 """What torch itself traces for CUDA, beside our program for it: a line of JSON for each model and type.
 
-    python -m tests.cuda_fakes.traces LIBRARY NAME:TYPE...
+python -m tests.cuda_fakes.traces LIBRARY NAME:TYPE...
 """
 
 from __future__ import annotations

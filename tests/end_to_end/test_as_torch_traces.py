@@ -6,9 +6,6 @@ Both are of fake CUDA tensors, backward included; nothing runs on a device.
 from __future__ import annotations
 
 import collections
-import json
-import subprocess
-import sys
 
 import pytest
 
@@ -24,19 +21,8 @@ LAID_OUT_AGAIN = {("unet", "bfloat16")}
 pytestmark = pytest.mark.skipif(bool(cuda_fakes.lacking()), reason=cuda_fakes.lacking())
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return cuda_fakes.build(tmp_path_factory.mktemp("cuda_fakes"))
-
-
 def traces(library, asked):
-    names = [":".join(pair) for pair in asked]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.cuda_fakes.traces", str(library), *names],
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert not done.returncode, done.stderr[-3000:]
-    found = map(json.loads, done.stdout.splitlines())
+    found = cuda_fakes.run("traces", library, *map(":".join, asked))
     return {(one["name"], one["type"]): one for one in found}
 
 
@@ -66,8 +52,8 @@ def check(one):
 
 
 @pytest.fixture(scope="module")
-def some(library):
-    return traces(library, SOME)
+def some(cuda_library):
+    return traces(cuda_library, SOME)
 
 
 @pytest.mark.xdist_group("traces for CUDA")
@@ -78,6 +64,6 @@ def test_our_program_for_cuda_is_what_torch_traces_there(some, asked):
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("traces for CUDA")
-def test_in_the_other_type_too(library):
-    for one in traces(library, OTHERS).values():
+def test_in_the_other_type_too(cuda_library):
+    for one in traces(cuda_library, OTHERS).values():
         check(one)

@@ -185,7 +185,9 @@ class GraphCompiler:
             program, request.schedule, self.target, SCHEDULED, driver
         )
         program = driver.through(BOUND, program, rank=self.rank)
-        program = driver.through(GRAPH_TARGETED, program, target=self.target, strict=True)
+        program = driver.through(
+            GRAPH_TARGETED, program, target=self.target, strict=False, rank=self.rank
+        )
         how = decide_lowering(program, request.lowering, self.target)
         if how.reason:
             program.note(how.reason)

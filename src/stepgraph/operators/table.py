@@ -79,6 +79,14 @@ FACTS: tuple[Facts, ...] = (
     ((private.TO_COPY, torch_internals.mutable_copy), {"fusing": LOOP}),
     ((aten.native_dropout.default, aten.native_dropout_backward.default), {"fusing": LOOP}),
     ((RANDOM,), {"fusing": LOOP, "cost": "random"}),
+    # Tagged as random by torch; what they drop is said by their arguments.
+    (
+        (
+            private.FLASH_ATTENTION_BACKWARD, private.EFFICIENT_ATTENTION_BACKWARD,
+            private.CUDNN_ATTENTION_BACKWARD,
+        ),
+        {"draws": False},
+    ),
     # Values made of numbers alone.
     (
         (

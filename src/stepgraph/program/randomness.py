@@ -20,6 +20,9 @@ _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
+RANKS_APART = (
+    0x9E3779B97F4A7  # what ranks whose generators are alike add to the words that they draw
+)
 _CHUNK = 2**15  # elements: the rounds' temporaries stay in cache
 
 BITS, NORMAL, EXPONENTIAL = "bits", "normal", "exponential"

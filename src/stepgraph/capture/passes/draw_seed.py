@@ -6,12 +6,10 @@ from stepgraph.program import roles
 from stepgraph.program.build import Builder
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import FORWARD, Program
+from stepgraph.program.randomness import RANKS_APART
 from stepgraph.program.record import DISTRIBUTION, Results, Values, program_pass
 
 aten = torch.ops.aten
-
-
-_APART = 0x9E3779B97F4A7  # ranks whose generators are alike draw words that differ
 
 
 def _expected(values: Values, before: Program, after: Program, rank: int) -> Results:
@@ -21,7 +19,7 @@ def _expected(values: Values, before: Program, after: Program, rank: int) -> Res
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(values.torch_seed)
         words = torch.randint(0, 2**62, [3])
-    return values.execute(before, inputs={roles.Seed(): words + rank * _APART})
+    return values.execute(before, inputs={roles.Seed(): words + rank * RANKS_APART})
 
 
 @program_pass(
@@ -39,6 +37,6 @@ def draw_seed(program: Program, rank: int) -> Program:
     emit = Builder(program, FORWARD, first)
     device = meta(given)["val"].device
     words = emit(aten.randint.low, 0, 2**62, [3], dtype=torch.int64, device=device)
-    given.replace_all_uses_with(emit(aten.add.Scalar, words, rank * _APART))
+    given.replace_all_uses_with(emit(aten.add.Scalar, words, rank * RANKS_APART))
     program.keep_inputs(lambda role, _: role != roles.Seed())
     return program.finish()

@@ -15,6 +15,7 @@ from torch import fx
 
 from stepgraph.capture.known_draws import known_draw
 from stepgraph.errors import RandomOperationError
+from stepgraph.operators import table as operators
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
 from stepgraph.program.metadata import meta
@@ -213,7 +214,7 @@ TABLE: dict[Any, Callable[..., Made]] = {
 
 
 def _is_random(node: fx.Node) -> bool:
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+    if not operators.of(node.target).draws:
         return False
     # Attention kernels are tagged random whether or not they drop anything.
     schema = node.target._schema.arguments  # type: ignore[union-attr]

@@ -21,10 +21,11 @@ from stepgraph.planning.target import Target
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
 from stepgraph.program.metadata import meta
-from stepgraph.program.program import Program
-from stepgraph.program.randomness import RANDOM
+from stepgraph.program.program import FORWARD, Program
+from stepgraph.program.randomness import RANDOM, RANKS_APART
 from stepgraph.program.record import SUMMATION, program_pass
 
+aten = torch.ops.aten
 DRAWN_INSIDE = (
     "attention dropout is drawn inside the fused kernel: the same at every run, recomputed and resumed, "
     "but not on another mesh (strict=True spells it out)"
@@ -37,12 +38,15 @@ QUADRATIC = "no fused kernel of this device computes the attention of {}: it hol
     writes="the operators of a fused kernel, or arithmetic, in their place",
     preserves=SUMMATION,
 )
-def choose_attention_kernels(program: Program, target: Target, strict: bool = False) -> Program:
+def choose_attention_kernels(
+    program: Program, target: Target, strict: bool = False, rank: int = 0
+) -> Program:
     """Chooses a kernel for each attention, and lets its backward read what that kernel saves.
 
     Args:
         target: where the program is executed.
         strict: dropout is drawn the same on every mesh, whatever it costs.
+        rank: ranks of a graph that draws its own seed draw other ones.
     """
     calls = [node for node in program.operations() if node.target is ATTENTION]
     seed: fx.Node | None = None
@@ -54,12 +58,12 @@ def choose_attention_kernels(program: Program, target: Target, strict: bool = Fa
         done.update(backwards)
         learns = any(late.target is ATTENTION_BIAS_BACKWARD for late in backwards)
         draw = _draw_of(call.keep)
-        may_draw = not strict and draw is not None and roles.Seed() in program.inputs
+        may_draw = not strict and draw is not None
         kernel = choose_kernel(_values(call), learns, target.device_type, may_draw)
         key = None
         if call.keep is not None and kernel.draws:
             assert draw is not None
-            seed = seed or _seed_input(program, node)
+            seed = seed or _host_seed(program, rank)
             key = (seed, _number(draw))
             call = call._replace(keep=None)
             program.note(DRAWN_INSIDE)
@@ -150,7 +154,11 @@ def _number(draw: fx.Node) -> int:
     return zlib.crc32(repr((operation, list(starts), list(rows))).encode())  # type: ignore[arg-type]
 
 
-def _seed_input(program: Program, node: fx.Node) -> fx.Node:
-    return _emitter(program, node).input(
-        roles.HostSeed(), (), torch.int64, torch_internals.host_device()
-    )
+def _host_seed(program: Program, rank: int) -> fx.Node:
+    """A seed on the host: of the step; where a graph draws its own, out of the host's generator."""
+    host = torch_internals.host_device()
+    emit = Builder(program, FORWARD, next(program.operations()))
+    if roles.Seed() in program.inputs:
+        return emit.input(roles.HostSeed(), (), torch.int64, host)
+    word = emit(aten.randint.low, 0, 2**62, [], dtype=torch.int64, device=host)
+    return emit(aten.add.Scalar, word, rank * RANKS_APART)

@@ -1,0 +1,22 @@
+"""The graphs of a model with graph breaks, of fake CUDA tensors: all on the device, attention fused."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import cuda_fakes
+
+pytestmark = pytest.mark.skipif(bool(cuda_fakes.lacking()), reason=cuda_fakes.lacking())
+
+
+@pytest.mark.parametrize(
+    "dtype, how", [("float32", "backend"), ("bfloat16", "engine"), ("bfloat16", "whole")]
+)
+def test_every_graph_is_for_the_device(cuda_library, dtype, how):
+    graphs = cuda_fakes.run("graph_by_graph", cuda_library, dtype, how)
+    assert len(graphs) > 6
+    assert not any(graph["differences"] for graph in graphs)
+    found = [[one["backward"] for one in graph["attentions"]] for graph in graphs]
+    assert [False, True] in found
+    if how == "whole":  # one backward of both layers
+        assert found[-1] == [True, True]

@@ -69,7 +69,7 @@ def torchs(brought: Brought, mode: Any) -> fx.Graph:
             return loss_of(loss(self.model, pytree.tree_unflatten(list(tensors), tree)))
 
     with mode:
-        captured, _, _ = export_graph(Step(), tuple(leaves))
+        captured = export_graph(Step(), tuple(leaves)).graph
         return torch_internals.joint_graph(captured, tuple(leaves), decomposition_table())[0].graph
 
 

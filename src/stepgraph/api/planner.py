@@ -154,8 +154,14 @@ class Planner:
         reduces = reduces_each_micro_batch(placement, mesh)
         if self._captured is None or self._captured.reduces_each != reduces:
             self.stage("capture")
-            where = self.target.device_type
-            source = Source(self.model, self.loss, self._batch, self.optimizer, device_type=where)
+            source = Source(
+                self.model,
+                self.loss,
+                self._batch,
+                self.optimizer,
+                device_type=self.target.device_type,
+                says_difference=True,
+            )
             self._captured = capture_of(source, self.settings, self.driver).step(reduces)
             self._captured.reduces_each = reduces
         return self._captured

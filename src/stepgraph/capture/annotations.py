@@ -35,13 +35,13 @@ def annotate(node: fx.Node, root: re.Pattern) -> None:
         kept["phase"] = _TAGS.get(str(metadata.get("partitioner_tag")))
         kept["module"] = root.sub("", path) if root.match(path) else ""
         if metadata.get("stack_trace"):
-            kept["source"] = _source_line(metadata["stack_trace"])
+            kept["source"] = source_line(metadata["stack_trace"])
         if "recompute" in metadata and "RECOMPUTE" in str(metadata["recompute"]):
             kept["checkpoint"] = metadata.get("ac_graph_id", 0)
     node.meta = kept
 
 
-def _source_line(stack_trace: str) -> str:
+def source_line(stack_trace: str) -> str:
     """``file.py:12 in forward: y = self.l(x)`` of the innermost frame."""
     lines = [line.strip() for line in stack_trace.strip().splitlines()]
     for index in range(len(lines) - 1, -1, -1):

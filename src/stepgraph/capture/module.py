@@ -20,6 +20,7 @@ from stepgraph import torch_internals
 from stepgraph.capture.annotations import annotate, settle_phases
 from stepgraph.capture.canonical import canonicalise
 from stepgraph.capture.decompositions import decomposition_table
+from stepgraph.capture.device_code import asks_for_device, difference_note
 from stepgraph.capture.loss import check_loss, loss_of
 from stepgraph.capture.refusals import (
     check_assigned_buffers,
@@ -87,6 +88,7 @@ def capture(
     as_module: bool = False,
     compute_dtype: torch.dtype | None = None,
     device_type: str = "",
+    says_difference: bool = False,
 ) -> tuple[Program, pytree.TreeSpec]:
     """Captures ``loss(model, batch)``, with its backward if ``training``.
 
@@ -98,7 +100,9 @@ def capture(
         training: with gradients; otherwise the module's forward under ``torch.no_grad()``.
         as_module: everything that ``loss`` returns is a result, each with a tangent of its own.
         compute_dtype: of floating-point parameters and batch leaves; None: as they are.
-        device_type: what it will run on, whose autocast casts; by default the host.
+        device_type: what it will run on, whose autocast casts, and which its code is told of; by default
+            the host.
+        says_difference: note where the model is another one on the host.
 
     Returns:
         the Program, with outputs ``Loss`` and ``Grad`` (training), ``UserOutput``, or ``ModuleResult`` (and
@@ -112,6 +116,7 @@ def capture(
     check_parameter_hooks(model)
     device_type = device_type or torch_internals.host_device().type
     only_loss = training and not as_module
+    note = ""
     module = _StepFunction(model, loss, batch, compute_dtype, only_loss=only_loss)
     with (
         _fake_parameters(model, batch, compute_dtype),
@@ -119,7 +124,10 @@ def capture(
         other_device.as_on(device_type),
     ):
         try:
-            captured, flat_names, assigned = export_graph(module, tuple(batch.tensors))
+            with other_device.told_of(device_type):
+                captured, flat_names, assigned, codes = export_graph(module, tuple(batch.tensors))
+            if says_difference and asks_for_device(codes, device_type):
+                note = difference_note(captured, module, batch.tensors, device_type)
             canonicalise(captured)
             other_device.enter_on_host(captured, device_type)
             names = _canonical_names(model, captured, flat_names)
@@ -140,6 +148,8 @@ def capture(
             raise lacking from error
     kind = roles.ModuleResult if as_module else None if training else roles.UserOutput
     program = _describe(joint, names, batch, kind)
+    if note:
+        program.note(note)
     if training:
         written = {role.name for role in program.outputs if isinstance(role, roles.NewBuffer)}
         check_assigned_buffers(assigned, written)

@@ -26,7 +26,8 @@ class Source:
     """What a step is captured from.
 
     ``batch`` has the global shape of one micro-batch; ``optimizer`` None: gradients only; ``counters`` are
-    those of the run; ``device_type``: what it will run on, by default the host.
+    those of the run; ``device_type``: what it will run on, by default the host;
+    ``says_difference``: note where the model is another one on the host.
     """
 
     model: nn.Module
@@ -35,6 +36,7 @@ class Source:
     optimizer: torch.optim.Optimizer | None = None
     counters: SharedCounters = field(default_factory=SharedCounters)
     device_type: str = ""
+    says_difference: bool = False
 
 
 @dataclass
@@ -157,6 +159,7 @@ class Capture:
             batch or source.batch,
             compute_dtype=self.settings.precision.compute,
             device_type=source.device_type,
+            says_difference=source.says_difference,
             **how,
         )
         program.name = name

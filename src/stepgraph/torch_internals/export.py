@@ -2,46 +2,57 @@
 
 import contextlib
 import re
+import types
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo.config as _dynamo_config
+import torch._dynamo.functional_export as _functional_export
 from torch import fx, nn
 
 
-def export_graph(
-    module: nn.Module, args: tuple
-) -> tuple[fx.GraphModule, dict[str, str], list[str]]:
-    """Captures ``module(*args)`` whole with dynamo.
+class Exported(NamedTuple):
+    """A module as dynamo captured it.
 
-    Returns:
-        the graph module; the flat parameter names mapped to the module's own; by dynamo's names, the
-        modules whose code puts other buffers in place of theirs, which the graph does not do.
+    ``names``: flat names of parameters -> the module's own. ``assigned``: by dynamo's names, the modules
+    whose code puts other buffers in place of theirs, which the graph does not do. ``codes``: of the Python
+    functions that were run through.
+    """
+
+    graph: fx.GraphModule
+    names: dict[str, str]
+    assigned: list[str]
+    codes: list[types.CodeType]
+
+
+def export_graph(module: nn.Module, args: tuple) -> Exported:
+    """Captures ``module(*args)`` whole with dynamo.
 
     Raises:
         GRAPH_BREAKS: if the Python code cannot be captured whole.
     """
-    from torch._dynamo.functional_export import _dynamo_graph_capture_for_export
-
     settings: dict[str, Any] = {"allow_rnn": True}
     if hasattr(_dynamo_config, "side_effect_replay_policy"):
         settings["side_effect_replay_policy"] = "warn"  # the one way to hear of them
     with (
         _keeping_compiled_code(),
+        _hearing_of_codes() as codes,
         _dynamo_config.patch(settings),
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
-        captured = _dynamo_graph_capture_for_export(module)(*args)
+        captured = _functional_export._dynamo_graph_capture_for_export(module)(*args)
     assigned = []
     for heard in caught:
         if "certain side effects happened" in str(heard.message):
             assigned += re.findall(r'"([^"]*)\._buffers"', str(heard.message))
         else:
             warnings.warn_explicit(heard.message, heard.category, heard.filename, heard.lineno)
-    return captured, dict(captured.meta["dynamo_flat_name_to_original_fqn"]), assigned
+    return Exported(
+        captured, dict(captured.meta["dynamo_flat_name_to_original_fqn"]), assigned, codes
+    )
 
 
 @contextlib.contextmanager
@@ -56,3 +67,21 @@ def _keeping_compiled_code() -> Iterator[None]:
         yield
     finally:
         torch._dynamo.reset = reset
+
+
+@contextlib.contextmanager
+def _hearing_of_codes() -> Iterator[list[types.CodeType]]:
+    """Fills a list with the functions that dynamo runs through; torch's export does not hand them on."""
+    capture = _functional_export.fullgraph_capture
+    heard: list[types.CodeType] = []
+
+    def captured(*args: Any, **kwargs: Any) -> Any:
+        found = capture(*args, **kwargs)
+        heard.extend(dict.fromkeys(found.graph_capture_output.traced_code))
+        return found
+
+    _functional_export.fullgraph_capture = captured
+    try:
+        yield heard
+    finally:
+        _functional_export.fullgraph_capture = capture

@@ -11,7 +11,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch._dynamo.utils as _dynamo_utils
 from torch import fx
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.tensor import TensorVariable
+from torch.fx.node import map_aggregate
 
 from stepgraph.torch_internals import host_device, pytree
 
@@ -70,6 +74,58 @@ def as_on(device_type: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def told_of(device_type: str) -> Iterator[None]:
+    """Within it, Python code that dynamo runs through is told that the host's tensors are on a device.
+
+    The code of torch itself is told what is. What the graph then says of devices, :func:`enter_on_host`
+    takes back.
+    """
+    if device_type == host_device().type:
+        yield
+        return
+    device = torch.device(device_type, 0)
+    answers = {"device": device, "is_cuda": device_type == "cuda", "is_cpu": False}
+    before = {name: vars(TensorVariable).get(f"method_attr_{name}") for name in answers}
+    run_node = _dynamo_utils.run_node
+
+    def run_on_host(tracer: Any, node: fx.Node, args: Any, kwargs: Any, module: Any) -> Any:
+        args, kwargs = pytree.tree_map(functools.partial(_of_host, device_type), (args, kwargs))
+        if node.op == "call_method" and node.target == device_type:
+            return args[0]
+        return run_node(tracer, node, args, kwargs, module)
+
+    _dynamo_utils.run_node = run_on_host
+    for name, answer in answers.items():
+        setattr(TensorVariable, f"method_attr_{name}", _answering(name, answer, before[name]))
+    try:
+        yield
+    finally:
+        _dynamo_utils.run_node = run_node
+        for name, function in before.items():
+            if function is None:
+                delattr(TensorVariable, f"method_attr_{name}")
+            else:
+                setattr(TensorVariable, f"method_attr_{name}", function)
+
+
+def _answering(name: str, answer: Any, before: Callable | None) -> Callable:
+    def method_attr(self: Any, tx: Any) -> Any:
+        if tx.f_code.co_filename.startswith(torch.__path__[0]):
+            return before(self, tx) if before is not None else None
+        return VariableTracker.build(tx, answer)
+
+    return method_attr
+
+
+def _of_host(device_type: str, value: Any) -> Any:
+    """The host in place of a device, or of its name."""
+    named = isinstance(value, str) and value.split(":")[0] == device_type
+    if named or (isinstance(value, torch.device) and value.type == device_type):
+        return host_device() if isinstance(value, torch.device) else host_device().type
+    return value
+
+
+@contextlib.contextmanager
 def casts_of(device_type: str) -> Iterator[None]:
     """Within it, autocast on the host casts as it does on another kind of device."""
     if device_type == host_device().type:
@@ -94,16 +150,24 @@ def _override(library: torch.library.Library) -> None:
             library.impl(op, torch.library.fallthrough_kernel, KEY, allow_override=True)
 
 
-def enter_on_host(graph: fx.GraphModule, device_type: str) -> None:
-    """Autocast regions of a graph of dynamo's become the host's, where it is traced."""
+def enter_on_host(module: fx.GraphModule, device_type: str) -> None:
+    """A graph of dynamo's names the host in place of a device, and so do those inside it."""
     host = host_device().type
-    for node in graph.graph.nodes:
-        if node.target is torch.amp.autocast_mode._enter_autocast:
-            kind, dtype, *others = node.args
-            if kind in (host, device_type):
-                dtype = dtype or torch.get_autocast_dtype(device_type)
-                node.args = (host, dtype, *others)
-    graph.recompile()
+    if device_type == host:
+        return
+    for graph in (m for m in module.modules() if isinstance(m, fx.GraphModule)):
+        for node in graph.graph.nodes:
+            if node.target is torch.amp.autocast_mode._enter_autocast:
+                kind, dtype, *others = node.args
+                if kind in (host, device_type):
+                    dtype = dtype or torch.get_autocast_dtype(device_type)
+                    node.args = (host, dtype, *others)
+            elif node.op == "call_method" and node.target == device_type:
+                node.target, node.args, node.kwargs = "cpu", node.args[:1], {}
+            else:
+                of_host = functools.partial(_of_host, device_type)
+                node.args, node.kwargs = map_aggregate((node.args, node.kwargs), of_host)
+        graph.recompile()
 
 
 def _find(name: str) -> Any:

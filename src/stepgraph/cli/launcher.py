@@ -19,7 +19,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -39,6 +39,9 @@ MONITOR_SECONDS = 0.1
 # A rank that raised lives on so long: one that was killed just before is seen to be gone first.
 LINGER_SECONDS = 3 * MONITOR_SECONDS
 SHUTDOWN_SECONDS = 3
+_FIELDS = {field.name for field in fields(LaunchConfig)}
+# A launcher without the setting (torch 2.11) waits for ranks that linger as long as it likes.
+_PATIENCE = {name: SHUTDOWN_SECONDS for name in ("shutdown_timeout",) if name in _FIELDS}
 # What SIGINT and SIGTERM do: the words are the launcher's, of the signals that it ends ranks by.
 END_RANKS, PASS_ON = "SIGTERM,SIGINT,SIGHUP,SIGQUIT", "SIGHUP,SIGQUIT"
 # What torch's launcher tells each rank, which no other environment may overwrite.
@@ -88,7 +91,7 @@ def launch(
             max_restarts=0,
             monitor_interval=MONITOR_SECONDS,
             start_method="forkserver" if forked else "spawn",
-            shutdown_timeout=SHUTDOWN_SECONDS,
+            **_PATIENCE,
             logs_specs=DefaultLogsSpecs(log_dir=directory),
             signals_to_handle=signals,
         )

@@ -25,6 +25,7 @@ from stepgraph.program.layout import InnerShard, blocks_of, from_torch, to_torch
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import tensor_arguments
 from stepgraph.program.randomness import RANDOM
+from stepgraph.torch_internals import operators as private
 
 aten = torch.ops.aten
 
@@ -133,7 +134,8 @@ class Rules:
             try:
                 found = self._ask_dtensor(node, placements)
             except Exception:  # rules raise all sorts on arguments they cannot handle
-                self.without_rule.add(str(node.target))
+                if node.target not in WHERE_DTENSOR_HAS_NONE:
+                    self.without_rule.add(str(node.target))
                 found = []
         if node.target in self.extra:
             found = [*found, *self.extra[node.target](node, placements)]
@@ -141,6 +143,10 @@ class Rules:
         if node.target is aten.expand.default:
             found += _repeated(node)
         kept = [s for s in found if self._usable(s, arguments, results)]
+        if not {*kept} - {replicate} and node.target in WHERE_DTENSOR_HAS_NONE:
+            found = WHERE_DTENSOR_HAS_NONE[node.target](node, placements)
+            kept = [s for s in found if self._usable(s, arguments, results)]
+        kept = [s for s in kept if not _is_mistaken(node, s)]
         return list(dict.fromkeys([*kept, replicate]))
 
     def _ask_dtensor(self, node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
@@ -269,6 +275,39 @@ def _reshaped(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy
     return []
 
 
+def _is_mistaken(node: fx.Node, strategy: Strategy) -> bool:
+    """Whether an answer of DTensor's is a wrong one; each was seen in torch 2.11."""
+    first = strategy.inputs[0] if strategy.inputs else None
+    if node.target in (aten.argmax.default, aten.argmin.default):  # of one rank, not of the whole
+        return any(isinstance(p, Partial) for p in strategy.outputs)
+    if node.target in (private.SOFTMAX, private.LOG_SOFTMAX):  # all of a sum is needed
+        dim = node.args[1] % meta(node)["val"].dim()  # type: ignore[operator]
+        return isinstance(first, Shard) and first.dim == dim
+    if node.target is aten.convolution.default:  # rows alone, the weight whole
+        whole = all(p == Replicate() for p in strategy.inputs[1:])
+        rows = first == Replicate() or (isinstance(first, Shard) and first.dim == 0)
+        return not (whole and rows and strategy.outputs == (first,))
+    return False
+
+
+def _padded(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
+    """Shards of a dimension that nothing is added to."""
+    value, padding = meta(node)["val"], list(node.args[1])  # type: ignore[arg-type]
+    last_first = list(zip(padding[::2], padding[1::2], strict=True))
+    whole = range(value.dim() - len(last_first))
+    added = [pair != (0, 0) for pair in reversed(last_first)]
+    free = [*whole, *(len(whole) + i for i, adds in enumerate(added) if not adds)]
+    return [Strategy((Shard(dim),), (Shard(dim),)) for dim in free]
+
+
+def _scattered(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
+    """Shards of a dimension along which nothing is scattered."""
+    value, index = meta(node)["val"], meta(node.args[2])["val"]  # type: ignore[arg-type]
+    along = node.args[1] % value.dim()  # type: ignore[operator]
+    free = [d for d in range(value.dim()) if d != along and index.shape[d] == value.shape[d]]
+    return [Strategy((Shard(dim), Shard(dim)), (Shard(dim),)) for dim in free]
+
+
 def _repeated(node: fx.Node) -> list[Strategy]:
     """Expand: along a dimension that it repeats, a part costs nothing (DTensor repeats whole)."""
     before, after = meta(node.args[0])["val"].shape, meta(node)["val"].shape  # type: ignore[union-attr]
@@ -295,6 +334,12 @@ TABLE: dict[Any, Entry] = {
     aten.embedding.default: _looked_up,
     aten.embedding_dense_backward.default: _sorted_into_rows,
     **dict.fromkeys(ATTENTIONS, _batch_and_heads),
+}
+
+# Where a torch only replicates (torch 2.11).
+WHERE_DTENSOR_HAS_NONE: dict[Any, Entry] = {
+    aten.constant_pad_nd.default: _padded,
+    aten.scatter.value: _scattered,
 }
 
 # Entries that answer only for the placements in question.

@@ -307,7 +307,10 @@ def sharding_strategies(
         if answer.output_spec is None:
             raise NotImplementedError(f"{op}: the rule wants its inputs redistributed")
         return [
-            ([s.placements[0] for s in _specs((args, kwargs))], _placements(answer.output_spec))
+            (
+                [s.placements[0] for s in _specs((args, kwargs))],
+                _placements(answer.output_spec, output),
+            )
         ]
     else:
         raise NotImplementedError(f"{op} has no sharding rule")
@@ -317,7 +320,7 @@ def sharding_strategies(
     return [
         (
             None if s.input_specs is None else [spec.placements[0] for spec in s.input_specs],
-            _placements(s.output_specs),
+            _placements(s.output_specs, output),
         )
         for s in found.strategies
     ]
@@ -328,9 +331,9 @@ def _specs(tree: object) -> list[DTensorSpec]:
     return [leaf for leaf in leaves if isinstance(leaf, DTensorSpec)]
 
 
-def _placements(specs: object) -> list[Any]:
-    if isinstance(specs, DTensorSpec):
-        return [specs.placements[0]]
+def _placements(specs: object, output: object) -> list[Any]:
+    if isinstance(specs, DTensorSpec):  # of each result, where there are several (torch 2.11)
+        return [specs.placements[0]] * (len(output) if isinstance(output, (tuple, list)) else 1)
     if specs is None:
         return [None]
     assert isinstance(specs, (tuple, list))

@@ -1,14 +1,20 @@
 PYTHON ?= python3
-BIN := .venv/bin
-INSTALLED := .venv/.installed
+# make test TORCH=2.15.0: on another release of torch, in an environment of its own (gigabytes, where the
+# registry has no build for the host alone), and into benchmarks/results/releases.json.
+TORCH :=
+VENV := .venv$(if $(TORCH),-$(TORCH))
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
 
-.PHONY: venv demo test test-full lint types architecture bench
+.PHONY: venv demo test test-full test-gpu lint types architecture bench
 
 venv: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[hf,dev]'
+	$(PYTHON) -m venv $(VENV)
+	sed 's/^torch==.*/torch==$(or $(TORCH),$(shell sed -n 's/^torch==//p' constraints.txt))/' \
+		constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt -e '.[hf,dev]'
 	touch $@
 
 # The standard library's own sources are a text that every machine has. Three minutes on two cores.
@@ -19,8 +25,20 @@ demo: venv
 		--ranks 2 --plan zero3 --lowering inductor --steps 400 --batch-per-rank 2 --seq 128 \
 		--max-grad-norm 1 --metrics runs/demo.jsonl --sample 300
 
+TESTS := $(BIN)/pytest -n 2 --dist loadgroup -m "not slow" --durations 25
+
+ifdef TORCH
 test: venv
-	$(BIN)/pytest -n 2 --dist loadgroup -m "not slow" --durations 25
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(TESTS) --junitxml=$(VENV)/tests.xml; failed=$$?; \
+		$(BIN)/python benchmarks/releases.py $(VENV)/tests.xml; exit $$failed
+else
+test: venv
+	$(TESTS)
+endif
+
+# On a machine with one GPU, under ten minutes; into benchmarks/results/one_gpu.json.
+test-gpu: venv
+	$(BIN)/pytest -q tests/gpu
 
 test-full: venv
 	$(BIN)/pytest -n 2 --dist loadgroup

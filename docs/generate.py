@@ -6,6 +6,7 @@ python docs/generate.py          # a test fails where the pages are out of date
 from __future__ import annotations
 
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,34 @@ def _signature(name: str, thing: Any) -> str:
     return f"```python\n{name}{lines}\n```\n\n"
 
 
-PAGES = {"passes.md": passes_page, "errors.md": errors_page, "api.md": api_page}
+def releases_page() -> str:
+    """What passes on which release of torch, from the committed runs."""
+    runs = json.loads((Path(__file__).parents[1] / "benchmarks/results/releases.json").read_text())
+    parts = [
+        "# Releases of torch\n",
+        "The suite (`make test TORCH=...`) on each release, on machines without a GPU. Generated from "
+        "`benchmarks/results/releases.json` by `docs/generate.py`. A newer release is tried by "
+        "`stepgraph doctor`, never refused.\n",
+        "| torch | built for | commit | passed | failed | errors | skipped |\n|---|---|---|---|---|---|---|",
+    ]
+    columns = ("built for", "commit", "passed", "failed", "errors", "skipped")
+    parts[-1] += "".join(
+        f"\n| {version} | " + " | ".join(str(run[name]) for name in columns) + " |"
+        for version, run in runs.items()
+    )
+    for version, run in runs.items():
+        if run["why"]:
+            rows = "\n".join(f"- {count} x `{text}`" for text, count in run["why"].items())
+            parts.append(f"\n## Why on {version}\n\n{run.get('note', '')}\n\n{rows}")
+    return "\n".join(parts) + "\n"
+
+
+PAGES = {
+    "passes.md": passes_page,
+    "errors.md": errors_page,
+    "api.md": api_page,
+    "releases.md": releases_page,
+}
 
 
 def main() -> None:

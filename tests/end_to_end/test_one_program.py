@@ -176,3 +176,19 @@ def test_a_laptops_plan_is_the_clusters(name):
 @pytest.mark.parametrize("name", ZOO)
 def test_a_laptops_plan_is_the_clusters_whatever_is_asked(name, kind):
     check_plan(name, kind)
+
+
+def test_a_recurrent_network_trains_on_the_host_as_plain_pytorch_does():
+    torch.manual_seed(0)
+    x, models = torch.randn(4, 5, 8), [Recurrent(), Recurrent()]
+    models[1].load_state_dict(models[0].state_dict())
+    plain, ours = (torch.optim.SGD(model.parameters(), lr=0.1) for model in models)
+    engine = stepgraph.Engine(
+        models[1], loss=lambda m, batch: m(batch), optimizer=ours, plan="ddp", lowering="eager"
+    )
+    for _ in range(3):
+        plain.zero_grad()
+        expected = models[0](x)
+        expected.backward()
+        plain.step()
+        torch.testing.assert_close(engine.step(x), expected.detach())

@@ -121,7 +121,7 @@ def capture(
     with (
         _fake_parameters(model, batch, compute_dtype),
         torch.set_grad_enabled(training),
-        other_device.as_on(device_type),
+        other_device.as_everywhere(),
     ):
         try:
             with other_device.told_of(device_type):

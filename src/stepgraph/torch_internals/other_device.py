@@ -55,14 +55,12 @@ KEY = "AutocastCPU"
 
 
 @contextlib.contextmanager
-def as_on(device_type: str) -> Iterator[None]:
-    """Within it, nothing of the host's own is captured for another device: no operator of oneDNN.
+def as_everywhere() -> Iterator[None]:
+    """Within it, nothing of the host's own is captured: no operator of oneDNN.
 
-    That torch would disable the device's autocast on the host is no news.
+    What torch would capture of a recurrent network has other names than on a device, and its backward lacks
+    what the forward kept (torch 2.13). That a device's autocast would be disabled on the host is no news.
     """
-    if device_type == host_device().type:
-        yield
-        return
     before = torch._C._get_mkldnn_enabled()  # torch's public switch warns of something else
     torch._C._set_mkldnn_enabled(False)
     try:

@@ -110,17 +110,15 @@ def releases_page() -> str:
         "The suite (`make test TORCH=...`) on each release, on machines without a GPU. Generated from "
         "`benchmarks/results/releases.json` by `docs/generate.py`. A newer release is tried by "
         "`stepgraph doctor`, never refused.\n",
-        "| torch | built for | commit | passed | failed | errors | skipped |\n|---|---|---|---|---|---|---|",
     ]
     columns = ("built for", "commit", "passed", "failed", "errors", "skipped")
-    parts[-1] += "".join(
-        f"\n| {version} | " + " | ".join(str(run[name]) for name in columns) + " |"
-        for version, run in runs.items()
-    )
+    rows = [("torch", *columns), ("---",) * (1 + len(columns))]
+    rows += [(version, *(str(run[name]) for name in columns)) for version, run in runs.items()]
+    parts.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
     for version, run in runs.items():
         if run["why"]:
-            rows = "\n".join(f"- {count} x `{text}`" for text, count in run["why"].items())
-            parts.append(f"\n## Why on {version}\n\n{run.get('note', '')}\n\n{rows}")
+            why = "\n".join(f"- {count} x `{text}`" for text, count in run["why"].items())
+            parts.append(f"\n## Why on {version}\n\n{run.get('note', '')}\n\n{why}")
     return "\n".join(parts) + "\n"
 
 

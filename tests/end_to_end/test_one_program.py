@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils import _pytree as pytree
 
 import stepgraph
@@ -64,6 +65,44 @@ class Documents(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(q.dtype)).square().mean()
 
 
+class Flexible(nn.Module):
+    """Soft caps, learned slopes and documents of the batch, as functions of scores and positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(16, 3 * models.WIDTH)
+        self.slopes = nn.Parameter(torch.linspace(0.1, 1.0, 4))
+
+    def heads(self, x):
+        parts = self.project(x).chunk(3, dim=-1)
+        return [part.unflatten(-1, (4, -1)).transpose(1, 2) for part in parts]
+
+    def forward(self, x):
+        document = (x[..., 0] > 0).long().cumsum(1)
+        rows, length = x.shape[:2]
+
+        def capped(score, row, head, query, key):
+            return 2 * torch.tanh(score / 2) + self.slopes[head] * (key - query)
+
+        def same(row, head, query, key):
+            return (document[row, query] == document[row, key]) & (query >= key)
+
+        mask = create_block_mask(same, rows, None, length, length, device=x.device)
+        found = flex_attention(*self.heads(x), score_mod=capped, block_mask=mask)
+        return found.square().mean()
+
+    def by_hand(self, x):
+        query, key, value = self.heads(x)
+        scores = query @ key.mT / query.shape[-1] ** 0.5
+        place = torch.arange(x.shape[1])
+        away = place[None, :] - place[:, None]
+        scores = 2 * torch.tanh(scores / 2) + self.slopes[:, None, None] * away
+        document = (x[..., 0] > 0).long().cumsum(1)
+        same = (document[:, None, :, None] == document[:, None, None, :]) & (away <= 0)
+        shares = scores.masked_fill(~same, float("-inf")).softmax(-1)
+        return (shares @ value).square().mean()
+
+
 def _of_table(name):
     model, batch = many_models.make(name)
     return Brought(model, batch)
@@ -92,6 +131,7 @@ ZOO = {
     "T5": lambda: _of_table("T5ForConditionalGeneration"),
     "a learned bias": lambda: _of_rows(Documents(learned=True), 8, 16),
     "documents": lambda: _of_rows(Documents(learned=False), 8, 16),
+    "soft caps, flex": lambda: _of_rows(Flexible(), 8, 16),
     "LSTM": lambda: _of_rows(Recurrent(), 5, 8),
     "noise and islands": lambda: _of_rows(Noisy(), 8),
 }
@@ -192,3 +232,20 @@ def test_a_recurrent_network_trains_on_the_host_as_plain_pytorch_does():
         expected.backward()
         plain.step()
         torch.testing.assert_close(engine.step(x), expected.detach())
+
+
+def test_flex_attention_trains_on_the_host_as_it_would_by_hand():
+    torch.manual_seed(0)
+    x, models = torch.randn(4, 8, 16), [Flexible(), Flexible()]
+    models[1].load_state_dict(models[0].state_dict())
+    plain, ours = (torch.optim.SGD(model.parameters(), lr=0.1) for model in models)
+    engine = stepgraph.Engine(
+        models[1], loss=lambda m, batch: m(batch), optimizer=ours, plan="ddp", lowering="eager"
+    )
+    for _ in range(3):
+        plain.zero_grad()
+        expected = models[0].by_hand(x)
+        expected.backward()
+        plain.step()
+        torch.testing.assert_close(engine.step(x), expected.detach())
+    assert "flex_attention is computed in plain arithmetic" in engine.report()

@@ -12,6 +12,7 @@ from torch import fx
 from torch.nn import functional
 
 from stepgraph.operators.attention import attend
+from stepgraph.torch_internals import flex
 
 
 def _calling(function: types.FunctionType, **instead: Any) -> Callable:
@@ -35,13 +36,34 @@ CANONICAL: dict[Any, Callable] = {
 }
 
 
+FLEX_IS_SPELT_OUT = (
+    "flex_attention is computed in plain arithmetic, so that it can be placed: it holds all scores"
+)
+
+
 def canonicalise(graph: fx.GraphModule) -> None:
     """Rewrites such calls in a graph of dynamo's and in those inside it (checkpointed regions)."""
+    _call_instead(graph, CANONICAL)
+
+
+def spell_out_flex(graph: fx.GraphModule) -> bool:
+    """Has the scores of ``flex_attention``, and what the model makes of them, as operations like any other.
+
+    Returns:
+        whether there was one.
+    """
+    return _call_instead(graph, {flex.FLEX: flex.SPELT_OUT})
+
+
+def _call_instead(graph: fx.GraphModule, table: dict[Any, Callable]) -> bool:
+    any_found = False
     for module in graph.modules():
         if not isinstance(module, fx.GraphModule):
             continue
-        found = [node for node in module.graph.nodes if node.target in CANONICAL]
+        found = [node for node in module.graph.nodes if node.target in table]
         for node in found:
-            node.target = CANONICAL[node.target]
+            node.target = table[node.target]
         if found:
             module.recompile()
+            any_found = True
+    return any_found

@@ -31,10 +31,10 @@ def asks_for_device(codes: Iterable[CodeType], device_type: str) -> bool:
     return any(ASKS & {*code.co_names} or kinds & {*_texts(code.co_consts)} for code in mine)
 
 
-def difference_note(
+def difference_notes(
     there: fx.GraphModule, module: nn.Module, tensors: Sequence[torch.Tensor], device_type: str
-) -> str:
-    """What to say of a module that is another one on the host, or nothing.
+) -> list[str]:
+    """What to say of a module that is another one on the host, if it is.
 
     Args:
         there: what dynamo captured of its code, told that it is on the device.
@@ -44,16 +44,16 @@ def difference_note(
         on_host = export_graph(module, tuple(tensors)).graph
     except (*torch_internals.GRAPH_BREAKS, torch_internals.DynamoError, RuntimeError) as error:
         why = str(error).strip().splitlines()[0]
-        return f"the model is for {device_type} alone, on the host it cannot be captured: {why}"
+        return [f"the model is for {device_type} alone, on the host it cannot be captured: {why}"]
     found = first_difference(there.graph, on_host.graph)
     if found is None:
-        return ""
+        return []
     calls = [_call(node) if node is not None else "nothing more" for node in found]
     line = _line(found[0]) or _line(found[1])
-    return (
+    return [
         f"the model computes something else on {device_type} than on the host, first at {line}: "
         f"{calls[0]}, on the host {calls[1]}"
-    )
+    ]
 
 
 def first_difference(a: fx.Graph, b: fx.Graph) -> tuple[fx.Node | None, fx.Node | None] | None:

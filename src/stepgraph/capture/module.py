@@ -18,9 +18,9 @@ from torch import fx, nn
 
 from stepgraph import torch_internals
 from stepgraph.capture.annotations import annotate, settle_phases
-from stepgraph.capture.canonical import canonicalise
+from stepgraph.capture.canonical import FLEX_IS_SPELT_OUT, canonicalise, spell_out_flex
 from stepgraph.capture.decompositions import decomposition_table
-from stepgraph.capture.device_code import asks_for_device, difference_note
+from stepgraph.capture.device_code import asks_for_device, difference_notes
 from stepgraph.capture.loss import check_loss, loss_of
 from stepgraph.capture.refusals import (
     check_assigned_buffers,
@@ -33,7 +33,7 @@ from stepgraph.errors import CaptureError, LossError
 from stepgraph.program import roles
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program, Value
-from stepgraph.torch_internals import custom_operators, effects, other_device, pytree
+from stepgraph.torch_internals import custom_operators, effects, flex, other_device, pytree
 from stepgraph.torch_internals.export import export_graph
 
 LossFunction = Callable[[nn.Module, Any], Any]
@@ -116,7 +116,7 @@ def capture(
     check_parameter_hooks(model)
     device_type = device_type or torch_internals.host_device().type
     only_loss = training and not as_module
-    note = ""
+    notes: list[str] = []
     module = _StepFunction(model, loss, batch, compute_dtype, only_loss=only_loss)
     with (
         _fake_parameters(model, batch, compute_dtype),
@@ -124,11 +124,13 @@ def capture(
         other_device.as_everywhere(),
     ):
         try:
-            with other_device.told_of(device_type):
+            with other_device.told_of(device_type), flex.differentiable_on_host():
                 captured, flat_names, assigned, codes = export_graph(module, tuple(batch.tensors))
             if says_difference and asks_for_device(codes, device_type):
-                note = difference_note(captured, module, batch.tensors, device_type)
+                notes += difference_notes(captured, module, batch.tensors, device_type)
             canonicalise(captured)
+            if spell_out_flex(captured):
+                notes.append(FLEX_IS_SPELT_OUT)
             other_device.enter_on_host(captured, device_type)
             names = _canonical_names(model, captured, flat_names)
             with other_device.casts_of(device_type), custom_operators.keeping_triton_operators():
@@ -148,7 +150,7 @@ def capture(
             raise lacking from error
     kind = roles.ModuleResult if as_module else None if training else roles.UserOutput
     program = _describe(joint, names, batch, kind)
-    if note:
+    for note in notes:
         program.note(note)
     if training:
         written = {role.name for role in program.outputs if isinstance(role, roles.NewBuffer)}

@@ -6,10 +6,11 @@ chosen when a Program is lowered for a target (:mod:`stepgraph.lowering.attentio
 """
 
 import math
+import operator
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.nn import functional
 
 from stepgraph import torch_internals
@@ -266,6 +267,12 @@ def attention_bias_backward(
     call = Call(query, key, value, mask, keep, is_causal, scale, dropout_p)
     *found, of_scores = plain_gradients(call, probabilities(call), gradient)
     return (*found, bias_gradient(mask, of_scores))  # type: ignore[return-value]
+
+
+def is_saved_inside(node: fx.Node) -> bool:
+    """Whether a value is what an attention keeps for its own backward: the sums of its rows."""
+    source = node.args[0] if node.target is operator.getitem else None
+    return isinstance(source, fx.Node) and source.target is ATTENTION and node.args[1] == 1
 
 
 def _like(tensor: Tensor) -> Tensor:

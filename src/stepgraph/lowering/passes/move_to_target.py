@@ -13,6 +13,7 @@ from stepgraph.program.build import ShapeRunner
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program, tensors_of
 from stepgraph.program.record import program_pass
+from stepgraph.torch_internals import operators as private
 
 
 @program_pass(
@@ -50,6 +51,8 @@ def move_to_target(program: Program, target: Target) -> Program:
         if node in on_host:
             continue
         node.args, node.kwargs = map_aggregate((node.args, node.kwargs), moved)  # type: ignore
+        if node.target is private.TO_COPY and not node.all_input_nodes:  # of a number
+            node.kwargs = {**node.kwargs, "device": torch.device(target.device_type)}
         if "val" in meta(node):
             meta(node)["val"] = _there(node, map_aggregate(meta(node)["val"], moved), shapes)
         if node.op == "get_attr" and torch_internals.is_there(target.device_type):

@@ -17,6 +17,7 @@ from torch import fx
 from torch.distributed.tensor import Partial, Replicate
 
 from stepgraph.cost.devices import Device
+from stepgraph.operators.attention import is_saved_inside
 from stepgraph.operators.sharding import Strategy
 from stepgraph.placement.rules.redistribution import Moves
 from stepgraph.placement.solver.candidates import find_strategies
@@ -42,6 +43,9 @@ from stepgraph.program.program import BACKWARD as BACKWARD_PHASE
 from stepgraph.program.program import OPTIMIZER, Program, tensor_arguments
 
 REPLICATE = Replicate()
+# Seconds: the backward of an attention that is placed otherwise than its forward cannot read what a fused
+# kernel saved, and holds all scores.
+_UNFUSED = 1.0
 
 # In which placement a value is made, and those that its own group has turned it into, for all.
 _Made = tuple[Placements, frozenset[Placements]]
@@ -260,6 +264,7 @@ class Model:
         again, kept, temporary = (np.zeros_like(once) for _ in range(3))
         wires, last = (np.zeros((2, *once.shape)) for _ in range(2))
         stays = node in self.ways.needed
+        apart = _UNFUSED if is_saved_inside(node) else 0.0
         rows = sorted({index[p] for p in made})
         columns = sorted({index[p, _NONE] for *_, ps in wanted for p in ps})
         for p in rows:
@@ -271,7 +276,9 @@ class Model:
                     once[p, q] = 0.0
                     continue
                 kept[p, q] = count * cost.kept if stays else 0
-                once[p, q], again[p, q] = count * cost.once, count * cost.again
+                apart_now = 0.0 if have == want else apart
+                once[p, q] = count * (cost.once + apart_now)
+                again[p, q] = count * cost.again
                 temporary[p, q] = cost.temporary
                 wires[:, p, q], last[:, p, q] = count * np.array((cost.wires, cost.last))
         hidden: Hidden = {}

@@ -16,7 +16,7 @@ from torch.fx.node import map_aggregate
 
 from stepgraph import torch_internals
 from stepgraph.capture.annotations import source_line
-from stepgraph.torch_internals.export import export_graph
+from stepgraph.torch_internals import export
 
 ASKS = frozenset({"is_cuda", "is_cpu"})
 
@@ -41,7 +41,7 @@ def difference_notes(
         tensors: fake ones, of the call.
     """
     try:
-        on_host = export_graph(module, tuple(tensors)).graph
+        on_host = export.export_graph(module, tuple(tensors)).graph
     except (*torch_internals.GRAPH_BREAKS, torch_internals.DynamoError, RuntimeError) as error:
         why = str(error).strip().splitlines()[0]
         return [f"the model is for {device_type} alone, on the host it cannot be captured: {why}"]
@@ -78,7 +78,7 @@ def _calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, Any]]:
         if node.op in ("placeholder", "output"):
             continue
         given = map_aggregate((node.args, node.kwargs), plain)
-        value = node.meta.get("example_value")
+        value = export.example_value(node)
         results = torch_internals.pytree.tree_leaves(value)
         kinds = [(t.shape, t.dtype) for t in results if isinstance(t, torch.Tensor)]
         yield node, (node.op, str(node.target), repr(given), kinds)
@@ -93,7 +93,7 @@ def _texts(constants: Iterable[Any]) -> Iterator[str]:
 
 
 def _line(node: fx.Node | None) -> str | None:
-    trace = node.meta.get("stack_trace") if node is not None else None
+    trace = export.stack_trace(node) if node is not None else None
     return source_line(trace) if trace else None
 
 

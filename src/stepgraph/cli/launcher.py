@@ -41,7 +41,9 @@ LINGER_SECONDS = 3 * MONITOR_SECONDS
 SHUTDOWN_SECONDS = 3
 _FIELDS = {field.name for field in fields(LaunchConfig)}
 # A launcher without the setting (torch 2.11) waits for ranks that linger as long as it likes.
-_PATIENCE = {name: SHUTDOWN_SECONDS for name in ("shutdown_timeout",) if name in _FIELDS}
+_PATIENCE: dict[str, Any] = {
+    name: SHUTDOWN_SECONDS for name in ("shutdown_timeout",) if name in _FIELDS
+}
 # What SIGINT and SIGTERM do: the words are the launcher's, of the signals that it ends ranks by.
 END_RANKS, PASS_ON = "SIGTERM,SIGINT,SIGHUP,SIGQUIT", "SIGHUP,SIGQUIT"
 # What torch's launcher tells each rank, which no other environment may overwrite.

@@ -306,12 +306,8 @@ def sharding_strategies(
         answer = propagator.op_to_rules[op](schema)
         if answer.output_spec is None:
             raise NotImplementedError(f"{op}: the rule wants its inputs redistributed")
-        return [
-            (
-                [s.placements[0] for s in _specs((args, kwargs))],
-                _placements(answer.output_spec, output),
-            )
-        ]
+        given = [spec.placements[0] for spec in _specs((args, kwargs))]
+        return [(given, _placements(answer.output_spec, output))]
     else:
         raise NotImplementedError(f"{op} has no sharding rule")
     if isinstance(found, TupleStrategy):

@@ -85,3 +85,13 @@ def _hearing_of_codes() -> Iterator[list[types.CodeType]]:
         yield heard
     finally:
         _functional_export.fullgraph_capture = capture
+
+
+def example_value(node: fx.Node) -> Any:
+    """What dynamo saw a call return, in a graph of its own."""
+    return node.meta.get("example_value")
+
+
+def stack_trace(node: fx.Node) -> str | None:
+    """Where the user's code makes a call, in a graph of dynamo's."""
+    return node.meta.get("stack_trace")

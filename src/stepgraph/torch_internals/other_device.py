@@ -82,7 +82,7 @@ def told_of(device_type: str) -> Iterator[None]:
         yield
         return
     device = torch.device(device_type, 0)
-    answers = {"device": device, "is_cuda": device_type == "cuda", "is_cpu": False}
+    answers = {"device": device, f"is_{device_type}": True, f"is_{host_device().type}": False}
     before = {name: vars(TensorVariable).get(f"method_attr_{name}") for name in answers}
     run_node = _dynamo_utils.run_node
 
@@ -161,7 +161,7 @@ def enter_on_host(module: fx.GraphModule, device_type: str) -> None:
                     dtype = dtype or torch.get_autocast_dtype(device_type)
                     node.args = (host, dtype, *others)
             elif node.op == "call_method" and node.target == device_type:
-                node.target, node.args, node.kwargs = "cpu", node.args[:1], {}
+                node.target, node.args, node.kwargs = host, node.args[:1], {}
             else:
                 of_host = functools.partial(_of_host, device_type)
                 node.args, node.kwargs = map_aggregate((node.args, node.kwargs), of_host)

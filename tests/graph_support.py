@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch._dynamo
 
+from stepgraph.capture.canonical import canonicalise
 from stepgraph.capture.decompositions import decomposition_table
 from stepgraph.graphwise.graph import GraphProgram
 from stepgraph.program.layout import MeshShape
@@ -27,6 +28,7 @@ def graph_program(function: Callable, *inputs: Any) -> Program:
 
     def backend(graph, examples):
         sources = dynamo.input_sources(graph)
+        canonicalise(graph)
 
         def partition(joint, _, *, num_fwd_outputs, **options):
             program = GraphProgram(joint, num_fwd_outputs, sources).program

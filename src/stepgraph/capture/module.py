@@ -33,7 +33,7 @@ from stepgraph.errors import CaptureError, LossError
 from stepgraph.program import roles
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program, Value
-from stepgraph.torch_internals import custom_operators, effects, flex, other_device, pytree
+from stepgraph.torch_internals import custom_operators, effects, other_device, pytree
 from stepgraph.torch_internals.export import export_graph
 
 LossFunction = Callable[[nn.Module, Any], Any]
@@ -124,7 +124,7 @@ def capture(
         other_device.as_everywhere(),
     ):
         try:
-            with other_device.told_of(device_type), flex.differentiable_on_host():
+            with other_device.told_of(device_type):
                 captured, flat_names, assigned, codes = export_graph(module, tuple(batch.tensors))
             if says_difference and asks_for_device(codes, device_type):
                 notes += difference_notes(captured, module, batch.tensors, device_type)

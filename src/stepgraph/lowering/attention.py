@@ -92,8 +92,13 @@ def _added(call: Call) -> Tensor | None:
     return torch.where(call.mask, shown, hidden)
 
 
+def _copied(tensor: Tensor) -> Tensor:
+    """Row by row; ``contiguous`` would ask for the device, which need not be there."""
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 def _unit_stride(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    return tensor if tensor.stride(-1) == 1 else _copied(tensor)
 
 
 def _host(call: Call, key: tuple | None) -> tuple[Tensor, Saved]:
@@ -198,7 +203,7 @@ def _bias(call: Call) -> Tensor | None:
     if mask.shape[-1] != keys:
         mask = mask.expand(*mask.shape[:-1], keys)
     if mask.stride(-1) != 1 or any(step % 8 for step in mask.stride()[:-1]):
-        mask = _padded(mask, 8).narrow(-1, 0, keys) if keys % 8 else mask.contiguous()
+        mask = _padded(mask, 8).narrow(-1, 0, keys) if keys % 8 else _copied(mask)
     return mask.expand(batch, heads, queries, keys)
 
 

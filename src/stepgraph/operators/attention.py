@@ -287,7 +287,12 @@ def _(gradient, query, key, value, *others):
 
 @attention_bias_backward.register_fake
 def _(gradient, query, key, value, mask, *others):
-    return _like(query), _like(key), _like(value), torch.empty_like(mask).contiguous()
+    return (
+        _like(query),
+        _like(key),
+        _like(value),
+        torch.empty_like(mask, memory_format=torch.contiguous_format),
+    )
 
 
 def _remember(ctx, inputs, output) -> None:

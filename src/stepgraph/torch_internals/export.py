@@ -12,6 +12,8 @@ import torch._dynamo.config as _dynamo_config
 import torch._dynamo.functional_export as _functional_export
 from torch import fx, nn
 
+from stepgraph.torch_internals import flex
+
 
 class Exported(NamedTuple):
     """A module as dynamo captured it.
@@ -39,6 +41,7 @@ def export_graph(module: nn.Module, args: tuple) -> Exported:
     with (
         _keeping_compiled_code(),
         _hearing_of_codes() as codes,
+        flex.differentiable_on_host(),
         _dynamo_config.patch(settings),
         warnings.catch_warnings(record=True) as caught,
     ):

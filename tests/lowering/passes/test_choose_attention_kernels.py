@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from stepgraph.capture.passes.draw_seed import draw_seed
 from stepgraph.capture.passes.key_random_operations import key_random_operations
 from stepgraph.lowering.passes.choose_attention_kernels import (
     DRAWN_INSIDE,
@@ -14,6 +15,7 @@ from stepgraph.lowering.passes.choose_attention_kernels import (
 from stepgraph.lowering.passes.move_to_target import move_to_target
 from stepgraph.planning.target import Target, usual_target
 from stepgraph.program import roles
+from tests.graph_support import graph_program
 from tests.propagation import differences
 from tests.support import assert_golden, assert_summation, captured, values
 
@@ -96,6 +98,24 @@ def test_strict_spells_a_dropout_out_and_says_so():
     assert not attentions(after)
     assert QUADRATIC.format("model") in after.notes or any("fused" in n for n in after.notes)
     assert not differences(after, "cuda")
+
+
+def test_a_graph_that_draws_its_own_seed_draws_one_on_the_host_another_on_each_rank():
+    def attend(x):
+        return F.scaled_dot_product_attention(x, x, x, dropout_p=0.5).sum()
+
+    drawn = []
+    for rank in (0, 1):
+        program = graph_program(attend, torch.randn(2, 4, 8, 16, requires_grad=True))
+        program = draw_seed(key_random_operations(program), rank=rank)
+        after = choose_attention_kernels(move_to_target(program, CUDA), CUDA, rank=rank)
+        (node,) = [n for n in after.operations() if "keyed" in str(n.target)]
+        seed = node.args[8]
+        assert seed.meta["val"].device.type == "cpu" and not seed.meta["val"].dim()
+        assert seed.args[0].target is torch.ops.aten.randint.low
+        assert roles.HostSeed() not in after.inputs and not differences(after, "cuda")
+        drawn.append(seed.args[1])
+    assert drawn[0] != drawn[1]
 
 
 def test_what_no_kernel_takes_is_spelt_out_and_said():

@@ -21,11 +21,15 @@ RESULTS = Path(__file__).parent / "results" / "releases.json"
 KINDS = ("failure", "error", "skipped")
 
 
-def counted(report: Path) -> dict:
+def counted(reports: list[Path]) -> dict:
     """Numbers of tests, and why those failed that did: the first line of each message, how often."""
     kinds: collections.Counter[str] = collections.Counter()
     reasons: collections.Counter[str] = collections.Counter()
-    for case in ElementTree.parse(report).iter("testcase"):
+    cases = {}
+    for report in reports:
+        for case in ElementTree.parse(report).iter("testcase"):
+            cases[case.get("classname"), str(case.get("name")).split("@")[0]] = case
+    for case in cases.values():
         found = next((case.find(kind) for kind in KINDS if case.find(kind) is not None), None)
         kinds["passed" if found is None else found.tag] += 1
         if found is not None and found.tag != "skipped":
@@ -43,7 +47,9 @@ def counted(report: Path) -> dict:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("report", type=Path, help="what pytest --junitxml wrote")
+    parser.add_argument(
+        "reports", type=Path, nargs="+", help="what pytest --junitxml wrote; a later one counts"
+    )
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--commit", help="of the tests that ran; by default the one checked out")
     given = parser.parse_args()
@@ -55,7 +61,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
     }
     known = json.loads(given.json.read_text()) if given.json.exists() else {}
-    known[torch.__version__.split("+")[0]] = {**about, **counted(given.report)}
+    known[torch.__version__.split("+")[0]] = {**about, **counted(given.reports)}
     order = sorted(known, key=lambda version: [int(part) for part in version.split(".")])
     given.json.write_text(json.dumps({name: known[name] for name in order}, indent=1) + "\n")
 

@@ -17,6 +17,7 @@ def test_a_summary_fits_a_screen():
     assert lines[0] == "tiny on dp=2,tp=2 (4 ranks): tp+zero3, memory full"
     assert "MFU" in text and "of 80.00 GiB a rank" in text and "error: not measured" in text
     assert "all_gather      dp" in text
+    assert "beside tensors 4.40 GiB (assumed, not measured: 1 GiB of context" in text
     assert "  S(1)S(0)     model.layers.*.mlp.up_proj.weight x2" in lines
 
 
@@ -26,6 +27,13 @@ def test_a_summary_of_many_groups_is_cut():
     plan = placed_otherwise(replace(llama_plan(), fingerprint=None), inputs={**inputs, **more})
     lines = plan_summary(plan).splitlines()
     assert "  and 20 more groups of parameters" in lines and len(lines) <= 40
+
+
+def test_what_is_no_tensor_may_be_what_does_not_fit():
+    plan = llama_plan()
+    assert "more than the device has" not in plan_summary(plan)
+    plan = replace(plan, predicted=replace(plan.predicted, peak_bytes=78 * 2**30))
+    assert "more than the device has" in " ".join(plan_summary(plan).split())
 
 
 def test_the_gap_is_told_where_there_is_one():

@@ -49,6 +49,8 @@ class Device:
             host is what computes.
         collectives: links by kind of collective, where those differ from ``intra``.
         crowding: time of a kernel while all ranks of the node compute, over its time alone.
+        beside: bytes of its memory that no tensor can have.
+        beside_source: what they are, and where the number is from.
     """
 
     name: str
@@ -71,6 +73,8 @@ class Device:
     dispatch_seconds: float = 0.0
     collectives: Mapping[str, Link] = field(default_factory=dict)
     crowding: float = 1.0
+    beside: int = 0
+    beside_source: str = ""
 
     def rate(self, dtype: torch.dtype) -> float:
         """Achievable FLOP/s of matrix products of a type; an unknown type runs like float32."""

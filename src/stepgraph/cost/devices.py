@@ -12,6 +12,12 @@ from stepgraph.cost.calibration import machine, machine_names
 from stepgraph.cost.device import GIB, Device, Link
 from stepgraph.errors import UsageError, near_misses
 
+FRAGMENTED = 0.03
+BESIDE_SOURCE = (
+    "assumed, not measured: 1 GiB of context, kernels and cuBLAS workspaces, 1 GiB of NCCL buffers, 3 % of "
+    "the capacity lost between the allocator's blocks"
+)
+
 
 def _accelerator(
     name: str, achieved: float, peaks: tuple[float, float, float], **rest: Any
@@ -29,7 +35,9 @@ def _accelerator(
     rates = {k: v * achieved for k, v in peak.items()}
     # Of fused attention kernels and of implicit products; FlashAttention-2 and -3 give such figures.
     families = {"attention": 0.8, "attention_backward": 0.65, "convolution": 0.7}
-    return Device(name, rates, peak, ranks_per_node=8, families=families, **rest)
+    beside = 2 * GIB + int(FRAGMENTED * rest["capacity"])
+    told = {"beside": beside, "beside_source": BESIDE_SOURCE}
+    return Device(name, rates, peak, ranks_per_node=8, families=families, **told, **rest)
 
 
 # float32 is true float32: torch uses TF32 only where it is told to.

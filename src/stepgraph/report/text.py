@@ -116,10 +116,18 @@ def _step(plan: Plan, predicted: Prediction) -> list[str]:
 
 
 def _memory(plan: Plan, predicted: Prediction) -> list[str]:
-    request, capacity = plan.request, None
+    request, capacity, beside = plan.request, None, []
     if request.device:
         with contextlib.suppress(UsageError):  # a device that is not known here
-            capacity = request.memory_budget or find_device(request.device).capacity
+            device = find_device(request.device)
+            capacity = request.memory_budget or device.capacity
+            if device.beside:
+                fits = predicted.peak_bytes + device.beside <= device.capacity
+                verdict = "" if fits else "; with the peak it is more than the device has"
+                told = (
+                    f"beside tensors {show_bytes(device.beside)} ({device.beside_source}){verdict}"
+                )
+                beside = [" " * 8 + line for line in textwrap.wrap(told, _WIDTH - 8)]
     of = f" of {show_bytes(capacity)}" if capacity else ""
     sizes = sorted(predicted.bytes_by_category.items(), key=lambda row: -row[1])
     shown = [f"{name} {show_bytes(size)}" for name, size in sizes if size]
@@ -128,6 +136,7 @@ def _memory(plan: Plan, predicted: Prediction) -> list[str]:
         f"        without optimizer state: forward {show_bytes(predicted.forward_peak_bytes)}, "
         f"backward {show_bytes(predicted.backward_peak_bytes)}",
         f"        {', '.join(shown)}",
+        *beside,
     ]
 
 

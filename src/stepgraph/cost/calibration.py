@@ -147,7 +147,8 @@ def to_json(devices: Mapping[str, Device]) -> str:
 
 def _dump(device: Device) -> dict[str, Any]:
     found = dataclasses.asdict(device)
-    del found["name"]
+    for key in ("name", "beside", "beside_source"):  # which nobody measures
+        del found[key]
     for key in ("matmul", "peak"):
         found[key] = {str(k).removeprefix("torch."): v for k, v in found[key].items()}
     return found

@@ -12,8 +12,7 @@ venv: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	sed 's/^torch==.*/torch==$(or $(TORCH),$(shell sed -n 's/^torch==//p' constraints.txt))/' \
-		constraints.txt > $(VENV)/constraints.txt
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt -e '.[hf,dev]'
 	touch $@
 

@@ -216,11 +216,17 @@ def bring(name: str, dropout: bool = True) -> Brought:
     torch.manual_seed(0)
     brought = MODELS[name]()
     brought.model.train()
-    for module in brought.model.modules():
-        if not dropout:
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-            for attribute in ("dropout", "attention_dropout"):
-                if isinstance(getattr(module, attribute, None), float):
-                    setattr(module, attribute, 0.0)
+    if not dropout:
+        without_dropout(brought.model)
     return brought
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """The same model; every probability in it is zero."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for attribute in ("dropout", "attention_dropout", "attn_dropout"):
+            if isinstance(getattr(module, attribute, None), float):
+                setattr(module, attribute, 0.0)
+    return model

@@ -218,34 +218,28 @@ def test_a_laptops_plan_is_the_clusters_whatever_is_asked(name, kind):
     check_plan(name, kind)
 
 
-def test_a_recurrent_network_trains_on_the_host_as_plain_pytorch_does():
+def trained_beside(make, loss, x):
+    """An engine of a model, after steps that were those of its twin in plain PyTorch."""
     torch.manual_seed(0)
-    x, models = torch.randn(4, 5, 8), [Recurrent(), Recurrent()]
-    models[1].load_state_dict(models[0].state_dict())
-    plain, ours = (torch.optim.SGD(model.parameters(), lr=0.1) for model in models)
+    plain, ours = make(), make()
+    ours.load_state_dict(plain.state_dict())
+    twin, own = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, ours))
     engine = stepgraph.Engine(
-        models[1], loss=lambda m, batch: m(batch), optimizer=ours, plan="ddp", lowering="eager"
+        ours, loss=lambda m, batch: m(batch), optimizer=own, plan="ddp", lowering="eager"
     )
     for _ in range(3):
-        plain.zero_grad()
-        expected = models[0](x)
+        twin.zero_grad()
+        expected = loss(plain, x)
         expected.backward()
-        plain.step()
+        twin.step()
         torch.testing.assert_close(engine.step(x), expected.detach())
+    return engine
+
+
+def test_a_recurrent_network_trains_on_the_host_as_plain_pytorch_does():
+    trained_beside(Recurrent, Recurrent.forward, torch.randn(4, 5, 8))
 
 
 def test_flex_attention_trains_on_the_host_as_it_would_by_hand():
-    torch.manual_seed(0)
-    x, models = torch.randn(4, 8, 16), [Flexible(), Flexible()]
-    models[1].load_state_dict(models[0].state_dict())
-    plain, ours = (torch.optim.SGD(model.parameters(), lr=0.1) for model in models)
-    engine = stepgraph.Engine(
-        models[1], loss=lambda m, batch: m(batch), optimizer=ours, plan="ddp", lowering="eager"
-    )
-    for _ in range(3):
-        plain.zero_grad()
-        expected = models[0].by_hand(x)
-        expected.backward()
-        plain.step()
-        torch.testing.assert_close(engine.step(x), expected.detach())
+    engine = trained_beside(Flexible, Flexible.by_hand, torch.randn(4, 8, 16))
     assert "flex_attention is computed in plain arithmetic" in engine.report()

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 import stepgraph
 from stepgraph.capture.module import default_loss
+from tests.end_to_end.models import without_dropout
 from tests.end_to_end.test_one_program import ZOO, bring
 
 pytestmark = pytest.mark.gpu
@@ -23,19 +24,8 @@ DEVICE, STEPS = "cuda", 3
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}  # fused kernels add up in another order
 
 
-def without_dropout(model):
-    """Plain PyTorch draws otherwise."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        for name in ("attention_dropout", "dropout", "attn_dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-    return model
-
-
 def brought(name):
-    """A model on the device, its batch there, its loss and optimizer."""
+    """A model on the device, its batch, loss and optimizer; no dropout: plain PyTorch draws otherwise."""
     found = bring(name)
     model = without_dropout(found.model).to(DEVICE).train()
     batch = pytree.tree_map(lambda tensor: tensor.to(DEVICE), found.batch)

@@ -39,11 +39,9 @@ MONITOR_SECONDS = 0.1
 # A rank that raised lives on so long: one that was killed just before is seen to be gone first.
 LINGER_SECONDS = 3 * MONITOR_SECONDS
 SHUTDOWN_SECONDS = 3
-_FIELDS = {field.name for field in fields(LaunchConfig)}
 # A launcher without the setting (torch 2.11) waits for ranks that linger as long as it likes.
-_PATIENCE: dict[str, Any] = {
-    name: SHUTDOWN_SECONDS for name in ("shutdown_timeout",) if name in _FIELDS
-}
+_HAS_PATIENCE = any(field.name == "shutdown_timeout" for field in fields(LaunchConfig))
+_PATIENCE: dict[str, Any] = {"shutdown_timeout": SHUTDOWN_SECONDS} if _HAS_PATIENCE else {}
 # What SIGINT and SIGTERM do: the words are the launcher's, of the signals that it ends ranks by.
 END_RANKS, PASS_ON = "SIGTERM,SIGINT,SIGHUP,SIGQUIT", "SIGHUP,SIGQUIT"
 # What torch's launcher tells each rank, which no other environment may overwrite.

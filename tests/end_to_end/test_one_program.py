@@ -5,6 +5,8 @@ What a CUDA rank would run is propagated on fake tensors; nothing runs on a devi
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 import stepgraph
 from stepgraph import torch_internals
+from stepgraph.capture.module import capture
 from tests.end_to_end import many_models, models
 from tests.end_to_end.models import ROWS, Brought
 from tests.propagation import differences
@@ -163,7 +166,26 @@ def every_forward_is_compared(monkeypatch):
     )
 
 
+@pytest.fixture(autouse=True)
+def each_type_and_source_is_captured_once(monkeypatch):
+    """Of the model at hand: placements, memory and meshes are decided on copies of one capture."""
+
+    def shared(model, loss, batch, **how):
+        key = (id(model), *sorted(how.items(), key=str))
+        if key not in CAPTURED:
+            CAPTURED[key] = (model, capture(model, loss, batch, **how))
+        program, tree = CAPTURED[key][1]
+        return program.copy(), tree
+
+    monkeypatch.setattr("stepgraph.capture.step.capture", shared)
+
+
+CAPTURED = {}
+
+
+@functools.lru_cache(maxsize=1)
 def bring(name):
+    CAPTURED.clear()
     torch.manual_seed(0)
     return ZOO[name]()
 
@@ -175,10 +197,13 @@ def planned(brought, mesh, preset, dtype, memory):
     )  # fmt: skip
 
 
-def elsewhere(name, batch):
+@functools.lru_cache(maxsize=1)
+def elsewhere(name):
     """The model on the meta device, the batch on fake CUDA tensors."""
+    batch = bring(name).batch
+    torch.manual_seed(0)
     with torch.device("meta"):
-        brought = bring(name)
+        brought = ZOO[name]()
     with torch_internals.new_fake_mode():
         moved = pytree.tree_map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cuda"), batch)
     return Brought(brought.model, moved, brought.loss)
@@ -191,7 +216,7 @@ def attentions(program):
 def check_plan(name, kind):
     brought = bring(name)
     plan = planned(brought, *kind)
-    there = elsewhere(name, brought.batch)
+    there = elsewhere(name)
     assert planned(there, *kind).decisions == plan.decisions
     programs = plan.programs(there.model, example=there.batch, loss=there.loss)
     for program in programs.values():
@@ -213,7 +238,9 @@ def test_a_laptops_plan_is_the_clusters(name):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
 @pytest.mark.parametrize("kind", MORE, ids=lambda k: f"{k[1]} {k[2]} {k[3]}")
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ZOO]
+)
 def test_a_laptops_plan_is_the_clusters_whatever_is_asked(name, kind):
     check_plan(name, kind)
 

@@ -122,10 +122,7 @@ def _filled(args: Any, values: Iterator[Any]) -> Any:
 def freeze(argument: Any) -> Any:
     """A hashable stand-in for an argument: what the shape of a result can depend on."""
     if isinstance(argument, fx.Node):
-        return tuple(
-            (tuple(t.shape), t.stride(), t.dtype, t.device)
-            for t in tensors_of(meta(argument)["val"])
-        )
+        return tuple(_kind(t) for t in tensors_of(meta(argument)["val"]))
     if isinstance(argument, (tuple, list)):
         return tuple(freeze(item) for item in argument)
     if isinstance(argument, dict):
@@ -134,3 +131,13 @@ def freeze(argument: Any) -> Any:
         return (argument.start, argument.stop, argument.step)
     # The type, because 1 == 1.0 == True; the text, because nan != nan.
     return (type(argument).__name__, str(argument))
+
+
+def _kind(tensor: Any) -> Any:
+    """Shape, strides, type and device, looked up once: each is asked for by every pass."""
+    try:
+        return tensor._stepgraph_kind
+    except AttributeError:
+        kind = (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+        tensor._stepgraph_kind = kind
+        return kind

@@ -41,6 +41,7 @@ def export_graph(module: nn.Module, args: tuple) -> Exported:
     with (
         _keeping_compiled_code(),
         _hearing_of_codes() as codes,
+        _without_dynamic_shapes(),
         flex.differentiable_on_host(),
         _dynamo_config.patch(settings),
         warnings.catch_warnings(record=True) as caught,
@@ -88,6 +89,17 @@ def _hearing_of_codes() -> Iterator[list[types.CodeType]]:
         yield heard
     finally:
         _functional_export.fullgraph_capture = capture
+
+
+@contextlib.contextmanager
+def _without_dynamic_shapes() -> Iterator[None]:
+    """Every size is static here: torch's export builds all guards, slowly, to see whether one is not."""
+    check = _functional_export._suggest_or_raise_constraint_violation
+    _functional_export._suggest_or_raise_constraint_violation = lambda *args: None
+    try:
+        yield
+    finally:
+        _functional_export._suggest_or_raise_constraint_violation = check
 
 
 def example_value(node: fx.Node) -> Any:

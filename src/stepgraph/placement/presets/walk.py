@@ -142,8 +142,8 @@ class Walk:
         arguments = tensor_arguments(node)
         if node in self.given:
             self._choose(node, self.given[node])
-            found = self.rules.strategies(node, self.given[node].inputs)
-            if is_own(node.target) and len(found) == 1:
+            wanted = self.given[node].inputs
+            if is_own(node.target) and len(self.rules.strategies(node, wanted)) == 1:
                 self.unruled[meta(node)["name"]] = str(node.target)
             return
         if meta(node).get("casts_parameter"):

@@ -183,11 +183,16 @@ def each_type_and_source_is_captured_once(monkeypatch):
 CAPTURED = {}
 
 
-@functools.lru_cache(maxsize=1)
 def bring(name):
-    CAPTURED.clear()
     torch.manual_seed(0)
     return ZOO[name]()
+
+
+@functools.lru_cache(maxsize=1)
+def at_hand(name):
+    """On the host."""
+    CAPTURED.clear()
+    return bring(name)
 
 
 def planned(brought, mesh, preset, dtype, memory):
@@ -200,10 +205,9 @@ def planned(brought, mesh, preset, dtype, memory):
 @functools.lru_cache(maxsize=1)
 def elsewhere(name):
     """The model on the meta device, the batch on fake CUDA tensors."""
-    batch = bring(name).batch
-    torch.manual_seed(0)
+    batch = at_hand(name).batch
     with torch.device("meta"):
-        brought = ZOO[name]()
+        brought = bring(name)
     with torch_internals.new_fake_mode():
         moved = pytree.tree_map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cuda"), batch)
     return Brought(brought.model, moved, brought.loss)
@@ -214,7 +218,7 @@ def attentions(program):
 
 
 def check_plan(name, kind):
-    brought = bring(name)
+    brought = at_hand(name)
     plan = planned(brought, *kind)
     there = elsewhere(name)
     assert planned(there, *kind).decisions == plan.decisions

@@ -89,6 +89,10 @@ class GraphBreakError(CaptureError):
     """The model's Python code cannot be captured whole; the message names the line."""
 
 
+class ChangingValueError(CaptureError):
+    """A value that the model's code reads from Python is another one again and again."""
+
+
 class RandomOperationError(CaptureError):
     """A random operation that has no version keyed by (seed, step, operation)."""
 

@@ -174,8 +174,8 @@ def each_type_and_source_is_captured_once(monkeypatch):
         key = (id(model), *sorted(how.items(), key=str))
         if key not in CAPTURED:
             CAPTURED[key] = (model, capture(model, loss, batch, **how))
-        program, tree = CAPTURED[key][1]
-        return program.copy(), tree
+        program, *others = CAPTURED[key][1]
+        return program.copy(), *others
 
     monkeypatch.setattr("stepgraph.capture.step.capture", shared)
 

@@ -157,6 +157,7 @@ class Engine(SavesAndLoads):
         for name, number, leaves in in_turn(pieces):
             self._state.seed_random_operations(self._seed, self.stats.steps, number)
             results = compiled.programs[name].run(leaves)
+            compiled.values.replay()
         self._state.mark_written()
         if self._optimizer is not None:
             torch_internals.mark_stepped(self._optimizer)
@@ -184,6 +185,7 @@ class Engine(SavesAndLoads):
             return self._graphs.evaluate(local)
         self._state.seed_random_operations(self._seed, self.stats.steps, 0)
         results = compiled.programs["evaluate"].run(local.leaves)
+        compiled.values.replay()
         leaves = {r.index: v for r, v in results.items() if isinstance(r, roles.UserOutput)}
         return pytree.tree_unflatten([leaves[i] for i in sorted(leaves)], compiled.result_tree)
 
@@ -258,6 +260,7 @@ class Engine(SavesAndLoads):
         self._state.seed_random_operations(self._seed, self.stats.steps, self._forwards)
         self._forwards += 1
         (loss,) = split.run(local.leaves)
+        compiled.values.replay()
         return loss
 
     def backward(self, loss: torch.Tensor) -> None:

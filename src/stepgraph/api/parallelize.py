@@ -138,11 +138,13 @@ class ParallelForward:
             self._calls += 1
             assert compiled.split is not None
             results = compiled.split.run(local.leaves)
+            compiled.values.replay()
             if not compiler.as_module:
                 return results[0]
             found = dict(zip(compiled.split.results, results, strict=True))
         else:
             found = compiled.programs["evaluate"].run(local.leaves)
+            compiled.values.replay()
         leaves = {r.index: v for r, v in found.items() if isinstance(r, roles.ModuleResult)}
         tree = compiled.result_tree
         return pytree.tree_unflatten([leaves.get(i) for i in range(tree.num_leaves)], tree)

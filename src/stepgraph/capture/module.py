@@ -22,6 +22,7 @@ from stepgraph.capture.canonical import FLEX_IS_SPELT_OUT, canonicalise, spell_o
 from stepgraph.capture.decompositions import decomposition_table
 from stepgraph.capture.device_code import asks_for_device, difference_notes
 from stepgraph.capture.loss import check_loss, loss_of
+from stepgraph.capture.python_values import PythonValues, values_of
 from stepgraph.capture.refusals import (
     check_assigned_buffers,
     check_hooks,
@@ -89,7 +90,9 @@ def capture(
     compute_dtype: torch.dtype | None = None,
     device_type: str = "",
     says_difference: bool = False,
-) -> tuple[Program, pytree.TreeSpec]:
+    compares: bool = False,
+    micro_batches: int = 1,
+) -> tuple[Program, pytree.TreeSpec, PythonValues]:
     """Captures ``loss(model, batch)``, with its backward if ``training``.
 
     Args:
@@ -103,11 +106,14 @@ def capture(
         device_type: what it will run on, whose autocast casts, and which its code is told of; by default
             the host.
         says_difference: note where the model is another one on the host.
+        compares: the Python values that the code read will be compared from call to call.
+        micro_batches: forwards of one step.
 
     Returns:
         the Program, with outputs ``Loss`` and ``Grad`` (training), ``UserOutput``, or ``ModuleResult`` (and
         ``Grad``), and ``NewBuffer``;
-        the pytree spec of what ``loss`` returned.
+        the pytree spec of what ``loss`` returned;
+        the Python values that were read and are changed.
 
     Raises:
         GraphBreakError, HookError, LossError, CaptureError.
@@ -125,8 +131,9 @@ def capture(
     ):
         try:
             with other_device.told_of(device_type):
-                captured, flat_names, assigned, codes = export_graph(module, tuple(batch.tensors))
-            if says_difference and asks_for_device(codes, device_type):
+                captured, flat_names, assigned, heard = export_graph(module, tuple(batch.tensors))
+            values = values_of(heard, compares, micro_batches)
+            if says_difference and asks_for_device(heard.codes, device_type):
                 notes += difference_notes(captured, module, batch.tensors, device_type)
             canonicalise(captured)
             if spell_out_flex(captured):
@@ -155,7 +162,7 @@ def capture(
     if training:
         written = {role.name for role in program.outputs if isinstance(role, roles.NewBuffer)}
         check_assigned_buffers(assigned, written)
-    return program, result_tree
+    return program, result_tree, values
 
 
 class _StepFunction(nn.Module):

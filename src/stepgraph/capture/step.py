@@ -11,6 +11,7 @@ from stepgraph.analysis.loss_normalisation import by_rows, find_normalisation, i
 from stepgraph.capture.counters import SharedCounters
 from stepgraph.capture.module import BatchSpec, LossFunction, capture
 from stepgraph.capture.optimizer import FunctionalOptimizer, functionalize_optimizer
+from stepgraph.capture.python_values import PythonValues
 from stepgraph.capture.update import given_gradients, parameters_without_gradient
 from stepgraph.errors import CaptureError
 from stepgraph.planning.decisions import Normalisation
@@ -27,7 +28,8 @@ class Source:
 
     ``batch`` has the global shape of one micro-batch; ``optimizer`` None: gradients only; ``counters`` are
     those of the run; ``device_type``: what it will run on, by default the host;
-    ``says_difference``: note where the model is another one on the host.
+    ``says_difference``: note where the model is another one on the host; ``compares``: the Python values
+    that its code reads will be compared from call to call.
     """
 
     model: nn.Module
@@ -37,6 +39,7 @@ class Source:
     counters: SharedCounters = field(default_factory=SharedCounters)
     device_type: str = ""
     says_difference: bool = False
+    compares: bool = False
 
 
 @dataclass
@@ -44,7 +47,7 @@ class Captured:
     """Global programs by name, and what runtime needs beside them.
 
     ``reduces_each``: gradients are reduced, in a type of their own, for every micro-batch. ``tree`` is the
-    structure of what the loss callable returns.
+    structure of what the loss callable returns; ``values``: what was read from Python.
     """
 
     programs: dict[str, Program]
@@ -54,6 +57,7 @@ class Captured:
     reduces_each: bool = False
     tree: Any = None
     notes: list[str] = field(default_factory=list)
+    values: PythonValues = PythonValues()
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,8 @@ class Capture:
         """
         source, settings = self.source, self.settings
         reduces_each = reduces_each and settings.micro_batches > 1
-        joint = self._simplified(*self._captured("step"), accumulate=settings.micro_batches > 1)
+        joint, _, values = self._captured("step", micro_batches=settings.micro_batches)
+        joint = self._simplified(joint, accumulate=settings.micro_batches > 1)
         notes = parameters_without_gradient(source.model, joint)
         optimizer = None if source.optimizer is None else self._functional(joint)
         programs: dict[str, Program] = {}
@@ -113,14 +118,20 @@ class Capture:
             counters=source.counters,
         )
         return Captured(
-            programs, optimizer, normalisation, source.counters, reduces_each, notes=notes
+            programs,
+            optimizer,
+            normalisation,
+            source.counters,
+            reduces_each,
+            notes=notes,
+            values=values,
         )
 
     def evaluation(self, as_module: bool = False) -> Captured:
         """The forward alone: the program ``evaluate``."""
-        program, tree = self._captured("evaluate", training=False, as_module=as_module)
-        program = self._simplified(program, tree, accumulate=False)
-        return Captured({"evaluate": program}, tree=tree)
+        program, tree, values = self._captured("evaluate", training=False, as_module=as_module)
+        program = self._simplified(program, accumulate=False)
+        return Captured({"evaluate": program}, tree=tree, values=values)
 
     def gradients(self, as_module: bool) -> Captured:
         """Forward and backward without an update: ``gradients``, split in two when it is lowered.
@@ -128,13 +139,13 @@ class Capture:
         Args:
             as_module: results and tangents are a module's; else the loss and its own.
         """
-        joint, tree = self._captured("gradients", as_module=as_module)
-        joint = self._simplified(joint, tree, accumulate=False)
+        joint, tree, values = self._captured("gradients", as_module=as_module)
+        joint = self._simplified(joint, accumulate=False)
         notes = parameters_without_gradient(self.source.model, joint)
         joint = self.driver.through(
             self.roads.reduced, joint, masters=self._masters(), precision=self.settings.precision
         )
-        return Captured({"gradients": joint}, tree=tree, notes=notes)
+        return Captured({"gradients": joint}, tree=tree, notes=notes, values=values)
 
     def update(self, names: Sequence[str]) -> Captured:
         """Clipping and optimizer alone, of the parameters that have a gradient: ``update``."""
@@ -150,23 +161,24 @@ class Capture:
         return Captured({"update": program}, optimizer, counters=self.source.counters)
 
     def _captured(
-        self, name: str, batch: BatchSpec | None = None, **how: bool
-    ) -> tuple[Program, Any]:
+        self, name: str, batch: BatchSpec | None = None, **how: Any
+    ) -> tuple[Program, Any, PythonValues]:
         source = self.source
-        program, tree = capture(
+        program, tree, values = capture(
             source.model,
             source.loss,
             batch or source.batch,
             compute_dtype=self.settings.precision.compute,
             device_type=source.device_type,
             says_difference=source.says_difference,
+            compares=source.compares,
             **how,
         )
         program.name = name
-        return program, tree
+        return program, tree, values
 
     def _simplified(
-        self, program: Program, _: Any, accumulate: bool, driver: PassDriver | None = None
+        self, program: Program, accumulate: bool, driver: PassDriver | None = None
     ) -> Program:
         return (driver or self.driver).through(
             self.roads.simplified,
@@ -182,8 +194,8 @@ class Capture:
         if not found.exact or not found.numbers:
             return found
         try:
-            captured = self._captured("step", self.source.batch.with_twice_the_rows())
-            larger = self._simplified(*captured, accumulate=True, driver=PassDriver())
+            larger, *_ = self._captured("step", self.source.batch.with_twice_the_rows())
+            larger = self._simplified(larger, accumulate=True, driver=PassDriver())
         except CaptureError as error:
             reason = f"it has numbers in it, and cannot be captured on other rows: {error.what}"
             return inexact(joint.result(roles.Loss()), reason)

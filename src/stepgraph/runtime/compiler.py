@@ -10,9 +10,10 @@ from typing import Any
 from torch import nn
 
 from stepgraph.capture.module import BatchSpec, LossFunction
+from stepgraph.capture.python_values import PythonValues
 from stepgraph.capture.refusals import check_hooks, check_parameter_hooks
 from stepgraph.capture.step import Capture, Captured, Source
-from stepgraph.errors import StrictError, UsageError, name_a_few
+from stepgraph.errors import ChangingValueError, StrictError, UsageError, name_a_few
 from stepgraph.pipeline import Made, capture_of, make
 from stepgraph.placement.decide import reduces_each_micro_batch
 from stepgraph.planning.plan import Plan
@@ -35,11 +36,15 @@ _COUNTED_APART = "parameters that were updated together at every step no longer 
 
 @dataclass
 class Compiled:
-    """One entry point for one batch shape: its programs in the order they run, and the result's tree."""
+    """One entry point for one batch shape: its programs in the order they run, and the result's tree.
+
+    ``values``: what the code read from Python when it was captured, and what it changes.
+    """
 
     programs: dict[str, LoweredProgram]
     result_tree: Any = None
     split: SplitProgram | None = None
+    values: PythonValues = PythonValues()
 
 
 @contextlib.contextmanager
@@ -82,7 +87,7 @@ class Compiler:
         self.model, self.optimizer, self.ranks = state.model, state.optimizer, state.ranks
         self._parameters = list(self.model.parameters())
         self.kinds = KindsOfBatch(self.ranks, self.max_shapes)
-        self._compiled: dict[str, dict[tuple, Compiled]] = {}
+        self._compiled: dict[str, dict[tuple, list[Compiled]]] = {}
         self._counters = self.state.counters.version
         self._outdated: set[tuple] = set()
 
@@ -100,11 +105,34 @@ class Compiler:
         self._drop_outdated()
         self.kinds.meet(name, batch)
         known = self._compiled.setdefault(name, {})
-        if key not in known:
-            self.state.check_filled()
+        for compiled in known.get(key, ()):
+            if compiled.values.hold():
+                return compiled
+        self.state.check_filled()
+        if key in known:
+            reason = self._changed_value(name, known[key])
+        else:
             reason = recompilation_reason(name, known, batch, key, self.model)
-            known[key] = self._counted(name, key, reason, lambda: self._compile(name, batch))
-        return known[key]
+        compiled = self._counted(name, key, reason, lambda: self._compile(name, batch))
+        known.setdefault(key, []).append(compiled)
+        return compiled
+
+    def _changed_value(self, name: str, compiled: list[Compiled]) -> str:
+        """Which of the values that the code reads is another one than in all that was compiled.
+
+        Raises:
+            ChangingValueError: it was another one too often.
+        """
+        found = [one.values.reads.broken() for one in compiled if one.values.reads is not None]
+        if len(compiled) < self.max_shapes:
+            return f"{name}: a value that the code reads has changed: no longer {found[-1]}"
+        raise ChangingValueError(
+            "a value that the model's code reads from Python changes again and again",
+            where=f"engine.{name}, compiled {len(compiled)} times: {'; '.join(dict.fromkeys(found))}",
+            why="a program holds it as a constant, so each value is another program",
+            do="make it a buffer (register_buffer) and change it in place, or pass it as a tensor in the "
+            "batch: both are inputs of the program. For a few more values: a larger max_shapes",
+        )
 
     def _check_tensors(self) -> None:
         """Programs take the tensors that the model had when it was given, whatever it holds now.
@@ -138,8 +166,8 @@ class Compiler:
 
         if key not in known:
             reason = f"{name}: other parameters have gradients" if known else None
-            known[key] = self._counted(name, key, reason, compile_update)
-        return known[key].programs["update"]
+            known[key] = [self._counted(name, key, reason, compile_update)]
+        return known[key][0].programs["update"]
 
     def _counted(
         self, name: str, key: tuple, reason: str | None, compile_: Callable[[], Compiled]
@@ -165,7 +193,7 @@ class Compiler:
             return
         self._counters = self.state.counters.version
         for name, known in self._compiled.items():
-            for key in [k for k, compiled in known.items() if self._is_outdated(compiled)]:
+            for key in [k for k, several in known.items() if any(map(self._is_outdated, several))]:
                 del known[key]
                 self._outdated.add((name, key))
 
@@ -188,7 +216,9 @@ class Compiler:
 
     def _capture(self, spec: BatchSpec, step: StepSettings | None = None) -> Capture:
         where = self.state.device.type
-        source = Source(self.model, self.loss, spec, self.optimizer, self.state.counters, where)
+        source = Source(
+            self.model, self.loss, spec, self.optimizer, self.state.counters, where, compares=True
+        )
         return capture_of(source, step or self.settings)
 
     def _compile(self, name: str, batch: LocalBatch) -> Compiled:
@@ -198,15 +228,16 @@ class Compiler:
         capture = self._capture(global_spec(batch, step.micro_batches, mesh.data_size), step)
         if name == "step":
             reduces = reduces_each_micro_batch(self.plan.placement, mesh)
-            return Compiled(self._made(lambda: capture.step(reduces))[0])
+            programs, captured = self._made(lambda: capture.step(reduces))
+            return Compiled(programs, values=captured.values)
         if name == "gradients":
             sides, captured = self._made(lambda: capture.gradients(self.as_module), in_two=True)
             split = SplitProgram(sides["forward"], sides["backward"], self.state)
-            return Compiled(sides, captured.tree, split)
+            return Compiled(sides, captured.tree, split, captured.values)
         mode = contextlib.nullcontext() if self.as_module else evaluation_mode(self.model)
         with mode:
             programs, captured = self._made(lambda: capture.evaluation(self.as_module))
-        return Compiled(programs, captured.tree)
+        return Compiled(programs, captured.tree, values=captured.values)
 
     def _made(
         self, capture: Callable[[], Captured], in_two: bool = False

@@ -1,0 +1,117 @@
+"""Values that model code reads from Python and changes there: a captured program holds them as constants.
+
+What was read is compared at every call, and what the code changes is changed after every run of the
+program: a counter that only counts is counted on, anything else is set to what the code leaves. What
+cannot be had so runs graph by graph, or is an error: never the first step's value for ever.
+"""
+
+import dis
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import CodeType
+
+from stepgraph.errors import CaptureError, GraphBreakError
+from stepgraph.torch_internals.python_values import Change, Heard, Reads
+
+# Between the load of a counter and the store of what it has become.
+_COUNTING = {"LOAD_CONST", "LOAD_SMALL_INT", "LOAD_FAST", "BINARY_OP", "SWAP", "CACHE"}
+
+
+@dataclass(frozen=True)
+class PythonValues:
+    """What one capture read and what a run of its code changes; ``reads``: None where nobody compares."""
+
+    reads: Reads | None = None
+    changes: tuple[Callable[[], None], ...] = ()
+
+    def hold(self) -> bool:
+        """Whether everything that was read is what it was; takes microseconds."""
+        return self.reads is None or self.reads.hold()
+
+    def replay(self) -> None:
+        """Changes what one run of the forward changes."""
+        for change in self.changes:
+            change()
+
+
+def values_of(heard: Heard, compare: bool, micro_batches: int = 1) -> PythonValues:
+    """What to do about the Python values of a capture; called while those of the capture still stand.
+
+    Args:
+        compare: they will be compared from call to call.
+        micro_batches: forwards of one step.
+
+    Raises:
+        GraphBreakError: the code keeps tensors from one call for the next.
+        CaptureError: it changes a value that it reads, from micro-batch to micro-batch.
+    """
+    replayed: list[Callable[[], None]] = []
+    counters: set[str] = set()
+    for change in heard.changes:
+        if not change.is_constant:
+            if change.was_read and change.holds_tensors:
+                raise GraphBreakError(
+                    f"the forward keeps tensors in {change.path} for its next call",
+                    why="a captured step has the value that was there at first",
+                    do="make it a buffer (register_buffer) that the forward writes in place",
+                )
+        elif _only_counts(change, heard.codes):
+            counters.add(change.path)
+            replayed.append(_counting(change))
+        elif type(change.before) is not type(change.after) or change.before != change.after:
+            if change.was_read and micro_batches > 1:
+                raise CaptureError(
+                    f"the forward reads {change.path} and changes it, and a step runs it for "
+                    f"{micro_batches} micro-batches",
+                    why="a program holds what it read as a constant",
+                    do="change it outside the forward, or make it a buffer that is written in place",
+                )
+            replayed.append(_setting(change))
+    return PythonValues(heard.reads(counters) if compare else None, tuple(replayed))
+
+
+def _only_counts(change: Change, codes: Iterable[CodeType]) -> bool:
+    """Whether a number is read to be advanced, and for nothing else, by any of the code that ran."""
+    if not change.was_read or not all(
+        type(x) in (int, float) for x in (change.before, change.after)
+    ):
+        return False
+    return all(_advances(code, change.name) for code in codes)
+
+
+def _advances(code: CodeType, name: str) -> bool:
+    if name in code.co_consts:
+        return False  # getattr(self, "calls")
+    if name not in code.co_names:
+        return True
+    steps = list(dis.get_instructions(code))
+    for at, step in enumerate(steps):
+        if step.argval != name or step.opname.startswith("STORE"):
+            continue
+        rest = iter(steps[at + 1 :])
+        after = next((s for s in rest if s.opname not in _COUNTING), None)
+        if after is None or after.opname != "STORE_ATTR" or after.argval != name:
+            return False
+    return True
+
+
+def _counting(change: Change) -> Callable[[], None]:
+    by = change.after - change.before
+
+    def count() -> None:
+        setattr(change.holder, change.name, getattr(change.holder, change.name) + by)
+
+    return count
+
+
+def _setting(change: Change) -> Callable[[], None]:
+    def set_again() -> None:
+        if change.name:
+            setattr(change.holder, change.name, change.after)
+        elif isinstance(change.holder, list):
+            change.holder[:] = change.after
+        else:
+            change.holder.clear()
+            change.holder.update(change.after)
+
+    return set_again

@@ -261,3 +261,32 @@ def test_tensors_kept_for_the_next_call_are_not_forgotten():
 def test_a_plan_says_it_too():
     with pytest.raises(stepgraph.errors.GraphBreakError, match="keeps tensors in model.memory"):
         stepgraph.plan(Remembering(), example=X, loss=lambda m, x: m(x), mesh="dp=2")
+
+
+def halved(parameter):
+    parameter.data = parameter.detach() * 0.5
+
+
+def whole(parameter):
+    parameter.data = torch.zeros(parameter.shape)
+
+
+@pytest.mark.parametrize("assign", [halved, whole])
+@pytest.mark.parametrize("make", [Net, Remembering])
+def test_data_that_is_assigned_is_not_ignored(assign, make):
+    engine, step, (_, model) = both(make)
+    step()
+    assign(next(model.parameters()))
+    name = next(name for name, _ in model.named_parameters())
+    with pytest.raises(stepgraph.errors.UsageError, match=f"other data was assigned .*{name}"):
+        engine.step(X)
+
+
+def test_data_that_is_written_in_place_counts():
+    engine, step, models = both(Net)
+    step()
+    for model in models:
+        for parameter in model.parameters():
+            parameter.data.mul_(0.5)
+    step()
+    assert engine.stats.compiles == 1

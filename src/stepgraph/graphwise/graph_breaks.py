@@ -157,6 +157,7 @@ class GraphRunner:
                     "this rank's own",
                     do="change the model before it is given to stepgraph",
                 )
+        self.compiler.check_data()
         self.compiler.kinds.meet(entry, batch)
 
     def _follow_hooks(self, entry: str) -> None:

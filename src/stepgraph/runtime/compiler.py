@@ -2,11 +2,13 @@
 
 import contextlib
 import logging
+import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from stepgraph.capture.module import BatchSpec, LossFunction
@@ -86,6 +88,7 @@ class Compiler:
         state = self.state
         self.model, self.optimizer, self.ranks = state.model, state.optimizer, state.ranks
         self._parameters = list(self.model.parameters())
+        self._data = [parameter.untyped_storage() for parameter in self._parameters]
         self.kinds = KindsOfBatch(self.ranks, self.max_shapes)
         self._compiled: dict[str, dict[tuple, list[Compiled]]] = {}
         self._counters = self.state.counters.version
@@ -151,7 +154,26 @@ class Compiler:
                 why="they are placed when the engine is made, and its programs go on with those",
                 do="change the model before; to load values, use load_state_dict without assign=True",
             )
+        self.check_data()
         self.state.buffers.adopt()
+
+    def check_data(self) -> None:
+        """``parameter.data = ...`` changes nothing of a DTensor but what it looks like.
+
+        Raises:
+            UsageError: somebody did that; names the parameters.
+        """
+        now = map(torch.Tensor.untyped_storage, self._parameters)
+        if all(map(operator.is_, now, self._data)):
+            return
+        pairs = zip(self.model.named_parameters(), self._data, strict=True)
+        changed = [name for (name, p), data in pairs if p.untyped_storage() is not data]
+        raise UsageError(
+            f"other data was assigned to parameters after they were placed: {name_a_few(changed)}",
+            why="they are DTensors, and assigning to .data does not reach their parts",
+            do="write in place, parameter.data.copy_(values) with a DTensor of the same placements, or "
+            "use engine.load_state_dict with whole tensors; model.to(...) goes before",
+        )
 
     def update(self, names: Sequence[str]) -> LoweredProgram:
         """The program that updates these parameters from gradients that the caller holds."""

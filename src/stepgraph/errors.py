@@ -105,6 +105,10 @@ class ParameterHookError(HookError):
     """A hook on a parameter's gradient: the model is run graph by graph, not as one program."""
 
 
+class RanksDifferError(StepgraphError):
+    """The ranks do not do the same."""
+
+
 class UnfilledModelError(StepgraphError):
     """A model on the meta device whose parameters were never given values."""
 

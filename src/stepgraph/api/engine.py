@@ -31,6 +31,7 @@ from stepgraph.runtime.checkpoints.checkpoint import Saver
 from stepgraph.runtime.compiler import MAX_SHAPES, Compiled, Compiler
 from stepgraph.runtime.ranks import join_ranks
 from stepgraph.runtime.state import State
+from stepgraph.runtime.watch import watch_over
 from stepgraph.torch_internals import pytree
 
 log = logging.getLogger("stepgraph")
@@ -116,10 +117,11 @@ class Engine(SavesAndLoads):
             seed,
         )
         made = made.under(step=step)
+        watch = watch_over(ranks, model, made)
         self._state = State(model, optimizer, ranks, made.placement, device)
         self._saver = Saver(self._state)
         kept = self._compiler = Compiler(
-            self._state, loss or default_loss, made, max_grad_norm, strict, max_shapes
+            self._state, loss or default_loss, made, max_grad_norm, strict, max_shapes, watch=watch
         )
         self.stats, self.programs, self.notes = kept.stats, kept.programs, kept.notes
         self._graphs: GraphRunner | None = None  # where the model cannot be captured whole
@@ -146,6 +148,10 @@ class Engine(SavesAndLoads):
         """
         self._saver.check()
         local = flatten_batch(batch, self._device)
+        with self._compiler.call("step", local):
+            return self._step(local)
+
+    def _step(self, local: LocalBatch) -> torch.Tensor:
         pieces = split_micro_batches(local, self._compiler.settings.micro_batches)
         compiled = self._programs_of("step", local)
         if compiled is None:
@@ -179,6 +185,10 @@ class Engine(SavesAndLoads):
             the loss callable's result; tensors are those of the global batch.
         """
         local = flatten_batch(batch, self._device)
+        with self._compiler.call("evaluate", local):
+            return self._evaluate(local)
+
+    def _evaluate(self, local: LocalBatch) -> Any:
         compiled = self._programs_of("evaluate", local)
         if compiled is None:
             assert self._graphs is not None
@@ -249,6 +259,10 @@ class Engine(SavesAndLoads):
             )
         self._saver.check()
         local = flatten_batch(batch, self._device)
+        with self._compiler.call("gradients", local):
+            return self._forward(local)
+
+    def _forward(self, local: LocalBatch) -> torch.Tensor:
         compiled = self._programs_of("gradients", local)
         if compiled is None:
             assert self._graphs is not None
@@ -287,9 +301,10 @@ class Engine(SavesAndLoads):
             raise UsageError(
                 "no parameter has a gradient", do="call engine.backward(engine(batch)) before"
             )
-        update = self._compiler.update(list(given))
-        self._state.update_numbers()
-        update.run((), self._state.own_parts(given, update.program))
+        with self._compiler.call("optimizer_step"):
+            update = self._compiler.update(list(given))
+            self._state.update_numbers()
+            update.run((), self._state.own_parts(given, update.program))
         self._state.mark_written()
         self.model.zero_grad()
         torch_internals.mark_stepped(self._optimizer)

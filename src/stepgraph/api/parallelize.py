@@ -25,6 +25,7 @@ from stepgraph.runtime.batches import LocalBatch, flatten_batch
 from stepgraph.runtime.compiler import MAX_SHAPES, Compiled, Compiler
 from stepgraph.runtime.ranks import join_ranks
 from stepgraph.runtime.state import State
+from stepgraph.runtime.watch import watch_over
 from stepgraph.torch_internals import pytree
 
 
@@ -82,9 +83,12 @@ def parallelize(
     precision = Precision(compute_dtype or made.request.step.precision.compute, reduce_dtype)
     step = StepSettings(precision=precision, seed=seed)
     made = made.under(placement=for_own_update(made.placement), step=step)
+    watch = watch_over(ranks, model, made)
     state = State(model, None, ranks, made.placement, device)
     run, as_module = loss or _call_model, loss is None
-    compiler = Compiler(state, run, made, strict=strict, max_shapes=max_shapes, as_module=as_module)
+    compiler = Compiler(
+        state, run, made, strict=strict, max_shapes=max_shapes, as_module=as_module, watch=watch
+    )
     if compiled_autograd:
         check_whole_backward()
     forward = ParallelForward(compiler, seed, compiled_autograd)
@@ -130,6 +134,11 @@ class ParallelForward:
             p.requires_grad for p in state.model.parameters()
         )
         training = training or not compiler.as_module  # a given loss is the loss in any mode
+        with compiler.call("gradients" if training else "evaluate", local):
+            return self._run(local, training)
+
+    def _run(self, local: LocalBatch, training: bool) -> Any:
+        compiler, state = self.compiler, self.compiler.state
         compiled = self._programs_of("gradients" if training else "evaluate", local)
         if compiled is None:
             return self._run_in_graphs(local, training)

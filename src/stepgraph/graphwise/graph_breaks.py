@@ -85,7 +85,9 @@ class GraphRunner:
         dtypes = precision.compute, precision.reduce
         self._gathering = Gathering(size, self._group, mesh_dim, *dtypes)
         gather_where_read(compiler.model, self._gathering)
-        self.graphs = GraphCompiler(plan.request, ranks.target, ranks.rank, ranks.groups)
+        self.graphs = GraphCompiler(
+            plan.request, ranks.target, ranks.rank, ranks.groups, watch=compiler.watch
+        )
         self._function, self._entry = function, ""
         # What modules hold before there is a batch is no rows of one.
         held = [dict(vars(module)) for module in compiler.model.modules()]
@@ -240,7 +242,7 @@ class GraphRunner:
         """The loss, carrying a graph: the mean over data-parallel ranks."""
         loss = loss_of(self.run(entry, leaves, tree))
         check_loss(loss, not torch.is_grad_enabled() or loss.requires_grad)
-        return self.handed_out(self.mean(self._of_all_ranks(loss)))
+        return self.handed_out(self.mean(self._of_all_ranks(loss), entry))
 
     def results(self, entry: str, leaves: Sequence[Any], tree: pytree.TreeSpec) -> Any:
         """What the module returns: this rank's rows, and the loss, carrying a graph, as in :meth:`loss`."""
@@ -291,9 +293,19 @@ class GraphRunner:
                 leaf.register_hook(check)
         return result
 
-    def mean(self, value: torch.Tensor) -> torch.Tensor:
-        """The mean over data-parallel ranks of a value that each has; gradients pass as they are."""
-        return _Mean.apply(value, self._group, self.compiler.ranks.shape.data_size)
+    def mean(self, value: torch.Tensor, entry: str = "") -> torch.Tensor:
+        """The mean over data-parallel ranks of a value that each has; gradients pass as they are.
+
+        Raises:
+            RanksDifferError: the other ranks ran other graphs to come to it, in this call of ``entry``.
+        """
+        watch = self.compiler.watch if entry else None
+        word = None if watch is None else watch.word()
+        mean, same = _Mean.apply(value, self._group, self.compiler.ranks.shape.data_size, word)
+        if not same:
+            assert watch is not None
+            raise watch.differ(f"{entry} runs other graphs on some ranks than on others")
+        return mean
 
     def rows_of_all(self, value: Any) -> Any:
         """What every rank returned, as one process would have: rows together, numbers averaged."""
@@ -361,11 +373,16 @@ class _Backend:
 
 class _Mean(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, value: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
+    def forward(ctx, value: torch.Tensor, group: str, ranks: int, word: int | None):
+        """The mean, and whether all ranks bring the same word (20 bits: exact in a sum)."""
         if ranks == 1:
-            return value.clone()
-        return torch_internals.sum_over_group(value, group) / ranks
+            return value.clone(), True
+        if word is None:
+            return torch_internals.sum_over_group(value, group) / ranks, True
+        both = torch.stack([value.double(), value.new_tensor(word, dtype=torch.float64)])
+        total = torch_internals.sum_over_group(both, group)
+        return (total[0] / ranks).to(value.dtype), total[1].item() == word * ranks
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor):
-        return gradient, None, None
+    def backward(ctx, gradient: torch.Tensor, _: Any):
+        return gradient, None, None, None

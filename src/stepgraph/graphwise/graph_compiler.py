@@ -6,6 +6,7 @@ Placement and memory are applied there, before the two are parted, so that the b
 AOTAutograd's finding, kept with the graph; what waits for a backward is kept by autograd alone.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,10 +39,12 @@ from stepgraph.placement.presets.named import gathers_again
 from stepgraph.planning.decisions import Decisions, LoweringDecision, PlacementDecision
 from stepgraph.planning.request import Request
 from stepgraph.planning.target import Target
+from stepgraph.program.digest import digest_of
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.layout import Spread
 from stepgraph.program.markers import UNSHARD
 from stepgraph.program.program import Program
+from stepgraph.runtime.watch import Watch
 from stepgraph.schedule import apply as schedule
 from stepgraph.torch_internals import graphs as dynamo
 
@@ -65,6 +68,7 @@ class GraphCompiler:
         decided: for each of them.
         known: how ranks have the batch's tensors and what graphs made, as far as it is known.
         evaluates: what runs now is an evaluation.
+        watch: tells whether other ranks run the same graphs.
     """
 
     request: Request
@@ -78,6 +82,7 @@ class GraphCompiler:
     notes: list[str] = field(default_factory=list)
     known: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     evaluates: bool = False
+    watch: Watch | None = None
 
     def __call__(
         self, graph: fx.GraphModule, examples: Sequence[Any], backward: bool = False
@@ -101,7 +106,8 @@ class GraphCompiler:
         canonicalise(graph)
 
         # What is compiled outlives this object, in dynamo's cache: it holds the settings alone.
-        own, target = weakref.ref(self), self.target
+        own, target, watch = weakref.ref(self), self.target, self.watch
+        digests: list[int] = []
         chosen: list[LoweringDecision] = []
 
         places = [
@@ -115,6 +121,8 @@ class GraphCompiler:
         def rewrite(traced: fx.GraphModule, results: int) -> None:
             compiler = own()
             assert compiler is not None, "its module is gone"
+            if watch is not None:
+                digests.append(digest_of({"graph": Program("graph", traced, [], [], [], [])}))
             made.append(compiler.rewrite(traced, results, sources, rows, known))
             how = compiler.decided[-1].lowering
             assert how is not None
@@ -125,7 +133,10 @@ class GraphCompiler:
             return dynamo.part_joint_graph(joint, inputs, num_fwd_outputs, options)
 
         def lower(side: fx.GraphModule, inputs: Any) -> Callable:
-            return lower_graph(side, chosen[-1], target)
+            if watch is None:
+                return lower_graph(side, chosen[-1], target)
+            running = functools.partial(watch.running, digests[-1])
+            return lower_graph(side, chosen[-1], target, running)
 
         def alone(inference: fx.GraphModule, inputs: Any) -> Callable:
             rewrite(inference, len(inference.graph.output_node().args[0]))  # type: ignore[arg-type]

@@ -3,7 +3,9 @@
 What goes in and out besides tensors (a DTensor's mesh, nothing at all) goes round the compiler.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import fx
@@ -15,11 +17,17 @@ from stepgraph.planning.target import Target
 from stepgraph.program.program import Program
 
 
-def lower_graph(graph: fx.GraphModule, lowering: LoweringDecision, target: Target) -> Callable:
+def lower_graph(
+    graph: fx.GraphModule,
+    lowering: LoweringDecision,
+    target: Target,
+    running: Callable[[], AbstractContextManager] = contextlib.nullcontext,
+) -> Callable:
     """Makes a forward, a backward or a graph without one executable.
 
     Args:
         graph: its collectives name process groups; what it computes is final.
+        running: entered while it runs.
 
     Returns:
         a function that takes the list of inputs, empties it, and returns the results.
@@ -50,7 +58,8 @@ def lower_graph(graph: fx.GraphModule, lowering: LoweringDecision, target: Targe
         others = constants | {slot: given[i] for slot, i in passed.items()}
         tensors = [given[i] for i in taken]
         given.clear()
-        found = iter(execute(tensors))
+        with running():
+            found = iter(execute(tensors))
         return [others[slot] if slot in others else next(found) for slot in range(len(results))]
 
     run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd hands over the list itself

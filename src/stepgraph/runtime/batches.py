@@ -173,6 +173,11 @@ class KindsOfBatch:
     limit: int
     known: dict[str, dict[tuple, int]] = field(default_factory=dict)
 
+    def number(self, entry: str, batch: LocalBatch) -> int:
+        """The number of a batch's kind, the same on every rank, from 1; 0: it is a new one."""
+        known = self.known.get(entry, {})
+        return known[batch.key] + 1 if batch.key in known else 0
+
     def meet(self, entry: str, batch: LocalBatch) -> None:
         """Makes sure that all ranks bring a batch of the same kind; all of them call it at every call.
 

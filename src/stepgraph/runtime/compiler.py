@@ -4,7 +4,9 @@ import contextlib
 import logging
 import operator
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +23,7 @@ from stepgraph.placement.decide import reduces_each_micro_batch
 from stepgraph.planning.plan import Plan
 from stepgraph.planning.request import StepSettings
 from stepgraph.program import roles
+from stepgraph.program.digest import digest_of
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.program import Program
 from stepgraph.runtime.batches import KindsOfBatch, LocalBatch, global_spec
@@ -28,6 +31,7 @@ from stepgraph.runtime.executor import LoweredProgram, SplitProgram, lower_for_r
 from stepgraph.runtime.ranks import from_first_rank
 from stepgraph.runtime.recompiles import Stats, before_compiling, count_call, recompilation_reason
 from stepgraph.runtime.state import State
+from stepgraph.runtime.watch import Watch
 from stepgraph.torch_internals import hooks, pytree
 
 log = logging.getLogger("stepgraph")
@@ -40,13 +44,15 @@ _COUNTED_APART = "parameters that were updated together at every step no longer 
 class Compiled:
     """One entry point for one batch shape: its programs in the order they run, and the result's tree.
 
-    ``values``: what the code read from Python when it was captured, and what it changes.
+    ``values``: what the code read from Python when it was captured, and what it changes. ``digest``: of
+    what was captured, the same on every rank.
     """
 
     programs: dict[str, LoweredProgram]
     result_tree: Any = None
     split: SplitProgram | None = None
     values: PythonValues = PythonValues()
+    digest: int = 0
 
 
 @contextlib.contextmanager
@@ -65,7 +71,8 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 class Compiler:
     """Compiles entry points, each once for a kind of batch, and keeps the programs.
 
-    ``as_module``: results are those of a module (this rank's rows), not of a loss callable.
+    ``as_module``: results are those of a module (this rank's rows), not of a loss callable. ``watch``:
+    tells whether other ranks do the same.
     """
 
     state: State
@@ -75,6 +82,7 @@ class Compiler:
     strict: bool = False
     max_shapes: int = MAX_SHAPES
     as_module: bool = False
+    watch: Watch | None = None
     stats: Stats = field(default_factory=Stats)
     programs: dict[str, Program] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -93,6 +101,23 @@ class Compiler:
         self._compiled: dict[str, dict[tuple, list[Compiled]]] = {}
         self._counters = self.state.counters.version
         self._outdated: set[tuple] = set()
+        self._digest = 0  # of what was captured last
+        self._last: dict[tuple, Compiled] = {}  # what each kind of call has run last
+        self._calls: dict[tuple[str, int], tuple[str, int]] = {}  # what it is, and its digest
+        self._number = self.watch.made if self.watch is not None else 0
+
+    def call(self, name: str, batch: LocalBatch | None = None) -> AbstractContextManager:
+        """One call of an entry point, of which every rank makes the same."""
+        if self.watch is None:
+            return contextlib.nullcontext()
+        kind = 0 if batch is None else self.kinds.number(name, batch)
+        if (name, kind) not in self._calls:
+            shown = name if batch is None else f"{name} on a batch of {batch.shapes()}"
+            digest = zlib.crc32(repr((self._number, name, kind)).encode())
+            if not kind and batch is not None:
+                return self.watch.call(shown, digest)  # of any new shape: ranks will agree on one
+            self._calls[name, kind] = shown, digest
+        return self.watch.call(*self._calls[name, kind])
 
     def entry(self, name: str, batch: LocalBatch) -> Compiled:
         """The programs of an entry point (step, gradients, evaluate) for a batch like this one."""
@@ -110,7 +135,7 @@ class Compiler:
         known = self._compiled.setdefault(name, {})
         for compiled in known.get(key, ()):
             if compiled.values.hold():
-                return compiled
+                return self._chosen(compiled, name, key)
         self.state.check_filled()
         if key in known:
             reason = self._changed_value(name, known[key])
@@ -118,6 +143,15 @@ class Compiler:
             reason = recompilation_reason(name, known, batch, key, self.model)
         compiled = self._counted(name, key, reason, lambda: self._compile(name, batch))
         known.setdefault(key, []).append(compiled)
+        return self._chosen(compiled, name, key)
+
+    def _chosen(self, compiled: Compiled, name: str, key: tuple) -> Compiled:
+        """Of several for one kind of batch, every rank takes the same."""
+        if self.watch is not None:
+            if self._last.setdefault((name, key), compiled) is not compiled:
+                self._last[name, key] = compiled
+                self.watch.changes_to(compiled.digest)
+            self.watch.runs(compiled.digest)
         return compiled
 
     def _changed_value(self, name: str, compiled: list[Compiled]) -> str:
@@ -200,7 +234,9 @@ class Compiler:
         if reason is not None:
             before_compiling(self, name, reason)
         with self.counting(reason):
-            return compile_()
+            compiled = compile_()
+            compiled.digest = self._digest
+            return compiled
 
     def change_lowering(self, name: str) -> None:
         """What is compiled from here on is lowered so; programs of the split use are made anew."""
@@ -291,6 +327,7 @@ class Compiler:
 
         def make_all() -> tuple[Captured, Made]:
             captured = capture()
+            self._digest = digest_of(captured.programs) if self.watch is not None else 0
             where = (self.ranks.target, self.ranks.rank)
             return captured, make(
                 captured.programs, self.plan, *where, driver=driver, strict=self.strict

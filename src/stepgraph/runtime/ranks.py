@@ -171,6 +171,11 @@ def communication_first(device_type: str) -> Iterator[bool]:
             os.sched_setscheduler(0, *restored)
 
 
+def are_real() -> bool:
+    """Whether other processes are there to talk to."""
+    return dist.is_initialized() and dist.get_backend() != "fake"
+
+
 def agree_on_shapes(key: Any, shown: str, ranks: Ranks) -> None:
     """Every rank must bring the same shapes; called by all ranks when they meet new ones.
 
@@ -181,7 +186,7 @@ def agree_on_shapes(key: Any, shown: str, ranks: Ranks) -> None:
         BatchError: they differ, and the message lists them by rank; or the others do not come, until the
             store's own timeout.
     """
-    if ranks.shape.world_size == 1 or dist.get_backend() == "fake":
+    if ranks.shape.world_size == 1 or not are_real():
         return
     store = torch_internals.rendezvous_store()
     counter = f"stepgraph/batches of rank {ranks.rank}"

@@ -1,0 +1,88 @@
+"""Ranks that do not do the same end soon and say what differs; a rank that is late is waited for."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+SOON = 15.0
+APART = {
+    "rows": "on a batch of ",
+    "types": "on a batch of ",
+    "branches": "runs other graphs",
+    "branches of other sizes": "",
+    "a value": "is another one than before on rank",
+    "a missing step": "evaluate on a batch",
+    "evaluation": "evaluate on a batch",
+    "another plan": "the plan",
+    "another setting": "micro_batches=2",
+    "another model": "first.weight is float32[8, 6] on rank 0, float32[16, 6] on rank",
+}
+
+
+def run(case, ranks, **environment):
+    """Exit codes, what was printed, and the seconds from the end of the first rank to that of the last."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    world = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": str(ranks),
+        **environment,
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.end_to_end.ranks_apart", case],
+            env=os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    ends: dict[int, float] = {}
+    stop = time.monotonic() + 120
+    while len(ends) < ranks and time.monotonic() < stop:
+        for rank, process in enumerate(started):
+            if rank not in ends and process.poll() is not None:
+                ends[rank] = time.monotonic()
+        time.sleep(0.1)
+    for process in started:
+        process.kill()
+    printed = [process.communicate() for process in started]
+    assert len(ends) == ranks, printed
+    return [p.returncode for p in started], printed, max(ends.values()) - min(ends.values())
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", APART)
+def test_ranks_that_do_not_do_the_same_end_and_say_what_differs(case, ranks):
+    started = time.monotonic()
+    codes, printed, apart = run(case, ranks)
+    assert all(codes), (codes, printed)
+    assert apart < SOON
+    assert time.monotonic() - started < 60
+    errors = [error for _, error in printed]
+    assert any("the ranks do not do the same" in error for error in errors), errors
+    assert any(APART[case] in error for error in errors), errors
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["an exception", "an exit"])
+def test_a_rank_that_ends_is_not_waited_for(case, ranks):
+    codes, printed, apart = run(case, ranks)
+    assert all(codes), (codes, printed)
+    assert apart < SOON
+
+
+@pytest.mark.parametrize("seconds", ["6", pytest.param("60", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["a late batch", "a late program"])
+def test_a_rank_that_is_late_is_waited_for(case, seconds):
+    codes, printed, _ = run(case, 2, LATE=seconds)
+    assert codes == [0, 0], printed
+    assert all("step 5" in out and "done" in out for out, _ in printed)
+    assert not any("Warning" in error or "c10d" in error for _, error in printed), printed

@@ -6,6 +6,7 @@ dynamo knows both; torch's export throws them away.
 
 import contextlib
 import re
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,9 +30,18 @@ _NOT_READ = {
 }  # fmt: skip
 _NOT_THE_MODELS = re.compile(
     r"(G\['(__import_torch|pytree|ExportTracerOutput|__builtins|___unnamed)|__import__\('torch'\)"
-    r"|L\['flat_args'\]|L\['self'\]\.in_spec|dict\(G\['ExportTracerOutput|list\(dict\.keys\(G\['__import_torch"
+    r"|L\['flat_args'\]|L\['self'\]\.in_spec|L\['self'\]\._modules\['_export_root'\]\.tree|dict\(G\['ExportTracerOutput|list\(dict\.keys\(G\['__import_torch"
     r"|.*\.training$)"
 )
+# Of classes and of what modules import, numbers count; that they are what they are is slow to look up.
+_CONSTANTS = {
+    "CONSTANT_MATCH",
+    "EQUALS_MATCH",
+    "SEQUENCE_LENGTH",
+    "DICT_KEYS_MATCH",
+    "CLOSURE_MATCH",
+}
+_OF_CLASSES_AND_LIBRARIES = re.compile(r"dict\(type\(|__mro__|^G\[|^dict\.__getitem__\(G\[")
 
 
 @dataclass(frozen=True)
@@ -73,39 +83,73 @@ class Heard:
             settled: paths that need no comparison.
         """
         captured = self.output.graph_capture_output
-        guards = captured.output_graph.guards
-        everything = guards.inner
-        guards.inner = type(everything)(g for g in everything if self._is_read(g, settled))
+        outside = captured.output_graph
+        scope = {"L": outside.local_scope, "G": outside.global_scope}
+        everything = outside.guards.inner
+        kept, slow = [], {}
+        for guard in everything:
+            if not self._is_read(guard, settled):
+                continue
+            holder = _slow_holder(guard, scope)
+            name = getattr(guard.originating_source, "member", None)
+            if holder is not None and name in vars(holder):
+                slow[id(holder), name] = (vars(holder), name, readable(guard.name))
+            elif holder is None or guard.create_fn_name() in _CONSTANTS:
+                kept.append(guard)
+        outside.guards.inner = type(everything)(kept)
         try:
             function, _ = _functional_export.get_traced_fn(self.function)
             checked = captured.build_guards(function.__code__).guard_manager
         finally:
-            guards.inner = everything
-        return Reads(self.function, checked)
+            outside.guards.inner = everything
+        return Reads(self.function, checked, list(slow.values()))
 
     @staticmethod
     def _is_read(guard: Any, settled: set[str]) -> bool:
-        name = guard.name
-        return (
-            guard.create_fn_name() not in _NOT_READ
-            and not _NOT_THE_MODELS.match(name)
-            and readable(name) not in settled
-        )
+        name, kind = guard.name, guard.create_fn_name()
+        if kind in _NOT_READ or _NOT_THE_MODELS.match(name) or readable(name) in settled:
+            return False
+        return kind in _CONSTANTS or not _OF_CLASSES_AND_LIBRARIES.search(name)
+
+
+def _slow_holder(guard: Any, scope: dict[str, Any]) -> Any:
+    """The object that is looked into, where its class looks attributes up in Python (configurations do)."""
+    source = guard.originating_source
+    if guard.create_fn_name() == "TYPE_MATCH":
+        source = getattr(source, "base", None)
+    while source is not None:
+        try:
+            holder = eval(source.name, scope)
+        except Exception:  # a kind of source that is no expression
+            return None
+        if type(type(holder).__getattribute__) is types.FunctionType:
+            return holder
+        source = getattr(source, "base", None)
+    return None
 
 
 class Reads:
     """Values that were read, against what they are now."""
 
-    def __init__(self, function: nn.Module, checked: Any) -> None:
+    def __init__(
+        self, function: nn.Module, checked: Any, slow: list[tuple[dict, str, str]]
+    ) -> None:
         self._scope = {"self": function, "flat_args": ()}
         self._checked = checked
+        self._slow = [(values, name, values[name], shown) for values, name, shown in slow]
 
     def hold(self) -> bool:
         """Whether all are what they were; takes microseconds."""
+        for values, name, value, _ in self._slow:
+            if values.get(name) is not value and values.get(name) != value:
+                return False
         return self._checked.check(self._scope)
 
     def broken(self) -> str:
         """The first that is not, as ``model.t == 1.0 (FILE:LINE)``."""
+        for values, name, value, shown in self._slow:
+            if values.get(name) != value:
+                return f"{shown} == {value!r}"
         parts = self._checked.check_verbose(self._scope).verbose_code_parts
         expression, _, line = (parts[0] if parts else "").partition("  # ")
         where = re.findall(r"(\S+:\d+) in ", line)

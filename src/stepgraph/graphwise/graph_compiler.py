@@ -39,7 +39,7 @@ from stepgraph.placement.presets.named import gathers_again
 from stepgraph.planning.decisions import Decisions, LoweringDecision, PlacementDecision
 from stepgraph.planning.request import Request
 from stepgraph.planning.target import Target
-from stepgraph.program.digest import digest_of
+from stepgraph.program.digest import digest_of_graph
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.layout import Spread
 from stepgraph.program.markers import UNSHARD
@@ -122,7 +122,7 @@ class GraphCompiler:
             compiler = own()
             assert compiler is not None, "its module is gone"
             if watch is not None:
-                digests.append(digest_of({"graph": Program("graph", traced, [], [], [], [])}))
+                digests.append(digest_of_graph(traced.graph, sources))
             made.append(compiler.rewrite(traced, results, sources, rows, known))
             how = compiler.decided[-1].lowering
             assert how is not None

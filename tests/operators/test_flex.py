@@ -1,0 +1,114 @@
+"""flex_attention: through the one operator, what hand-written attention gives; by torch's operator too."""
+
+import functools
+import math
+
+import pytest
+import torch
+import torch._dynamo
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from stepgraph.capture.canonical import canonicalise
+from stepgraph.operators import flex
+from stepgraph.operators.flex import FLEX, Flex
+from stepgraph.operators.scalar_functions import function_of, is_read_once, looked_up_by
+from stepgraph.torch_internals import flex as torchs
+
+ROWS, HEADS, LENGTH, WIDTH = 2, 4, 6, 16
+
+
+def rand(*shape, **options):
+    return torch.randn(*shape, requires_grad=True, **options)
+
+
+def qkv(heads=HEADS, keys=LENGTH, width=WIDTH, **options):
+    q = rand(ROWS, HEADS, LENGTH, WIDTH, **options)
+    return q, rand(ROWS, heads, keys, WIDTH, **options), rand(ROWS, heads, keys, width, **options)
+
+
+def calls_of(function, *inputs):
+    """The function as a graph with the one operator in the place of torch's, run; and the notes on it."""
+    notes = []
+
+    def backend(graph, examples):
+        notes.extend(canonicalise(graph))
+        return graph
+
+    with torchs.differentiable_on_host():
+        found = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(*inputs)
+    torch._dynamo.reset()
+    return found, notes
+
+
+def by_hand(q, k, v, score, shown, scale=None):
+    """``score`` and ``shown`` of arrays that broadcast to [rows, heads, queries, keys]."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
+    sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    at = [torch.arange(n).view([-1 if i == d else 1 for i in range(4)]) for d, n in enumerate(sizes)]
+    scores = (q.float() @ k.float().mT) * (scale or q.shape[-1] ** -0.5)
+    scores = score(scores, *at).masked_fill(~shown(*at).expand(sizes), -math.inf)
+    shares = torch.softmax(scores, -1).nan_to_num(0.0)  # of a query that sees nothing: nothing
+    return (shares.to(q.dtype) @ v).to(q.dtype)
+
+
+def everything(b, h, q, k):
+    return q + k >= 0
+
+
+def causal(b, h, q, k):
+    return q >= k
+
+
+SLOPES, BIAS, TABLE = rand(HEADS), rand(HEADS, LENGTH, LENGTH), torch.randn(ROWS, LENGTH)
+DOCUMENTS = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 2, 2]])
+
+SCORES = {
+    "as they are": lambda s, b, h, q, k: s,
+    "capped": lambda s, b, h, q, k: 2 * torch.tanh(s / 2),
+    "slopes": lambda s, b, h, q, k: s + SLOPES[h] * (k - q),
+    "a bias": lambda s, b, h, q, k: s + BIAS[h, q, k],
+    "of rows": lambda s, b, h, q, k: s * torch.exp(TABLE[b, k]),
+    "hidden": lambda s, b, h, q, k: torch.where(q >= k, s, -math.inf),
+    "by its number": lambda s, b, h, q, k: s + h + 0.5 * b,
+    "the same twice": lambda s, b, h, q, k: s + SLOPES[h] - SLOPES[h] * k,
+}
+MASKS = {
+    "all": lambda of: everything,
+    "causal": lambda of: causal,
+    "documents": lambda of: lambda b, h, q, k: (of[b, q] == of[b, k]) & (q >= k),
+    "nothing for some": lambda of: lambda b, h, q, k: (q != 2) & (k >= 0),
+    "heads apart": lambda of: lambda b, h, q, k: (h > 1) | (q >= k),
+}
+CASES = [(score, "causal") for score in SCORES] + [("capped", mask) for mask in MASKS]
+
+
+def learned_of(score, tensors):
+    used = {"slopes": [SLOPES], "the same twice": [SLOPES], "a bias": [BIAS]}.get(score, [])
+    return [*tensors, *used]
+
+
+def gradients(result, learned):
+    weight = torch.sin(torch.arange(result.numel(), dtype=torch.float32)).view(result.shape)
+    return torch.autograd.grad((result.float() * weight).sum(), learned)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize(("score", "mask"), CASES)
+def test_it_is_attention_as_it_reads(score, mask, grouped):
+    q, k, v = qkv(heads=2 if grouped else HEADS, width=8)
+    learned = learned_of(score, (q, k, v))
+
+    def attend(q, k, v, of):
+        blocks = create_block_mask(MASKS[mask](of), ROWS, HEADS, LENGTH, LENGTH, device="cpu")
+        return flex_attention(
+            q, k, v, score_mod=SCORES[score], block_mask=blocks, enable_gqa=grouped
+        )
+
+    found, notes = calls_of(attend, q, k, v, DOCUMENTS)
+    assert not notes
+    expected = by_hand(q, k, v, SCORES[score], MASKS[mask](DOCUMENTS))
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradients(found, learned), gradients(expected, learned))

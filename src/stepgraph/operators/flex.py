@@ -91,6 +91,7 @@ def one_operator(node: fx.Node) -> tuple[Any, ...] | None:
     if None in texts:
         return None
     numbers = [*lengths, *sizes, len(between)]
+    options = {name: value for name, value in options.items() if not name.startswith("OUTPUT_")}
     tensors = query, key, value, score_others, mask_others, held
     return (*tensors, *texts, scale, numbers, repr(options))
 

@@ -8,6 +8,7 @@ spelt out when a Program is lowered (:mod:`stepgraph.lowering.passes.choose_atte
 import ast
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -96,12 +97,12 @@ def one_operator(node: fx.Node) -> tuple[Any, ...] | None:
     return (*tensors, *texts, scale, numbers, repr(options))
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor]:
-    """torch's operator through this one; the same arguments as :class:`Flex`."""
+def attend(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, None, None]:
+    """torch's operator through this one, without what nobody reads; the same arguments as :class:`Flex`."""
     if torch.is_autocast_enabled(query.device.type):
         low = torch.get_autocast_dtype(query.device.type)
         query, key, value = (t.to(low) for t in (query, key, value))
-    return (FLEX(query, key, value, *others)[0],)
+    return FLEX(query, key, value, *others)[0], None, None
 
 
 # ------------------------------------------------------------------------------------------ meaning
@@ -334,6 +335,12 @@ def call_of(node: fx.Node) -> Flex:
     if node.target is FLEX:
         return Flex(*node.args)  # type: ignore[arg-type]
     return Flex(*node.args[1:7], *node.args[9:14])  # type: ignore[arg-type]
+
+
+def is_sums(node: fx.Node) -> bool:
+    """Whether a value is the sums of rows: of three dimensions, and yet no activation."""
+    source = node.args[0] if node.target is operator.getitem else None
+    return isinstance(source, fx.Node) and source.target is FLEX and node.args[1] == 1
 
 
 # -------------------------------------------------------------------------------------------- parts

@@ -53,7 +53,9 @@ def scalar_graph(function: fx.GraphModule) -> fx.Graph:
     nodes = function.graph.find_nodes(op="placeholder")
     examples = [node.meta["example_value"] for node in nodes]
     with fake_mode_of(examples), TransformGetItemToIndex(), torch.no_grad():
-        return make_fx(function)(*examples).graph
+        graph = make_fx(function)(*examples).graph
+    graph.eliminate_dead_code()
+    return graph
 
 
 class Call(NamedTuple):

@@ -136,7 +136,8 @@ def test_it_trains_as_by_hand_divided_by_rows_and_heads(mesh, plan, parts, memor
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert notes_of(run) == []
     assert set(queries(run)) == {(*parts, 6, WIDTH)}
-    assert len(queries(run)) == (4 if memory == "none" else 6)
+    if "sp" not in plan:  # with it no two of two layers are alike
+        assert len(queries(run)) == (4 if memory == "none" else 6)
 
 
 def test_the_search_places_it_too():

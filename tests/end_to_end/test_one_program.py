@@ -86,9 +86,10 @@ class Flexible(nn.Module):
     def forward(self, x):
         document = (x[..., 0] > 0).long().cumsum(1)
         rows, length = x.shape[:2]
+        slopes = self.slopes
 
         def capped(score, row, head, query, key):
-            return 2 * torch.tanh(score / 2) + self.slopes[head] * (key - query)
+            return 2 * torch.tanh(score / 2) + slopes[head] * (key - query)
 
         def same(row, head, query, key):
             return (document[row, query] == document[row, key]) & (query >= key)
@@ -136,8 +137,8 @@ ZOO = {
     "soft caps": lambda: _of_table("Gemma2"),
     "T5": lambda: _of_table("T5ForConditionalGeneration"),
     "a learned bias": lambda: _of_rows(Documents(learned=True), 8, 16),
-    "documents": lambda: _of_rows(Documents(learned=False), 8, 16),
     "soft caps, flex": lambda: _of_rows(Flexible(), 8, 16),
+    "documents": lambda: _of_rows(Documents(learned=False), 8, 16),
     "LSTM": lambda: _of_rows(Recurrent(), 5, 8),
     "noise and islands": lambda: _of_rows(Noisy(), 8),
 }

@@ -16,6 +16,9 @@ from stepgraph.operators.flex import FLEX, Flex
 from stepgraph.operators.scalar_functions import function_of, is_read_once, looked_up_by
 from stepgraph.torch_internals import flex as torchs
 
+# dynamo makes an instance of a class of torch's own
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
 ROWS, HEADS, LENGTH, WIDTH = 2, 4, 6, 16
 
 
@@ -112,3 +115,64 @@ def test_it_is_attention_as_it_reads(score, mask, grouped):
     expected = by_hand(q, k, v, SCORES[score], MASKS[mask](DOCUMENTS))
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(gradients(found, learned), gradients(expected, learned))
+
+
+# --------------------------------------------------------------------------- torch's own operator
+
+
+def call(score, mask, grouped=False, keys=LENGTH):
+    """A call as it is captured, on real tensors."""
+    found = []
+
+    def attend(q, k, v, of):
+        blocks = create_block_mask(MASKS[mask](of), ROWS, HEADS, LENGTH, keys, device="cpu")
+        return flex_attention(
+            q, k, v, score_mod=SCORES[score], block_mask=blocks, enable_gqa=grouped
+        )
+
+    def seen(*arguments):
+        found.append(Flex(*arguments))
+        return flex.attend(*arguments)
+
+    def backend(graph, examples):
+        canonicalise(graph)
+        for node in graph.graph.nodes:
+            node.target = seen if node.target is flex.attend else node.target
+        graph.recompile()
+        return graph
+
+    with torchs.differentiable_on_host():
+        compiled = torch.compile(attend, backend=backend, fullgraph=True, dynamic=False)
+        compiled(*qkv(heads=2 if grouped else HEADS, keys=keys), DOCUMENTS)
+    torch._dynamo.reset()
+    (one,) = found
+    detached = [t.detach() for t in one[:3]]
+    return Flex(*detached, *([t.detach() for t in x] for x in one[3:6]), *one[6:])
+
+
+def close(found, expected):
+    torch.testing.assert_close(list(found), list(expected), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize(("score", "mask"), CASES)
+def test_what_a_device_compiles_calls_torchs_operator_and_means_the_same(score, mask, grouped):
+    """Its graph, run where the operator is plain: the kernel itself needs a device."""
+    one = call(score, mask, grouped)
+    learned = [0] if learned_of(score, ()) and not flex.kernel_refuses(one, [0]) else []
+    tensors = flex.tensors_of(one)
+    graph, _ = torchs.operator_graph(flex.flat(flex.in_kernel, one), tensors)
+    assert [n.target for n in graph.graph.nodes if "flex" in str(n.target)] == [torchs.FLEX]
+    expected = flex.plain_result(one)
+    result, sums = graph(*tensors)
+    close((result, sums), expected)
+    gradient = torch.randn(result.shape)
+    function = functools.partial(flex.gradients_in_kernel, learned=learned)
+    graph, _ = torchs.operator_graph(
+        flex.flat(function, one), [*tensors, result, sums, gradient]
+    )
+    names = [str(n.target) for n in graph.graph.nodes if "flex" in str(n.target)]
+    assert names == ["flex_attention_backward"]
+    one.score_others[:] = [t.requires_grad_(i in learned) for i, t in enumerate(one.score_others)]
+    found = graph(*flex.tensors_of(one), result, sums, gradient)
+    close(found, flex.plain_gradients(one, gradient, learned))

@@ -62,7 +62,7 @@ class Flexible(nn.Module):
     """Two layers, within documents of the batch.
 
     Args:
-        counts: scores depend on the numbers of ``rows``, so that the batch cannot be divided; or of ``heads``.
+        counts: scores depend on the number of ``rows``, so that nobody divides them; or of ``heads``.
     """
 
     def __init__(self, counts="", checkpointed=False):
@@ -78,7 +78,11 @@ class Flexible(nn.Module):
 
         mask = create_block_mask(same, rows, None, length, length, device=x.device)
         for layer in self.layers:
-            x = checkpoint(layer, x, mask, use_reentrant=False) if self.checkpointed else layer(x, mask)
+            x = (
+                checkpoint(layer, x, mask, use_reentrant=False)
+                if self.checkpointed
+                else layer(x, mask)
+            )
         return x.square().mean()
 
     def by_hand(self, x, document):
@@ -169,3 +173,22 @@ def test_what_counts_rows_or_heads_is_not_divided_by_them(counts, whole):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert {shape[whole] for shape in queries(run)} == {4}
     assert {shape[1 - whole] for shape in queries(run)} == {2}
+
+
+class Bare(nn.Module):
+    """Without functions of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(16, 16)
+
+    def forward(self, x):
+        q = self.project(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        return flex_attention(q, q, q).square().mean()
+
+
+def test_without_functions_rows_are_divided():
+    model = Bare()
+    run = OneProcessRun(model, optimizer=adamw(model), mesh="dp=2")
+    run.step((torch.randn(4, 6, 16),))
+    assert notes_of(run) == [] and set(queries(run)) == {(2, HEADS, 6, WIDTH)}

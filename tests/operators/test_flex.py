@@ -6,14 +6,14 @@ import math
 import pytest
 import torch
 import torch._dynamo
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+from torch.utils import _pytree as pytree
 
+from stepgraph import torch_internals
 from stepgraph.capture.canonical import canonicalise
+from stepgraph.cost.work import flops_of
 from stepgraph.operators import flex
 from stepgraph.operators.flex import FLEX, Flex
-from stepgraph.operators.scalar_functions import function_of, is_read_once, looked_up_by
 from stepgraph.torch_internals import flex as torchs
 
 # dynamo makes an instance of a class of torch's own
@@ -50,7 +50,9 @@ def by_hand(q, k, v, score, shown, scale=None):
     groups = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
     sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    at = [torch.arange(n).view([-1 if i == d else 1 for i in range(4)]) for d, n in enumerate(sizes)]
+    at = [
+        torch.arange(n).view([-1 if i == d else 1 for i in range(4)]) for d, n in enumerate(sizes)
+    ]
     scores = (q.float() @ k.float().mT) * (scale or q.shape[-1] ** -0.5)
     scores = score(scores, *at).masked_fill(~shown(*at).expand(sizes), -math.inf)
     shares = torch.softmax(scores, -1).nan_to_num(0.0)  # of a query that sees nothing: nothing
@@ -168,11 +170,100 @@ def test_what_a_device_compiles_calls_torchs_operator_and_means_the_same(score, 
     close((result, sums), expected)
     gradient = torch.randn(result.shape)
     function = functools.partial(flex.gradients_in_kernel, learned=learned)
-    graph, _ = torchs.operator_graph(
-        flex.flat(function, one), [*tensors, result, sums, gradient]
-    )
+    graph, _ = torchs.operator_graph(flex.flat(function, one), [*tensors, result, sums, gradient])
     names = [str(n.target) for n in graph.graph.nodes if "flex" in str(n.target)]
     assert names == ["flex_attention_backward"]
     one.score_others[:] = [t.requires_grad_(i in learned) for i, t in enumerate(one.score_others)]
     found = graph(*flex.tensors_of(one), result, sums, gradient)
     close(found, flex.plain_gradients(one, gradient, learned))
+
+
+def test_inductor_compiles_what_a_device_calls(monkeypatch):
+    """For the host there is a kernel of the forward alone, which gives the result alone."""
+    from torch._inductor import compile_fx
+
+    inner = compile_fx.compile_fx_inner
+
+    def without_sums(graph, examples, **options):
+        graph.graph.eliminate_dead_code()
+        return inner(graph, examples, **options)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", without_sums)
+    one = call("slopes", "documents", grouped=True)
+    tensors = flex.tensors_of(one)
+
+    def result_alone(call):
+        given = flex.torchs_call(call)
+        options = given.options | {"OUTPUT_LOGSUMEXP": False, "OUTPUT_MAX": False}
+        return torchs.FLEX(*given._replace(options=options)[:-1], *given.others)[:1]
+
+    run = torchs.compiled(flex.flat(result_alone, one), tensors)
+    close(run(list(tensors)), flex.plain_result(one)[:1])
+
+
+# ------------------------------------------------------------------------------------- irregular
+
+
+def with_sums(q, k, v):
+    result, extra = flex_attention(q, k, v, return_aux=AuxRequest(lse=True))
+    return result + extra.lse[..., None]
+
+
+def test_what_is_no_such_call_is_spelt_out_and_said():
+    q, k, v = qkv()
+    found, notes = calls_of(with_sums, q, k, v)
+    assert notes and "plain arithmetic" in notes[0]
+    scores = (q @ k.mT) * q.shape[-1] ** -0.5
+    expected = scores.softmax(-1) @ v + scores.logsumexp(-1)[..., None]
+    torch.testing.assert_close(found, expected)
+
+
+def test_without_functions_it_is_plain_attention_in_any_type():
+    for dtype, near in ((torch.float64, 1e-12), (torch.bfloat16, 0.02)):
+        q, k, v = qkv(keys=7, dtype=dtype)
+        found, notes = calls_of(flex_attention, q, k, v)
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        assert not notes and found.dtype == dtype
+        torch.testing.assert_close(found, expected, rtol=near, atol=near)
+
+
+def test_under_autocast_it_computes_in_the_smaller_type():
+    q, k, v = qkv()
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = calls_of(flex_attention, q, k, v)
+    assert found.dtype == torch.bfloat16
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.02)
+
+
+def kinds(target, arguments):
+    """Shape, strides and type of each result, and as its fake says."""
+    mode = torch_internals.new_fake_mode()
+    fakes = pytree.tree_map_only(torch.Tensor, mode.from_tensor, tuple(arguments))
+    with mode:
+        said = target(*fakes)
+    return [
+        [(tuple(t.shape), t.stride(), t.dtype) for t in found]
+        for found in (target(*arguments), said)
+    ]
+
+
+@pytest.mark.parametrize("score", ["slopes", "capped"])
+def test_shapes_and_strides_are_as_promised(score):
+    one = call(score, "documents", grouped=True)
+    found, said = kinds(FLEX, one)
+    assert found == said
+    result, sums = FLEX(*one)
+    learned = [0] if score == "slopes" else []
+    arguments = (torch.randn(result.shape), *one[:6], result, sums, *one[6:], learned)
+    found, said = kinds(flex.FLEX_BACKWARD, arguments)
+    assert found == said and len(found) == 3 + len(learned)
+
+
+def test_products_are_counted():
+    one = call("capped", "causal")
+    products = 2.0 * ROWS * HEADS * LENGTH * LENGTH * WIDTH
+    result, sums = FLEX(*one)
+    assert flops_of(FLEX, one, (result, sums)) == 2 * products
+    arguments = (result, *one[:6], result, sums, *one[6:], [])
+    assert flops_of(flex.FLEX_BACKWARD, arguments, []) == 5 * products

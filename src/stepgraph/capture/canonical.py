@@ -37,7 +37,9 @@ CANONICAL: dict[Any, Callable] = {
 }
 
 
-FLEX_IS_SPELT_OUT = "{} calls of flex_attention are computed in plain arithmetic: they hold all scores"
+FLEX_IS_SPELT_OUT = (
+    "{} calls of flex_attention are computed in plain arithmetic: they hold all scores"
+)
 
 
 def canonicalise(graph: fx.GraphModule) -> list[str]:
@@ -55,7 +57,7 @@ def canonicalise(graph: fx.GraphModule) -> list[str]:
         for node in calls:
             arguments = flex_attention.one_operator(node)
             irregular += arguments is None
-            node.target = flex.SPELT_OUT
+            node.target = flex.spelt_out
             if arguments is not None:
                 node.target, node.args = flex_attention.attend, arguments
         if found or calls:

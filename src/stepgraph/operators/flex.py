@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from stepgraph import torch_internals
 from stepgraph.operators.attention import all_heads, rows_first
@@ -38,11 +39,11 @@ class Flex(NamedTuple):
     """One call.
 
     ``query`` is [batch, heads, queries, width], ``key`` [batch, heads or a divisor of them, keys, width],
-    ``value`` like it, of any width. ``score_others`` and ``mask_others`` are the tensors that the functions
-    ``score`` and ``mask`` look into. ``blocks`` says which blocks of queries and keys meet, as torch's block
-    mask has it: pairs of counts and indices, of keys by queries and of queries by keys, each twice where
-    blocks that are whole are kept apart; ``sizes`` are lengths of queries and keys, and of their blocks, and
-    how many fields torch has between. ``options`` are those of the kernel.
+    ``value`` like it, of any width. ``score_others`` and ``mask_others`` are the tensors that the
+    functions ``score`` and ``mask`` look into. ``blocks`` says which blocks of queries and keys meet, as
+    torch's block mask has it: pairs of counts and indices, of keys by queries and of queries by keys, each
+    twice where blocks that are whole are kept apart. ``sizes`` are lengths of queries and keys, of their
+    blocks, and how many fields torch has between; ``options`` are the kernel's.
     """
 
     query: Tensor
@@ -145,13 +146,20 @@ def plain_gradients(call: Flex, gradient: Tensor, learned: Sequence[int]) -> lis
 #
 # Of torch, compiled once for the functions, shapes and options of a call.
 
-def _call(call: Flex) -> flex.Call:
+
+def torchs_call(call: Flex) -> flex.Call:
     """As torch's operator takes it."""
     device, blocks = call.query.device, list(call.blocks)
     if len(blocks) == 4:  # whole blocks are not kept apart
         blocks = [*blocks[:2], None, None, *blocks[2:], None, None]
     *sizes, between = call.sizes
-    mask = (*sizes[:2], *blocks, *[None] * between, *sizes[2:], function_of(call.mask, device, subscript))
+    mask = (
+        *sizes[:2],
+        *blocks,
+        *[None] * between,
+        *sizes[2:],
+        function_of(call.mask, device, subscript),
+    )
     others = tuple(call.score_others), tuple(call.mask_others)
     score = function_of(call.score, device, subscript)
     options = ast.literal_eval(call.options)
@@ -175,12 +183,12 @@ def kernel_refuses(call: Flex, learned: Sequence[int]) -> str:
 
 def in_kernel(call: Flex, *more: Tensor) -> Sequence[Tensor]:
     """:func:`plain_result` by torch's own operator."""
-    return flex.forward(_call(call))
+    return flex.forward(torchs_call(call))
 
 
 def gradients_in_kernel(call: Flex, *more: Tensor, learned: Sequence[int]) -> Sequence[Tensor]:
     """:func:`plain_gradients` by torch's own operator; ``more`` are result, sums and gradient."""
-    torchs = _call(call)
+    torchs = torchs_call(call)
     found = flex.backward(torchs, *more, flex.joint_graph(torchs, learned))
     return [*found[:3], *(found[3 + i] for i in learned)]
 
@@ -343,6 +351,11 @@ def is_sums(node: fx.Node) -> bool:
     return isinstance(source, fx.Node) and source.target is FLEX and node.args[1] == 1
 
 
+def values_of(node: fx.Node) -> Flex:
+    """:func:`call_of`, of the fake tensors that the nodes stand for."""
+    return Flex(*map_arg(tuple(call_of(node)), lambda n: meta(n)["val"]))  # type: ignore[arg-type]
+
+
 # -------------------------------------------------------------------------------------------- parts
 
 
@@ -356,8 +369,7 @@ def along(node: fx.Node, dim: int) -> tuple[list[int | None], list[int | None]] 
         the dimension that divides each tensor argument and each result, None where all have it, or a result
         is a sum over parts; or None: it does not divide so.
     """
-    call = call_of(node)
-    values = Flex(*fx.node.map_arg(tuple(call), lambda n: meta(n)["val"]))  # type: ignore[arg-type]
+    call, values = call_of(node), values_of(node)
     size = values.query.shape[dim]
     if size == 1 or any(t.shape[dim] not in (1, size) for t in values.blocks):
         return None

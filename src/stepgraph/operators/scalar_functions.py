@@ -1,6 +1,6 @@
 """Functions of single scores and positions, as text: what a Program can hold, compare and print.
 
-One is a line of Python: ``def f(score, b, h, q, k, t0): v0 = aten.tanh.default(score); v1 = look(t0, [h])...``.
+One is a line of Python: ``def f(score, b, h, q, k, t0): v0 = look(t0, [h]); v1 = aten.mul.Tensor(...)``.
 ``b``, ``h``, ``q`` and ``k`` count rows of the batch, heads, queries and keys; ``t0``, ``t1``, ... are
 tensors that the function looks into.
 """
@@ -16,6 +16,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 aten = torch.ops.aten
+Overload = type(aten.add.Tensor)
 
 POSITIONS = ("b", "h", "q", "k")
 
@@ -35,7 +36,7 @@ def text_of(graph: fx.Graph, arguments: Sequence[str]) -> str | None:
         if node.op in ("placeholder", "output"):
             continue
         target = node.target
-        if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        if not isinstance(target, Overload) or target.namespace != "aten":
             return None
         if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
             return None

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.attention.flex_attention as _flex
 from torch import Tensor, fx
+from torch._decomp import get_decompositions
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._higher_order_ops.flex_attention import (
     create_fw_bw_graph,
@@ -17,7 +18,13 @@ from torch._higher_order_ops.flex_attention import (
 
 from stepgraph.torch_internals.inductor import compile_with_inductor
 
-FLEX, SPELT_OUT = flex_attention, math_attention
+FLEX = flex_attention
+aten = torch.ops.aten
+
+
+def spelt_out(*arguments: Any) -> tuple[Tensor, ...]:
+    """What torch's operator computes, in arithmetic; a graph's code could not name torch's function."""
+    return math_attention(*arguments)
 
 
 @contextlib.contextmanager
@@ -44,16 +51,25 @@ def differentiating() -> Iterator[None]:
         yield
 
 
+# Made of nothing but a number, though a tensor says of which type.
+_CONSTANTS = (
+    aten.new_ones.default, aten.new_zeros.default, aten.new_full.default, aten.ones_like.default,
+    aten.zeros_like.default, aten.full_like.default,
+)  # fmt: skip
+
+
 def scalar_graph(function: fx.GraphModule) -> fx.Graph:
-    """The operators of a score or mask function as dynamo captured it: of numbers, and tensors it looks into."""
+    """The operators of a score or mask function that dynamo captured, on single numbers."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     from stepgraph.torch_internals import fake_mode_of
 
     nodes = function.graph.find_nodes(op="placeholder")
     examples = [node.meta["example_value"] for node in nodes]
-    with fake_mode_of(examples), TransformGetItemToIndex(), torch.no_grad():
-        graph = make_fx(function)(*examples).graph
+    with fake_mode_of(examples), TransformGetItemToIndex(), torch.no_grad():  # type: ignore[attr-defined]
+        graph = make_fx(function, decomposition_table=get_decompositions(_CONSTANTS))(
+            *examples
+        ).graph
     graph.eliminate_dead_code()
     return graph
 

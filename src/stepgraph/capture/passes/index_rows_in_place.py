@@ -64,7 +64,9 @@ def index_rows_in_place(program: Program) -> Program:
 def _put_in_place(program: Program, node: fx.Node) -> None:
     """Where all indices but the last count their dimension, and what is put is one number."""
     x, indices, put, *accumulate = node.args
-    assert isinstance(x, fx.Node) and isinstance(put, fx.Node) and isinstance(indices, (list, tuple))
+    assert (
+        isinstance(x, fx.Node) and isinstance(put, fx.Node) and isinstance(indices, (list, tuple))
+    )
     shape, number = meta(x)["val"].shape, _number(put)
     if number is None or any(accumulate) or len(indices) != len(shape) or None in indices:
         return

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import fx
-from torch.fx.node import map_arg
 
 from stepgraph import torch_internals
 from stepgraph.lowering.attention import PLAIN, Kernel, choose_kernel
@@ -18,7 +17,7 @@ from stepgraph.operators.attention import (
     probabilities,
     rows_first,
 )
-from stepgraph.operators.flex import FLEX, FLEX_BACKWARD, FLEXES, Flex
+from stepgraph.operators.flex import FLEX, FLEX_BACKWARD, FLEXES
 from stepgraph.operators.views import is_view
 from stepgraph.planning.target import Target
 from stepgraph.program import roles
@@ -82,9 +81,8 @@ def choose_attention_kernels(
 
 
 def _spell_out_flex(program: Program, node: fx.Node, target: Target) -> None:
-    """One that no kernel of the target computes; a backward in arithmetic reads nothing of its forward's."""
-    call = flex.call_of(node)
-    values = Flex(*map_arg(tuple(call), lambda n: meta(n)["val"]))
+    """One that no kernel of the target computes; a backward so spelt reads nothing of its forward."""
+    call, values = flex.call_of(node), flex.values_of(node)
     learned = node.args[-1] if node.target is FLEX_BACKWARD else ()
     on_host = target.device_type == torch_internals.host_device().type
     if not on_host and not flex.kernel_refuses(values, learned):  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import stepgraph
 from stepgraph.operators.flex import FLEX, FLEX_BACKWARD
+from stepgraph.planning.request import Precision
 from tests.one_process import OneProcessRun
 from tests.support import adamw, notes_of
 
@@ -158,6 +159,13 @@ def test_in_micro_batches(mesh):
     run, found = trained(mesh, "zero2", micro_batches=2)
     torch.testing.assert_close(found, plain(make()), rtol=1e-4, atol=1e-5)
     assert notes_of(run) == []
+
+
+def test_in_a_smaller_type_ranks_agree_with_one_process():
+    how = {"precision": Precision(torch.bfloat16)}
+    (_, one), (_, four) = trained("dp=1", "zero3", **how), trained("dp=2,tp=2", "tp+zero3", **how)
+    torch.testing.assert_close(four[0], one[0], rtol=0.02, atol=0.01)
+    torch.testing.assert_close(four[0], plain(make())[0], rtol=0.05, atol=0.02)
 
 
 def test_in_a_checkpointed_region():

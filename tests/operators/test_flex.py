@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch._dynamo
+from hypothesis import given, settings
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 from torch.utils import _pytree as pytree
 
@@ -15,6 +16,7 @@ from stepgraph.cost.work import flops_of
 from stepgraph.operators import flex
 from stepgraph.operators.flex import FLEX, Flex
 from stepgraph.torch_internals import flex as torchs
+from tests.operators.test_scalar_functions import FUNCTIONS, written
 
 # dynamo makes an instance of a class of torch's own
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -178,6 +180,35 @@ def test_what_a_device_compiles_calls_torchs_operator_and_means_the_same(score, 
     close(found, flex.plain_gradients(one, gradient, learned))
 
 
+@pytest.mark.parametrize("score", ["capped", "slopes"])
+def test_a_device_compiles_once_for_a_call_and_its_backward(score, monkeypatch):
+    """The whole operator as a device would run it, but for the compiler."""
+    one = call(score, "documents", grouped=True)
+    compiled = []
+
+    def uncompiled(function, examples):
+        compiled.append(function)
+        graph, _ = torchs.operator_graph(function, examples)
+        learns = [t.is_floating_point() for t in examples]  # what is plain asks the tensors
+        return lambda tensors: graph(
+            *(t.detach().requires_grad_(x) for t, x in zip(tensors, learns, strict=True))
+        )
+
+    monkeypatch.setattr(flex, "_is_host", lambda tensor: False)
+    monkeypatch.setattr(torchs, "compiled", uncompiled)
+    monkeypatch.setattr(flex, "_COMPILED", {})
+    q, k, v = qkv(heads=2)
+    learned = learned_of(score, (q, k, v))
+    others = [SLOPES] if score == "slopes" else []
+    expected = by_hand(q, k, v, SCORES[score], MASKS["documents"](DOCUMENTS))
+    for _ in range(2):
+        result, _ = FLEX(q, k, v, others, *one[4:])
+        torch.testing.assert_close(result, expected)
+        close(gradients(result, learned), gradients(expected, learned))
+        expected = by_hand(q, k, v, SCORES[score], MASKS["documents"](DOCUMENTS))
+    assert len(compiled) == 2
+
+
 def test_inductor_compiles_what_a_device_calls(monkeypatch):
     """For the host there is a kernel of the forward alone, which gives the result alone."""
     from torch._inductor import compile_fx
@@ -267,3 +298,35 @@ def test_products_are_counted():
     assert flops_of(FLEX, one, (result, sums)) == 2 * products
     arguments = (result, *one[:6], result, sums, *one[6:], [])
     assert flops_of(flex.FLEX_BACKWARD, arguments, []) == 5 * products
+
+
+@settings(deadline=None, max_examples=40)
+@given(FUNCTIONS)
+def test_any_function_of_a_small_grammar_is_the_arithmetic_that_it_says(function):
+    """Result and gradients, of the slopes too; rows see what the table hides from others."""
+    table, slopes = torch.linspace(-1, 1, ROWS * 5).view(ROWS, 5), torch.linspace(0.1, 1, HEADS)
+    q, k, v = (torch.randn(ROWS, n, 5, WIDTH) for n in (HEADS, 2, 2))
+
+    def score(s, b, h, i, j, t, u):
+        return function(s, b, h, i, j, t, u) * 1.0 + s * 0
+
+    def shown(b, h, i, j):
+        return (table[b, j] > -0.9) | (i >= j)
+
+    text = written(score, table, slopes)
+    hides = "look(t0, [b, k]); v1 = aten.gt.Scalar(v0, -0.9); v2 = aten.ge.Tensor(q, k)"
+    mask = f"def f(b, h, q, k, t0): v0 = {hides}; v3 = aten.bitwise_or.Tensor(v1, v2); return v3"
+    one = Flex(q, k, v, [table, slopes], [table], [], text, mask, 0.3, [5, 5, 128, 128, 0], "{}")
+    leaves = [t.clone().requires_grad_() for t in (q, k, v, slopes)]
+
+    def by_parts(*arguments):
+        return score(*arguments, table, leaves[3])
+
+    expected = by_hand(*leaves[:3], by_parts, shown, 0.3)
+    close(flex.plain_result(one)[:1], [expected])
+    gradient = torch.randn(expected.shape)
+    found = flex.plain_gradients(one, gradient, [1])
+    close(
+        found,
+        torch.autograd.grad(expected, leaves, gradient, allow_unused=True, materialize_grads=True),
+    )

@@ -71,7 +71,10 @@ def one_operator(node: fx.Node) -> tuple[Any, ...] | None:
     held = [x for x in blocks if x is not None]
     score_others, mask_others = map(list, others or ((), ()))  # type: ignore[arg-type]
     regular = (
-        all(user.args[1] == 0 or not user.users for user in node.users)  # the result alone is read
+        not node.kwargs
+        and all(
+            user.args[1] == 0 or not user.users for user in node.users
+        )  # the result alone is read
         and q.dtype == k.dtype == v.dtype
         and q.is_floating_point()
         and q.shape[0] == k.shape[0] == v.shape[0]
@@ -138,7 +141,8 @@ def plain_gradients(call: Flex, gradient: Tensor, learned: Sequence[int]) -> lis
         rows = [t.detach().requires_grad_() for t in call[:3]]
         others = [t.detach().requires_grad_(i in learned) for i, t in enumerate(call.score_others)]
         result, _ = plain_result(Flex(*rows, others, *call[4:]))
-        found = torch.autograd.grad(result, [*rows, *(others[i] for i in learned)], gradient)
+        asked = [*rows, *(others[i] for i in learned)]
+        found = torch.autograd.grad(result, asked, gradient, materialize_grads=True)
     return [*map(rows_first, found[:3]), *(t.contiguous() for t in found[3:])]
 
 

@@ -111,7 +111,7 @@ def backward(
 
 def joint_graph(call: Call, learned: Sequence[int]) -> fx.GraphModule:
     """The score function and its gradients, of some of the tensors that it looks into."""
-    with torch.enable_grad(), TransformGetItemToIndex():
+    with differentiating(), TransformGetItemToIndex():
         numbers = [call.query.new_zeros((), requires_grad=True)]
         numbers += [call.query.new_zeros((), dtype=torch.int) for _ in range(4)]
         others = [t.detach().requires_grad_(i in learned) for i, t in enumerate(call.others[0])]

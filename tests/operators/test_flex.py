@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 from torch.utils import _pytree as pytree
 
 from stepgraph import torch_internals
+from stepgraph.capture import flex_calls
 from stepgraph.capture.canonical import canonicalise
 from stepgraph.cost.work import flops_of
 from stepgraph.operators import flex
@@ -136,12 +137,12 @@ def call(score, mask, grouped=False, keys=LENGTH):
 
     def seen(*arguments):
         found.append(Flex(*arguments))
-        return flex.attend(*arguments)
+        return flex_calls.attend(*arguments)
 
     def backend(graph, examples):
         canonicalise(graph)
         for node in graph.graph.nodes:
-            node.target = seen if node.target is flex.attend else node.target
+            node.target = seen if node.target is flex_calls.attend else node.target
         graph.recompile()
         return graph
 
@@ -238,6 +239,19 @@ def test_inductor_compiles_what_a_device_calls(monkeypatch):
 def with_sums(q, k, v):
     result, extra = flex_attention(q, k, v, return_aux=AuxRequest(lse=True))
     return result + extra.lse[..., None]
+
+
+def test_sums_that_nobody_reads_are_no_reason():
+    q, k, v = qkv()
+
+    def attend(q, k, v):
+        result, extra = flex_attention(q, k, v, return_aux=AuxRequest(lse=True))
+        extra.lse.to(torch.float64)
+        return result
+
+    found, notes = calls_of(attend, q, k, v)
+    assert not notes
+    close([found], [by_hand(q, k, v, SCORES["as they are"], everything)])
 
 
 def test_what_is_no_such_call_is_spelt_out_and_said():

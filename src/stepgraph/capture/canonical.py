@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 from torch.nn import functional
 
-from stepgraph.operators import flex as flex_attention
+from stepgraph.capture import flex_calls
 from stepgraph.operators.attention import attend
 from stepgraph.torch_internals import flex
 
@@ -38,7 +38,7 @@ CANONICAL: dict[Any, Callable] = {
 
 
 FLEX_IS_SPELT_OUT = (
-    "{} calls of flex_attention are computed in plain arithmetic: they hold all scores"
+    "flex_attention, in {} places, is computed in plain arithmetic: it holds all scores"
 )
 
 
@@ -55,11 +55,11 @@ def canonicalise(graph: fx.GraphModule) -> list[str]:
             node.target = CANONICAL[node.target]
         calls = [node for node in module.graph.nodes if node.target is flex.FLEX]
         for node in calls:
-            arguments = flex_attention.one_operator(node)
+            arguments = flex_calls.one_operator(node)
             irregular += arguments is None
             node.target = flex.spelt_out
             if arguments is not None:
-                node.target, node.args = flex_attention.attend, arguments
+                node.target, node.args = flex_calls.attend, arguments
         if found or calls:
             module.recompile()
     return [FLEX_IS_SPELT_OUT.format(irregular)] if irregular else []

@@ -24,11 +24,9 @@ from stepgraph.operators.scalar_functions import (
     is_read_once,
     looked_up_by,
     subscript,
-    text_of,
 )
 from stepgraph.program.metadata import meta
 from stepgraph.torch_internals import flex
-from stepgraph.torch_internals.export import example_value
 
 aten = torch.ops.aten
 
@@ -57,56 +55,6 @@ class Flex(NamedTuple):
     scale: float
     sizes: list[int]
     options: str
-
-
-# ----------------------------------------------------------------------------------------- capture
-
-
-def one_operator(node: fx.Node) -> tuple[Any, ...] | None:
-    """Arguments of :func:`attend` for a call in a graph of dynamo's; None where that cannot be it."""
-    query, key, value, score, mask, scale, options, *others = node.args
-    assert isinstance(mask, tuple) and isinstance(options, dict)
-    lengths, blocks, between, sizes = mask[:2], mask[2:10], mask[10:-3], mask[-3:-1]
-    q, k, v = (example_value(x) for x in (query, key, value))  # type: ignore[arg-type]
-    held = [x for x in blocks if x is not None]
-    score_others, mask_others = map(list, others or ((), ()))  # type: ignore[arg-type]
-    regular = (
-        not node.kwargs
-        and all(
-            user.args[1] == 0 or not user.users for user in node.users
-        )  # the result alone is read
-        and q.dtype == k.dtype == v.dtype
-        and q.is_floating_point()
-        and q.shape[0] == k.shape[0] == v.shape[0]
-        and all(t.numel() for t in (q, k, v))
-        and len(held) in (4, 8)
-        and len([x for x in blocks[4:6] if x is not None]) == 2  # a backward reads queries by keys
-        and all(x is None for x in between)
-        and all(isinstance(x, int) for x in (*lengths, *sizes))
-        and isinstance(scale, float)
-        and all(isinstance(x, fx.Node) for x in (*score_others, *mask_others))
-    )
-    if not regular:
-        return None
-    module = node.graph.owning_module
-    texts = [
-        text_of(flex.scalar_graph(getattr(module, function.target)), names)
-        for function, names in ((score, SCORE), (mask[-1], POSITIONS))  # type: ignore[union-attr]
-    ]
-    if None in texts:
-        return None
-    numbers = [*lengths, *sizes, len(between)]
-    options = {name: value for name, value in options.items() if not name.startswith("OUTPUT_")}
-    tensors = query, key, value, score_others, mask_others, held
-    return (*tensors, *texts, scale, numbers, repr(options))
-
-
-def attend(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, None, None]:
-    """torch's operator through this one, without what nobody reads; the same arguments as :class:`Flex`."""
-    if torch.is_autocast_enabled(query.device.type):
-        low = torch.get_autocast_dtype(query.device.type)
-        query, key, value = (t.to(low) for t in (query, key, value))
-    return FLEX(query, key, value, *others)[0], None, None
 
 
 # ------------------------------------------------------------------------------------------ meaning
@@ -214,6 +162,8 @@ def tensors_of(call: Flex) -> list[Tensor]:
 
 
 def _compiled(function: Callable, known: Any, call: Flex, *more: Tensor) -> Sequence[Tensor]:
+    rows = [t if t.stride(-1) == 1 else t.contiguous() for t in call[:3]]
+    call = Flex(*rows, *call[3:])
     tensors = [*tensors_of(call), *more]
     kinds = ((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
     key = (known, *map(len, call[3:6]), repr(call[6:]), *kinds)
@@ -294,7 +244,7 @@ def flex_attention_backward(
     if _is_host(query):
         return plain_gradients(call, gradient, learned)
     function = functools.partial(gradients_in_kernel, learned=learned)
-    found = _compiled(function, tuple(learned), call, result, sums, gradient)
+    found = _compiled(function, tuple(learned), call, result, sums, _laid_out(gradient))
     return [*map(_laid_out, found[:3]), *(t.contiguous() for t in found[3:])]
 
 

@@ -1,5 +1,7 @@
 """Training with flex_attention equals hand-written attention in one process, however it is placed."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import stepgraph
+from stepgraph.cost.work import node_flops
 from stepgraph.operators.flex import FLEX, FLEX_BACKWARD
 from stepgraph.planning.request import Precision
 from tests.one_process import OneProcessRun
@@ -141,6 +144,9 @@ def test_it_trains_as_by_hand_divided_by_rows_and_heads(mesh, plan, parts, memor
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert notes_of(run) == []
     assert set(queries(run)) == {(*parts, 6, WIDTH)}
+    calls = [n for n in run.programs["step"].operations() if n.target is FLEX]
+    whole = 2 * 2.0 * 4 * HEADS * 6 * 6 * WIDTH  # two products of all rows and heads
+    assert {node_flops(n) for n in calls} == {whole * math.prod(parts) / (4 * HEADS)}
     if "sp" not in plan:  # with it no two of two layers are alike
         assert len(queries(run)) == (4 if memory == "none" else 6)
 

@@ -7,9 +7,10 @@ spelt out when a Program is lowered (:mod:`stepgraph.lowering.passes.choose_atte
 
 import ast
 import functools
+import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -105,15 +106,9 @@ def torchs_call(call: Flex) -> flex.Call:
     if len(blocks) == 4:  # whole blocks are not kept apart
         blocks = [*blocks[:2], None, None, *blocks[2:], None, None]
     *sizes, between = call.sizes
-    mask = (
-        *sizes[:2],
-        *blocks,
-        *[None] * between,
-        *sizes[2:],
-        function_of(call.mask, device, subscript),
-    )
+    score, shown = (function_of(text, device, subscript) for text in (call.score, call.mask))
+    mask = (*sizes[:2], *blocks, *[None] * between, *sizes[2:], shown)
     others = tuple(call.score_others), tuple(call.mask_others)
-    score = function_of(call.score, device, subscript)
     options = ast.literal_eval(call.options)
     return flex.Call(*call[:3], score, mask, call.scale, options, others)
 
@@ -149,11 +144,17 @@ def flat(function: Callable, call: Flex) -> Callable[..., Sequence[Tensor]]:
     """A function of a call and more tensors as one of :func:`tensors_of` it and those."""
 
     def of_tensors(*tensors: Tensor) -> Sequence[Tensor]:
-        rest = list(tensors)
-        take = lambda count: [rest.pop(0) for _ in range(count)]  # noqa: E731
-        return function(Flex(*take(3), *(take(len(x)) for x in call[3:6]), *call[6:]), *rest)
+        rows, others, more = _grouped(tensors, [len(x) for x in call[3:6]])  # type: ignore[arg-type]
+        return function(Flex(*rows, *others, *call[6:]), *more)
 
     return of_tensors
+
+
+def _grouped(tensors: Iterable[Tensor], lengths: Sequence[int]) -> tuple[list, list, list]:
+    """Of :func:`tensors_of` a call and more: query, key and value, the lists, and the others."""
+    rest = iter(tensors)
+    rows, *others = [list(itertools.islice(rest, n)) for n in (3, *lengths)]
+    return rows, others, list(rest)
 
 
 def tensors_of(call: Flex) -> list[Tensor]:
@@ -272,12 +273,7 @@ def _remember(ctx, inputs, output) -> None:
 
 
 def _differentiate(ctx, gradient, of_sums):
-    *tensors, result, sums = ctx.saved_tensors
-    groups = [tensors[:3]]
-    for length in ctx.lengths:
-        start = sum(map(len, groups))
-        groups.append(tensors[start : start + length])
-    rows, *others = groups
+    rows, others, (result, sums) = _grouped(ctx.saved_tensors, ctx.lengths)
     learned = [i for i, asked in enumerate(ctx.needs_input_grad[3]) if asked]
     found = FLEX_BACKWARD(gradient, *rows, *others, result, sums, *ctx.rest, learned)
     of_others = dict(zip(learned, found[3:], strict=True))

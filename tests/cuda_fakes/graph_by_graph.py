@@ -1,6 +1,6 @@
-"""What a CUDA rank runs of a Llama with a graph break in each layer: a line of JSON for each graph.
+"""What a CUDA rank runs of a model with graph breaks: a line of JSON for each graph.
 
-python -m tests.cuda_fakes.graph_by_graph LIBRARY TYPE backend|engine|whole
+python -m tests.cuda_fakes.graph_by_graph LIBRARY NAME TYPE backend|engine|whole
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import nn
 
 import stepgraph
 import stepgraph.api.backend as backend
+from stepgraph.capture.module import default_loss
 from stepgraph.graphwise.graph_compiler import GraphCompiler
 from stepgraph.program.program import Program
 from tests.cuda_fakes.traces import WIDE, attentions, on_device
@@ -38,11 +39,15 @@ class Broken(nn.Module):
         return self.inner(x)
 
 
-def programs(dtype: str, how: str) -> list[Program]:
+def programs(name: str, dtype: str, how: str) -> list[Program]:
     """Of one forward and backward: under the bare backend, or of an engine, its backward whole or not."""
-    brought, mode = on_device("llama", getattr(torch, dtype))
-    for layer in brought.model.model.layers:
-        layer.mlp = Broken(layer.mlp)
+    brought, mode = on_device(name, getattr(torch, dtype))
+    loss = brought.loss or default_loss
+    if name == "llama":
+        for layer in brought.model.model.layers:
+            layer.mlp = Broken(layer.mlp)
+    else:
+        brought.model.project = Broken(brought.model.project)
     if how == "backend":
         compilers: list[GraphCompiler] = []
 
@@ -54,9 +59,9 @@ def programs(dtype: str, how: str) -> list[Program]:
         backend.GraphCompiler = Kept
         compiled = torch.compile(brought.model, backend="stepgraph", options={"lowering": "eager"})
         with mode:
-            compiled(**brought.batch).loss.backward()
+            loss(compiled, brought.batch).backward()
         return [program for compiler in compilers for program in compiler.programs]
-    engine = stepgraph.Engine(brought.model, plan="zero3", lowering="eager")
+    engine = stepgraph.Engine(brought.model, loss=brought.loss, plan="zero3", lowering="eager")
     engine.compile(backend="eager", compiled_autograd=how == "whole")
     with mode:
         engine.backward(engine(brought.batch))

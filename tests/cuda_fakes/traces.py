@@ -103,9 +103,10 @@ def attentions(graph: fx.Graph) -> list[dict]:
         if "keyed" in name:
             kernel, args = args[0], args[1:]
         else:
-            kernel = next(k for k in ("flash", "efficient", "cudnn") if k in name)
+            kernel = next(k for k in ("flash", "efficient", "cudnn", "flex") if k in name)
         backward = "backward" in name
-        query = meta(args[1 if backward else 0])["val"]
+        gradient_first = backward and "." in name  # a higher-order operator has queries first
+        query = meta(args[1 if gradient_first else 0])["val"]
         masked = "efficient" in kernel and isinstance(args[4 if backward else 3], fx.Node)
         described = {"kernel": kernel, "backward": backward, "masked": masked}
         found.append({**described, "type": str(query.dtype), "shape": list(query.shape)})

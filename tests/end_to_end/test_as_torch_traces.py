@@ -13,7 +13,7 @@ from tests import cuda_fakes
 from tests.end_to_end.test_one_program import ZOO
 
 TYPES = ("float32", "bfloat16")
-NAMES = [name for name in ZOO if "flex" not in name]  # which torch keeps as it is, and we spell out
+NAMES = list(ZOO)
 # Every second model in one of the types; all of them in both are slow.
 ALL = [(name, dtype) for name in NAMES for dtype in TYPES]
 SOME = [(name, TYPES[i % 2]) for i, name in enumerate(NAMES[::2])]

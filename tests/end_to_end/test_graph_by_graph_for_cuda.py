@@ -13,10 +13,18 @@ pytestmark = pytest.mark.skipif(bool(cuda_fakes.lacking()), reason=cuda_fakes.la
     "dtype, how", [("float32", "backend"), ("bfloat16", "engine"), ("bfloat16", "whole")]
 )
 def test_every_graph_is_for_the_device(cuda_library, dtype, how):
-    graphs = cuda_fakes.run("graph_by_graph", cuda_library, dtype, how)
+    graphs = cuda_fakes.run("graph_by_graph", cuda_library, "llama", dtype, how)
     assert len(graphs) > 6
     assert not any(graph["differences"] for graph in graphs)
     found = [[one["backward"] for one in graph["attentions"]] for graph in graphs]
     assert [False, True] in found
     if how == "whole":  # one backward of both layers
         assert found[-1] == [True, True]
+
+
+@pytest.mark.parametrize("how", ["backend", "engine"])
+def test_flex_attention_is_its_own_kernel_in_a_graph_of_many(cuda_library, how):
+    graphs = cuda_fakes.run("graph_by_graph", cuda_library, "soft caps, flex", "bfloat16", how)
+    assert not any(graph["differences"] for graph in graphs)
+    found = [one for graph in graphs for one in graph["attentions"]]
+    assert [(one["kernel"], one["backward"]) for one in found] == [("flex", False), ("flex", True)]

@@ -19,6 +19,7 @@ from stepgraph.operators.attention import (
     ATTENTION_BACKWARD,
     ATTENTION_BIAS_BACKWARD,
 )
+from stepgraph.operators.flex import FLEX, FLEX_BACKWARD
 from stepgraph.operators.sharding import FOLLOWERS, TABLE, Rules, Strategy
 from stepgraph.placement.passes.place_values import place_values
 from stepgraph.planning.decisions import OperationPlacement, PlacementDraft
@@ -51,6 +52,35 @@ def attention_backward(mask=None, keep=None, heads=4):
     (*arguments, causal, scale, dropout), _ = attention(mask, keep, heads)
     result = ATTENTION(*arguments, causal, scale, dropout)
     return (rand(2, 4, 6, 8), *arguments, *result, causal, scale, dropout), {}
+
+
+_SCORE = "def f(score, b, h, q, k, t0, t1): v0 = "
+SLOPED = (
+    f"{_SCORE}look(t0, [h]); v1 = aten.mul.Tensor(v0, t1); v2 = aten.add.Tensor(score, v1); "
+    "return v2"
+)
+COUNTED = f"{_SCORE}aten.add.Tensor(score, b); return v0"
+WITHIN = (
+    "def f(b, h, q, k, t0): v0 = look(t0, [b, q]); v1 = look(t0, [b, k]); "
+    "v2 = aten.eq.Tensor(v0, v1); return v2"
+)
+
+
+def flexible(heads=4, score=SLOPED):
+    """Slopes of heads, a number for all, documents of rows, blocks of rows."""
+    rows = [rand(2, n, 6, 8) for n in (4, heads, heads)]
+    counts, indices = (
+        torch.ones(2, 1, 1, dtype=torch.int32),
+        torch.zeros(2, 1, 1, 1, dtype=torch.int32),
+    )
+    others = [rand(4), rand(1)[0]], [ints(2, 2, 6)], [counts, indices, counts, indices]
+    return (*rows, *others, score, WITHIN, 0.3, [6, 6, 128, 128, 0], "{}"), {}
+
+
+def flexible_backward(heads=4, score=SLOPED):
+    arguments, _ = flexible(heads, score)
+    result = FLEX(*arguments)
+    return (rand(2, 4, 6, 8), *arguments[:6], *result, *arguments[6:], [0, 1]), {}
 
 
 # Every entry of the table, then a sample of what models are made of.
@@ -96,6 +126,11 @@ CASES = {
         ATTENTION_BIAS_BACKWARD,
         *attention_backward(rand(2, 1, 1, 6)),
     ),
+    "flex attention": (FLEX, *flexible()),
+    "flex attention, groups of heads": (FLEX, *flexible(heads=2)),
+    "flex attention, counted rows": (FLEX, *flexible(score=COUNTED)),
+    "flex attention backward": (FLEX_BACKWARD, *flexible_backward()),
+    "flex attention backward, one head of keys": (FLEX_BACKWARD, *flexible_backward(heads=1)),
     "mm": (aten.mm.default, (rand(4, 6), rand(6, 8)), {}),
     "bmm": (aten.bmm.default, (rand(2, 4, 6), rand(2, 6, 8)), {}),
     "addmm": (aten.addmm.default, (rand(8), rand(4, 6), rand(6, 8)), {}),

@@ -11,6 +11,7 @@ from typing import Any
 from torch import fx
 from torch.nn import functional
 
+from stepgraph.capture import flex_calls
 from stepgraph.operators.attention import attend
 from stepgraph.torch_internals import flex
 
@@ -37,33 +38,28 @@ CANONICAL: dict[Any, Callable] = {
 
 
 FLEX_IS_SPELT_OUT = (
-    "flex_attention is computed in plain arithmetic, so that it can be placed: it holds all scores"
+    "flex_attention, in {} places, is computed in plain arithmetic: it holds all scores"
 )
 
 
-def canonicalise(graph: fx.GraphModule) -> None:
-    """Rewrites such calls in a graph of dynamo's and in those inside it (checkpointed regions)."""
-    _call_instead(graph, CANONICAL)
-
-
-def spell_out_flex(graph: fx.GraphModule) -> bool:
-    """Has the scores of ``flex_attention``, and what the model makes of them, as operations like any other.
+def canonicalise(graph: fx.GraphModule) -> list[str]:
+    """Rewrites such calls in a graph of dynamo's and in those inside it (checkpointed regions).
 
     Returns:
-        whether there was one.
+        notes on what could not be.
     """
-    return _call_instead(graph, {flex.FLEX: flex.SPELT_OUT})
-
-
-def _call_instead(graph: fx.GraphModule, table: dict[Any, Callable]) -> bool:
-    any_found = False
-    for module in graph.modules():
-        if not isinstance(module, fx.GraphModule):
-            continue
-        found = [node for node in module.graph.nodes if node.target in table]
+    irregular = 0
+    for module in [m for m in graph.modules() if isinstance(m, fx.GraphModule)]:
+        found = [node for node in module.graph.nodes if node.target in CANONICAL]
         for node in found:
-            node.target = table[node.target]
-        if found:
+            node.target = CANONICAL[node.target]
+        calls = [node for node in module.graph.nodes if node.target is flex.FLEX]
+        for node in calls:
+            arguments = flex_calls.one_operator(node)
+            irregular += arguments is None
+            node.target = flex.spelt_out
+            if arguments is not None:
+                node.target, node.args = flex_calls.attend, arguments
+        if found or calls:
             module.recompile()
-            any_found = True
-    return any_found
+    return [FLEX_IS_SPELT_OUT.format(irregular)] if irregular else []

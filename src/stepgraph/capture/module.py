@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from stepgraph import torch_internals
 from stepgraph.capture.annotations import annotate, settle_phases
-from stepgraph.capture.canonical import FLEX_IS_SPELT_OUT, canonicalise, spell_out_flex
+from stepgraph.capture.canonical import canonicalise
 from stepgraph.capture.decompositions import decomposition_table
 from stepgraph.capture.device_code import asks_for_device, difference_notes
 from stepgraph.capture.loss import check_loss, loss_of
@@ -135,9 +135,7 @@ def capture(
             values = values_of(heard, compares, micro_batches)
             if says_difference and asks_for_device(heard.codes, device_type):
                 notes += difference_notes(captured, module, batch.tensors, device_type)
-            canonicalise(captured)
-            if spell_out_flex(captured):
-                notes.append(FLEX_IS_SPELT_OUT)
+            notes += canonicalise(captured)
             other_device.enter_on_host(captured, device_type)
             names = _canonical_names(model, captured, flat_names)
             with other_device.casts_of(device_type), custom_operators.keeping_triton_operators():

@@ -103,7 +103,8 @@ class GraphCompiler:
                 do="write after the step, into the parameter itself, or into a buffer",
             )
         sources = dynamo.input_sources(graph)
-        canonicalise(graph)
+        for note in canonicalise(graph):
+            self.note(note)
 
         # What is compiled outlives this object, in dynamo's cache: it holds the settings alone.
         own, target, watch = weakref.ref(self), self.target, self.watch

@@ -125,7 +125,7 @@ def probabilities(call: Call) -> Tensor:
 
 def _scores(call: Call) -> Tensor:
     call, root = _wide(call), math.sqrt(call.scale)
-    key = _all_heads(call.key, call.query)
+    key = all_heads(call.key, call.query)
     scores = (call.query * root) @ (key.transpose(-2, -1) * root)
     if call.is_causal:
         seen = scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril()
@@ -140,7 +140,7 @@ def _added(mask: Tensor, scores: Tensor) -> Tensor:
     return torch.where(mask, 0.0, -math.inf).to(scores.dtype)
 
 
-def _all_heads(tensor: Tensor, query: Tensor) -> Tensor:
+def all_heads(tensor: Tensor, query: Tensor) -> Tensor:
     """Keys or values of groups of heads, once for each head."""
     times = query.shape[1] // tensor.shape[1]
     return tensor if times == 1 else tensor.repeat_interleave(times, dim=1)
@@ -155,7 +155,7 @@ def _dropped(call: Call, tensor: Tensor) -> Tensor:
 
 def plain_result(call: Call, shares: Tensor) -> Tensor:
     """The result, of what :func:`probabilities` gives; laid out as [batch, queries, heads, width]."""
-    result = _dropped(call, shares) @ _all_heads(_wide(call).value, call.query)
+    result = _dropped(call, shares) @ all_heads(_wide(call).value, call.query)
     return rows_first(result.to(call.query.dtype))
 
 
@@ -171,7 +171,7 @@ def plain_gradients(
     """Gradients of query, key, value, and of the scores."""
     dtype, root = call.query.dtype, math.sqrt(call.scale)
     call, gradient = _wide(call), gradient.to(shares.dtype)
-    key, value = (_all_heads(t, call.query) for t in (call.key, call.value))
+    key, value = (all_heads(t, call.query) for t in (call.key, call.value))
     of_value = _dropped(call, shares).transpose(-2, -1) @ gradient
     of_shares = _dropped(call, gradient @ value.transpose(-2, -1))
     of_scores = aten._softmax_backward_data.default(of_shares, shares, -1, shares.dtype)

@@ -17,9 +17,10 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph import torch_internals
-from stepgraph.operators import own
+from stepgraph.operators import flex, own
 from stepgraph.operators import table as operators
 from stepgraph.operators.attention import ATTENTIONS
+from stepgraph.operators.flex import FLEXES
 from stepgraph.program.build import freeze
 from stepgraph.program.layout import InnerShard, blocks_of, from_torch, to_torch
 from stepgraph.program.metadata import meta
@@ -234,6 +235,20 @@ def _batch_and_heads(node: fx.Node, placements: tuple[Placement, ...]) -> list[S
     return strategies
 
 
+def _batch_and_heads_of_functions(
+    node: fx.Node, placements: tuple[Placement, ...]
+) -> list[Strategy]:
+    """The same, as far as the functions of scores and positions allow."""
+    ways = [way for dim in (0, 1) if (way := flex.along(node, dim)) is not None]
+    return [
+        Strategy(
+            tuple(Replicate() if dim is None else Shard(dim) for dim in arguments),
+            tuple(Partial("sum") if dim is None else Shard(dim) for dim in results),
+        )
+        for arguments, results in ways
+    ]
+
+
 def _part(result: object, dim: int) -> Placement:
     """Of a result along a dimension: the gradient of the one head that all heads share is a sum."""
     assert isinstance(result, torch.Tensor)
@@ -334,6 +349,7 @@ TABLE: dict[Any, Entry] = {
     aten.embedding.default: _looked_up,
     aten.embedding_dense_backward.default: _sorted_into_rows,
     **dict.fromkeys(ATTENTIONS, _batch_and_heads),
+    **dict.fromkeys(FLEXES, _batch_and_heads_of_functions),
 }
 
 # Where a torch only replicates (torch 2.11).

@@ -57,17 +57,20 @@ class Builder:
         set_meta(node, {"val": value, "phase": self.phase, "module": self.module})
         return node
 
-    def spell(self, function: Callable[..., Any], *args: Any) -> Any:
+    def spell(self, function: Callable[..., Any], *args: Any, on_host: bool = False) -> Any:
         """Emits the operations of a function of tensors, in the order in which it calls them.
 
         Args:
             function: takes nested tuples of tensors and constants; its identity says what it computes.
             args: the same, of nodes.
+            on_host: the function asks for gradients, for which the device would have to be there: see what
+                it calls on the host, and call that.
 
         Returns:
             what it returns, of nodes; None and numbers stay what they are.
         """
         nodes = [leaf for leaf in _leaves(args) if isinstance(leaf, fx.Node)]
+        host, device = torch_internals.host_device(), meta(nodes[0])["val"].device
         key = (function, freeze(args))
         known = self.shapes.known
         if key not in known:
@@ -75,13 +78,15 @@ class Builder:
                 lambda tensors: function(*_filled(args, iter(tensors))),
                 [meta(node)["val"] for node in nodes],
                 self.shapes.mode,
+                host if on_host else None,
             )
         graph, tree = known[key]
         new = dict(zip((n for n in graph.nodes if n.op == "placeholder"), nodes, strict=True))
         for node in graph.nodes:
             if node.op == "call_function":
                 made = map_arg((node.args, node.kwargs), new.__getitem__)
-                new[node] = self(node.target, *made[0], **made[1])
+                kwargs = {k: device if on_host and x == host else x for k, x in made[1].items()}
+                new[node] = self(node.target, *made[0], **kwargs)
         results = map_arg(graph.output_node().args[0], new.__getitem__)
         return torch_internals.pytree.tree_unflatten(list(results), tree)
 

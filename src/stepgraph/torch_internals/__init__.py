@@ -81,9 +81,12 @@ def inside_transform(tensor: torch.Tensor) -> bool:
 
 
 def trace(
-    function: Callable, examples: list[torch.Tensor], mode: FakeTensorMode
+    function: Callable,
+    examples: list[torch.Tensor],
+    mode: FakeTensorMode,
+    device: torch.device | None = None,
 ) -> tuple[fx.Graph, Any]:
-    """The operators that a function of a list of tensors calls, without gradients.
+    """The operators that a function of a list of tensors calls, without gradients; on a device, if given.
 
     Returns:
         the graph, whose result is flat, and the pytree spec of what the function returned.
@@ -99,7 +102,7 @@ def trace(
 
     with mode, torch.no_grad():  # a tensor that is given twice would be traced as one input
         given = [
-            torch.empty_strided(e.shape, e.stride(), dtype=e.dtype, device=e.device)
+            torch.empty_strided(e.shape, e.stride(), dtype=e.dtype, device=device or e.device)
             for e in examples
         ]
         return make_fx(flat)(given).graph, tree

@@ -92,3 +92,29 @@ def test_an_index_that_is_part_of_the_batch_stays():
 
     _, after = simplified(Gathered(), (torch.ones(3, 4), torch.arange(3)))
     assert indices(after)
+
+
+class Put(nn.Module):
+    """A one in each row of zeros, where the batch says, as block masks are turned."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.rows = rows
+
+    def forward(self, columns):
+        table = columns.new_zeros((*columns.shape[:-1], 6)).float()
+        table[self.rows(), torch.arange(2)[:, None], columns] = table.new_ones(())
+        return (table * self.weight).sum()
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_number_that_is_put_into_each_row_stays_there(in_order):
+    rows = {True: IN_ORDER, False: OUT_OF_ORDER}[in_order]
+    count = rows["a column of counters" if in_order else "rows backwards"][0]
+    model, batch = Put(lambda: count()[..., None]), torch.randint(0, 6, (3, 2, 4))
+    program, after = simplified(model, batch)
+    puts = [node for node in after.operations() if node.target is aten.index_put.default]
+    assert bool(puts) != in_order
+    inputs = values(model, batch)
+    assert_bitwise(inputs.execute(program), inputs.execute(after))

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 
 from stepgraph.capture.passes.draw_seed import draw_seed
 from stepgraph.capture.passes.key_random_operations import key_random_operations
@@ -17,7 +18,7 @@ from stepgraph.planning.target import Target, usual_target
 from stepgraph.program import roles
 from tests.graph_support import graph_program
 from tests.propagation import differences
-from tests.support import assert_golden, assert_summation, captured, values
+from tests.support import assert_golden, assert_golden_text, assert_summation, captured, values
 
 HOST = usual_target("cpu")
 CUDA = Target("cuda", 2, True, 2**20)
@@ -128,3 +129,74 @@ def test_golden():
     program = move_to_target(program_of("padded", torch.bfloat16)[2], CUDA)
     after = choose_attention_kernels(program.copy(), CUDA)
     assert_golden(__file__, "choose_attention_kernels", program, after)
+
+
+# ------------------------------------------------------------------------------ scores of functions
+
+
+class Capped(nn.Module):
+    """Soft caps and slopes that learn, over ``[rows, 6, 2 heads x width]``."""
+
+    def __init__(self, width=16, twice=False):
+        super().__init__()
+        self.project = nn.Linear(8, 2 * width)
+        self.slopes = nn.Parameter(torch.ones(2))
+        self.twice = twice
+
+    def forward(self, x):
+        slopes, twice = self.slopes, self.twice
+
+        def capped(score, row, head, query, key):
+            score = 2 * torch.tanh(score / 2) + slopes[head] * (key - query)
+            return score - slopes[head] if twice else score
+
+        q = self.project(x).unflatten(-1, (2, -1)).transpose(1, 2)
+        return flex_attention(q, q, q, score_mod=capped).square().sum()
+
+
+def flexible_program(width=16, dtype=None, twice=False):
+    torch.manual_seed(0)
+    model, batch = Capped(width, twice), torch.randn(2, 6, 8)
+    return model, batch, captured(model, batch, compute_dtype=dtype)
+
+
+def scores(program):
+    """Shapes of values that are as large as the scores, [2, 2, 6, 6], or a mask of them."""
+    shapes = [n.meta["val"].shape for n in program.operations() if hasattr(n.meta["val"], "shape")]
+    return [shape for shape in shapes if tuple(shape[-2:]) == (6, 6)]
+
+
+def test_flex_attention_is_spelt_out_on_hosts():
+    model, batch, program = flexible_program()
+    after = choose_attention_kernels(program.copy(), HOST)
+    assert attentions(program) and not attentions(after) and scores(after)
+    inputs = values(model, batch)
+    assert_summation(inputs.execute(program), inputs.execute(after))
+    assert not any("scores" in note for note in after.notes)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_flex_attention_is_itself_on_cuda_and_holds_no_scores(dtype):
+    after = choose_attention_kernels(move_to_target(flexible_program(dtype=dtype)[2], CUDA), CUDA)
+    forward, backward = attentions(after)
+    assert forward == "stepgraph.flex_attention.default"
+    assert backward == "stepgraph.flex_attention_backward.default"
+    assert not differences(after, "cuda") and not scores(after) and not after.notes
+
+
+@pytest.mark.parametrize(
+    ("how", "left"),
+    [({"width": 8}, 0), ({"dtype": torch.float64}, 0), ({"twice": True}, 1)],
+    ids=["narrow heads", "double precision", "slopes that are read twice"],
+)
+def test_what_torchs_kernel_does_not_take_is_spelt_out_and_said(how, left):
+    program = move_to_target(flexible_program(**how)[2], CUDA)
+    after = choose_attention_kernels(program, CUDA)
+    assert len(attentions(after)) == left and any("no fused kernel" in n for n in after.notes)
+    assert not differences(after, "cuda")
+
+
+def test_golden_of_flex_attention_on_cuda():
+    program = move_to_target(flexible_program(dtype=torch.bfloat16)[2], CUDA)
+    after = choose_attention_kernels(program, CUDA)
+    assert_golden_text(__file__, "choose_attention_kernels_flex", str(after))

@@ -17,15 +17,18 @@ aten = torch.ops.aten
 
 @program_pass(
     reads="constants made of counters",
-    writes="``index`` and the views around it",
+    writes="``index`` and the views around it; ``index_put``",
 )
 def index_rows_in_place(program: Program) -> Program:
     """``x[arange(rows)[:, None], columns]`` becomes ``x[:, columns]``: row b stays on its rank.
 
     An index that counts the rows of a batch, ``0 .. rows - 1``, selects every row once, in order; said
-    with an index tensor it looks like a gather across the batch, which would be communicated.
+    with an index tensor it looks like a gather across the batch, which would be communicated. Nor is a
+    number that is put into ``x[arange(rows)[:, None], columns]`` sent anywhere: ``scatter`` says so.
     """
     for node in list(program.operations()):
+        if node.target is aten.index_put.default:
+            _put_in_place(program, node)
         if node.target is not aten.index.Tensor:
             continue
         x, indices = node.args
@@ -56,6 +59,40 @@ def index_rows_in_place(program: Program) -> Program:
         result = emit(aten.view.default, picked, list(shape))
         node.replace_all_uses_with(result)
     return program.finish()
+
+
+def _put_in_place(program: Program, node: fx.Node) -> None:
+    """Where all indices but the last count their dimension, and what is put is one number."""
+    x, indices, put, *accumulate = node.args
+    assert (
+        isinstance(x, fx.Node) and isinstance(put, fx.Node) and isinstance(indices, (list, tuple))
+    )
+    shape, number = meta(x)["val"].shape, _number(put)
+    if number is None or any(accumulate) or len(indices) != len(shape) or None in indices:
+        return
+    *counted, last = indices
+    assert isinstance(last, fx.Node)
+    if meta(last)["val"].dtype == torch.bool or meta(last)["val"].shape[:-1] != shape[:-1]:
+        return
+    for dim, index in enumerate(counted):
+        counter = _constant(index)
+        wanted = torch.arange(shape[dim]).view(-1, *[1] * (len(shape) - 1 - dim))
+        if counter is None or counter.dim() > len(shape):
+            return
+        wanted = wanted.view([1] * (counter.dim() - wanted.dim()) + [*wanted.shape])
+        if not torch.equal(counter, wanted):
+            return
+    emit = Builder(program, meta(node)["phase"], node)
+    emit.module = meta(node)["module"]
+    where = emit.cast(last, torch.int64)
+    node.replace_all_uses_with(emit(aten.scatter.value, x, len(shape) - 1, where, number))
+
+
+def _number(node: fx.Node) -> float | None:
+    """What all elements of a value are."""
+    while node.target in (aten.view.default, aten.expand.default):
+        node = node.args[0]  # type: ignore[assignment]
+    return 1 if node.target in (aten.new_ones.default, aten.ones.default) else None
 
 
 _COUNTED = {

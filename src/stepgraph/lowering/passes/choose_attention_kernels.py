@@ -8,6 +8,7 @@ from torch import fx
 
 from stepgraph import torch_internals
 from stepgraph.lowering.attention import PLAIN, Kernel, choose_kernel
+from stepgraph.operators import flex
 from stepgraph.operators.attention import (
     ATTENTION,
     ATTENTION_BIAS_BACKWARD,
@@ -16,6 +17,7 @@ from stepgraph.operators.attention import (
     probabilities,
     rows_first,
 )
+from stepgraph.operators.flex import FLEX, FLEX_BACKWARD, FLEXES
 from stepgraph.operators.views import is_view
 from stepgraph.planning.target import Target
 from stepgraph.program import roles
@@ -73,7 +75,26 @@ def choose_attention_kernels(
     for late in [n for n in program.operations() if n.target in BACKWARDS and n not in done]:
         shares = _emitter(program, late).spell(probabilities, _call_of(late))
         _replace_backward(program, late, PLAIN, _call_of(late), (shares,))
+    for node in [n for n in program.operations() if n.target in FLEXES]:
+        _spell_out_flex(program, node, target)
     return program.finish()
+
+
+def _spell_out_flex(program: Program, node: fx.Node, target: Target) -> None:
+    """One that no kernel of the target computes; a backward so spelt reads nothing of its forward."""
+    call, values = flex.call_of(node), flex.values_of(node)
+    learned = node.args[-1] if node.target is FLEX_BACKWARD else ()
+    on_host = target.device_type == torch_internals.host_device().type
+    if not on_host and not flex.kernel_refuses(values, learned):  # type: ignore[arg-type]
+        return
+    emit = _emitter(program, node)
+    if node.target is FLEX:
+        _give(emit, node, emit.spell(flex.plain_result, call, on_host=True))
+    else:
+        found = emit.spell(flex.plain_gradients, call, node.args[0], node.args[-1], on_host=True)
+        _give(emit, node, found)
+    if not on_host:
+        program.note(QUADRATIC.format(meta(node)["module"] or meta(node)["name"]))
 
 
 def _values(call: Call) -> Call:

@@ -8,6 +8,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph.errors import name_a_few
+from stepgraph.operators.flex import is_sums
 from stepgraph.placement.presets.data_parallel import WHOLE, ranks_that_divide, walk_data_parallel
 from stepgraph.placement.presets.tensor_parallel import find_layout, walk_tensor_parallel
 from stepgraph.placement.presets.walk import Walk, shapes_of
@@ -67,7 +68,7 @@ def _sequence_dims(program: Program) -> dict[fx.Node, int]:
     for node, (placement, *_) in walk_data_parallel(program, ranks, ranks, WHOLE).now.items():
         shape = getattr(meta(node)["val"], "shape", ())
         batched = isinstance(placement, Shard) and len(shape) == 3 and placement.dim < 2
-        if batched and shape[1 - placement.dim] > 1:
+        if batched and not is_sums(node) and shape[1 - placement.dim] > 1:
             found[node] = 1 - placement.dim
     return found
 

@@ -17,6 +17,7 @@ from torch import fx
 from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from stepgraph.operators.flex import FLEXES
 from stepgraph.operators.sharding import Rules, Strategy
 from stepgraph.placement.presets.walk import (
     REPLICATE,
@@ -153,6 +154,8 @@ def _constants_sharded_by_some(walk: Walk) -> dict[fx.Node, Placement]:
 
 def _cost(walk: Walk, node: fx.Node, strategy: Strategy, reads: Sequence[Read]) -> float:
     """Bytes moved between ranks, plus a little for bytes touched and work done on every rank."""
+    if node.target in FLEXES and strategy.inputs[0] == Shard(1):
+        return float("inf")  # heads are for another kind of parallelism to divide
     cost = 0.0
     for argument, have, want in reads:
         if meta(node).get("accumulates") and want == SUM and have != SUM:

@@ -24,6 +24,7 @@ from torch.distributed.tensor.placement_types import Placement
 from stepgraph import torch_internals
 from stepgraph.cost.work import size_in_bytes
 from stepgraph.operators.attention import ATTENTIONS
+from stepgraph.operators.flex import FLEXES
 from stepgraph.operators.sharding import Rules, Strategy
 from stepgraph.placement.presets.walk import (
     REPLICATE,
@@ -53,7 +54,7 @@ _PASS_SUMS = {
 
 # These may read slices of an activation that every rank has: heads of keys and values that do not divide
 # serve queries that do.
-_SLICE_THEIR_INPUTS = set(ATTENTIONS)
+_SLICE_THEIR_INPUTS = {*ATTENTIONS, *FLEXES}
 
 _NEVER = float("inf")
 

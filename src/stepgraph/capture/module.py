@@ -22,6 +22,7 @@ from stepgraph.capture.canonical import FLEX_IS_SPELT_OUT, canonicalise, spell_o
 from stepgraph.capture.decompositions import decomposition_table
 from stepgraph.capture.device_code import asks_for_device, difference_notes
 from stepgraph.capture.loss import check_loss, loss_of
+from stepgraph.capture.mixed_types import check_types, mixed_types_error
 from stepgraph.capture.refusals import (
     check_assigned_buffers,
     check_hooks,
@@ -106,7 +107,7 @@ def capture(
 
     Returns:
         the Program, with outputs ``Loss`` and ``Grad`` (training), ``UserOutput``, or ``ModuleResult`` (and
-        ``Grad``), and ``NewBuffer``;
+        ``Grad``), ``InputGrad`` of leaves that require a gradient, and ``NewBuffer``;
         the pytree spec of what ``loss`` returned.
 
     Raises:
@@ -143,13 +144,17 @@ def capture(
             cause = error.__cause__
             if isinstance(cause, LossError):
                 raise cause from None
+            if (mixed := mixed_types_error(error, compute_dtype)) is not None:
+                raise mixed from error
             raise graph_break_error(error) from error
         except (RuntimeError, UserWarning) as error:
-            if (lacking := operator_error(error)) is None:
+            clear = operator_error(error) or mixed_types_error(error, compute_dtype)
+            if clear is None:
                 raise
-            raise lacking from error
+            raise clear from error
     kind = roles.ModuleResult if as_module else None if training else roles.UserOutput
     program = _describe(joint, names, batch, kind)
+    check_types(program, compute_dtype)
     for note in notes:
         program.note(note)
     if training:
@@ -263,6 +268,7 @@ def _canonical_names(
     return canonical
 
 
+_GRADIENTS = (roles.Grad, roles.InputGrad)
 _STEP_PATH = re.compile(r"L\['self'\]\.model\.?")
 _UNCHECKED = (
     "{}: its check is no part of the step; where it has no result, the loss is not a number"
@@ -325,7 +331,7 @@ def _describe(
     _set_results(joint.graph, results)
     if result is None:
         losses = [x for x, role in zip(output_values, outputs, strict=True) if role == roles.Loss()]
-        check_loss(losses[0] if losses else None, any(isinstance(r, roles.Grad) for r in outputs))
+        check_loss(losses[0] if losses else None, any(isinstance(r, _GRADIENTS) for r in outputs))
     program = Program("joint", joint, inputs, outputs, input_values, output_values)
     for name in checked:
         program.note(_UNCHECKED.format(name))
@@ -354,6 +360,8 @@ def _output_role(description, input_role, result) -> roles.Output | None:
             return roles.NewBuffer(written.name)
         case ("grad", source):
             role = input_role(source)
+            if isinstance(role, roles.UserInput):
+                return roles.InputGrad(role.index)
             return roles.Grad(role.name) if isinstance(role, roles.Param) else None
     raise CaptureError(f"a result of the captured graph is not understood: {description}")
 

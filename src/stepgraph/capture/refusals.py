@@ -14,7 +14,7 @@ from stepgraph.errors import CaptureError, GraphBreakError, HookError, Parameter
 from stepgraph.operators import own
 from stepgraph.torch_internals import custom_operators, hooks
 
-_USER_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+USER_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
 
 def check_hooks(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -105,7 +105,7 @@ def graph_break_error(error: Exception) -> CaptureError:
     if frames:
         frame = frames[-1]
         where = f"{frame.filename}:{frame.lineno} in {frame.name}: {(frame.line or '').strip()}"
-    elif match := list(_USER_FRAME.finditer(text)):
+    elif match := list(USER_FRAME.finditer(text)):
         last = match[-1]
         where = f"{last['file']}:{last['line']} in {last['function']}"
     elif error.__traceback__ is not None:
@@ -114,12 +114,13 @@ def graph_break_error(error: Exception) -> CaptureError:
     return GraphBreakError(
         "the model cannot be captured as one program",
         where=where,
-        why=_first_paragraph(text),
+        why=first_paragraph(text),
         do="make the branch a torch.where (or torch.cond), move prints and .item() out of forward",
     )
 
 
-def _first_paragraph(text: str) -> str:
+def first_paragraph(text: str) -> str:
+    """What a message of torch's says, without where it happened and how to hear more."""
     kept = []
     for line in text.strip().splitlines():
         if not line.strip() or line.startswith(("from user code", "Set TORCH", "Developer debug")):

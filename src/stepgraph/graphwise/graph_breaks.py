@@ -19,11 +19,13 @@ from torch.distributed.tensor.placement_types import Placement
 from stepgraph import torch_internals
 from stepgraph.analysis.sums import OWN_LOSS
 from stepgraph.capture.loss import check_loss, loss_of
+from stepgraph.capture.mixed_types import mixed_types_error
 from stepgraph.capture.module import in_dtype
 from stepgraph.capture.refusals import check_hooks
 from stepgraph.errors import CaptureError, PlanError, StepgraphError, UsageError
 from stepgraph.graphwise.compiled_autograd import WholeBackward
 from stepgraph.graphwise.graph_compiler import GraphCompiler
+from stepgraph.graphwise.parts import MIXED
 from stepgraph.graphwise.sharded_modules import Gathering, gather_where_read
 from stepgraph.placement.presets.named import for_own_update, stored_parameter
 from stepgraph.program import roles
@@ -39,7 +41,6 @@ from stepgraph.torch_internals import hooks, pytree
 
 log = logging.getLogger("stepgraph")
 
-_MIXED = "mixed torch.Tensor and DTensor"
 # How often a piece of code may be compiled for one kind of batch: in training, in evaluation, for layers
 # that differ in a number. dynamo runs it as Python from then on.
 VARIANTS = 8
@@ -157,6 +158,7 @@ class GraphRunner:
                     "this rank's own",
                     do="change the model before it is given to stepgraph",
                 )
+        self.compiler.state.adopt_converted()
         self.compiler.kinds.meet(entry, batch)
 
     def _follow_hooks(self, entry: str) -> None:
@@ -199,14 +201,21 @@ class GraphRunner:
             inner = dynamo.inner_error(error)
             if isinstance(inner, StepgraphError):
                 raise inner from inner.__cause__
-            if _MIXED in str(error):
+            if MIXED in str(error):
                 raise CaptureError(
                     "code of the model reads a parameter in parts",
                     where=str(error).partition("from user code:")[2].strip() or None,
                     do="read parameters as attributes of their modules: parameters() and _parameters hold "
                     "DTensors, parts of which each rank has",
                 ) from error
+            if (mixed := mixed_types_error(error, compute)) is not None:
+                raise mixed from error
             raise
+        except RuntimeError as error:
+            mixed = mixed_types_error(error, compute)
+            if mixed is None:
+                raise
+            raise mixed from error
         finally:
             self._gathering.active = before
 

@@ -23,6 +23,7 @@ class LocalBatch(BatchSpec):
         """``input_ids [4, 128] int64, ...`` for messages."""
         return ", ".join(
             f"{path} {list(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}"
+            + (", its gradient wanted" if leaf.requires_grad else "")
             for path, leaf in zip(self.paths, self.leaves, strict=True)
             if isinstance(leaf, torch.Tensor)
         )
@@ -83,15 +84,22 @@ def flatten_batch(batch: Any, device: torch.device) -> LocalBatch:
     if len(set(sizes.values())) > 1:
         raise BatchError(
             "the tensors of a batch must agree in dimension 0, which is the batch: "
-            + ", ".join(f"{path} has {size}" for path, size in sizes.items())
+            + ", ".join(f"{path} has {size}" for path, size in sizes.items()),
+            do="expand what is shared by all rows to one for each (`.expand(rows, ...)`), make a number a "
+            "0-dim tensor, or keep it on the model, as a buffer",
         )
     key = tuple(
-        (tuple(leaf.shape), leaf.dtype)
+        (tuple(leaf.shape), leaf.dtype, *(("gradient",) if _learns(leaf) else ()))
         if isinstance(leaf, torch.Tensor)
         else ("constant", type(leaf).__name__, leaf)
         for leaf in leaves
     )
     return LocalBatch(leaves, paths, tree, (key, paths, str(tree)))
+
+
+def _learns(leaf: torch.Tensor) -> bool:
+    """Whether its gradient will be asked for."""
+    return leaf.requires_grad and torch.is_grad_enabled()
 
 
 def _constant(path: str, leaf: Any) -> Any:
@@ -126,9 +134,21 @@ def split_micro_batches(batch: LocalBatch, count: int) -> list[list[Any]]:
     return [list(leaves) for leaves in zip(*slices, strict=True)]
 
 
-def global_spec(batch: LocalBatch, micro_batches: int, data_parallel: int) -> BatchSpec:
-    """The batch of the global shape of one micro-batch, as fake tensors."""
-    whole = fake_leaves(lambda rows: rows // micro_batches * data_parallel)
+def global_spec(
+    batch: LocalBatch, micro_batches: int, data_parallel: int, gradients: bool = False
+) -> BatchSpec:
+    """The batch of the global shape of one micro-batch, as fake tensors.
+
+    Args:
+        gradients: those of the leaves that require one are wanted.
+    """
+    fake = fake_leaves(lambda rows: rows // micro_batches * data_parallel)
+
+    def whole(leaf: Any) -> Any:
+        made = fake(leaf)
+        wanted = gradients and isinstance(leaf, torch.Tensor) and _learns(leaf)
+        return made.requires_grad_() if wanted else made
+
     return BatchSpec(tuple(map(whole, batch.leaves)), batch.paths, batch.tree)
 
 

@@ -30,6 +30,7 @@ from stepgraph.torch_internals import hooks, pytree
 log = logging.getLogger("stepgraph")
 
 MAX_SHAPES = 8
+_CONVERTED = "parameters or buffers were converted to another type"
 _COUNTED_APART = "parameters that were updated together at every step no longer are"
 
 
@@ -58,7 +59,8 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 class Compiler:
     """Compiles entry points, each once for a kind of batch, and keeps the programs.
 
-    ``as_module``: results are those of a module (this rank's rows), not of a loss callable.
+    ``as_module``: results are those of a module (this rank's rows), not of a loss callable. ``needs_values``:
+    to compile for a model that was not filled yet is an error. ``capturing``: the model is as it is captured.
     """
 
     state: State
@@ -68,6 +70,8 @@ class Compiler:
     strict: bool = False
     max_shapes: int = MAX_SHAPES
     as_module: bool = False
+    needs_values: bool = True
+    capturing: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     stats: Stats = field(default_factory=Stats)
     programs: dict[str, Program] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -85,6 +89,7 @@ class Compiler:
         self._compiled: dict[str, dict[tuple, Compiled]] = {}
         self._counters = self.state.counters.version
         self._outdated: set[tuple] = set()
+        self._dropped: set[str] = set()
 
     def entry(self, name: str, batch: LocalBatch) -> Compiled:
         """The programs of an entry point (step, gradients, evaluate) for a batch like this one."""
@@ -101,7 +106,8 @@ class Compiler:
         self.kinds.meet(name, batch)
         known = self._compiled.setdefault(name, {})
         if key not in known:
-            self.state.check_filled()
+            if self.needs_values:
+                self.state.check_filled()
             reason = recompilation_reason(name, known, batch, key, self.model)
             known[key] = self._counted(name, key, reason, lambda: self._compile(name, batch))
         return known[key]
@@ -123,7 +129,9 @@ class Compiler:
                 why="they are placed when the engine is made, and its programs go on with those",
                 do="change the model before; to load values, use load_state_dict without assign=True",
             )
-        self.state.buffers.adopt()
+        if self.state.adopt_converted():
+            self._dropped |= {name for name, known in self._compiled.items() if known}
+            self._compiled.clear()
 
     def update(self, names: Sequence[str]) -> LoweredProgram:
         """The program that updates these parameters from gradients that the caller holds."""
@@ -145,11 +153,14 @@ class Compiler:
         self, name: str, key: tuple, reason: str | None, compile_: Callable[[], Compiled]
     ) -> Compiled:
         """One compilation of an entry point, unless a :func:`no_recompiles` block forbids it."""
+        if name in self._dropped:
+            self._dropped.discard(name)
+            reason = f"{name}: {_CONVERTED}"
         if (name, key) in self._outdated:
             reason = f"{name}: {_COUNTED_APART}"
         if reason is not None:
             before_compiling(self, name, reason)
-        with self.counting(reason):
+        with self.counting(reason), self.capturing():
             return compile_()
 
     def change_lowering(self, name: str) -> None:
@@ -195,7 +206,8 @@ class Compiler:
         step, mesh = self.settings, self.ranks.shape
         if name != "step":
             step = replace(step, micro_batches=1)
-        capture = self._capture(global_spec(batch, step.micro_batches, mesh.data_size), step)
+        spec = global_spec(batch, step.micro_batches, mesh.data_size, name == "gradients")
+        capture = self._capture(spec, step)
         if name == "step":
             reduces = reduces_each_micro_batch(self.plan.placement, mesh)
             return Compiled(self._made(lambda: capture.step(reduces))[0])

@@ -89,8 +89,9 @@ class GraphRunner:
         self.graphs = GraphCompiler(plan.request, ranks.target, ranks.rank, ranks.groups)
         self._function, self._entry = function, ""
         # What modules hold before there is a batch is no rows of one.
-        held = [dict(vars(module)) for module in compiler.model.modules()]
-        tensors = [x for x in pytree.tree_leaves(held) if isinstance(x, torch.Tensor)]
+        held = pytree.tree_leaves([dict(vars(module)) for module in compiler.model.modules()])
+        # Parameters are told by their markers; a reference to one would keep it from being converted.
+        tensors = [x for x in held if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)]
         self.graphs.known.update((x, Replicate()) for x in tensors)
         self._hooks = hooks.module_modes(compiler.model, with_training=False)
         self._warm: set[str] = set()

@@ -24,8 +24,8 @@ from stepgraph.capture.module import in_dtype
 from stepgraph.errors import CaptureError
 from stepgraph.graphwise.sharded_modules import class_that_reads
 from stepgraph.runtime.compiler import Compiler
+from stepgraph.torch_internals import dtensors, pytree
 from stepgraph.torch_internals import graphs as dynamo
-from stepgraph.torch_internals import pytree
 
 MIXED = "mixed torch.Tensor and DTensor"
 ON_THEIR_OWN = (
@@ -77,6 +77,7 @@ class Parts:
         for cls in reversed([c for c in own.__mro__ if c not in nn.Module.__mro__]):
             functions = (f for f in vars(cls).items() if isinstance(f[1], types.FunctionType))
             members |= {n: self._method(f) for n, f in functions if not n.startswith("__")}
+        members["_apply"] = functools.partialmethod(_apply, own._apply)
         if not whole:
             members["__call__"] = self._method(own.__call__, always=True)
         return class_that_reads(own, names, self._reader, members)
@@ -150,6 +151,26 @@ class Parts:
             return whole
 
         return read
+
+
+def _apply(module: nn.Module, function: Callable, convert: Callable, recurse: bool = True):
+    """``module.to(dtype)`` and its like: parameters stay the objects that they are, which torch would swap.
+
+    (It cannot while there are weak references to one, and dynamo keeps some.)
+    """
+    named = module._parameters.items()
+    own = {name: p for name, p in named if isinstance(p, DTensor)}
+    module._parameters.update(dict.fromkeys(own))
+    try:
+        function(module, convert, recurse)
+    finally:
+        module._parameters.update(own)
+    with torch.no_grad():
+        for parameter in own.values():
+            gradient, parameter.grad = parameter.grad, None
+            dtensors.replace(parameter, convert(parameter))
+            parameter.grad = None if gradient is None else convert(gradient)
+    return module
 
 
 class _Whole(torch.autograd.Function):

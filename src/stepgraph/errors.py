@@ -62,7 +62,7 @@ class MeshError(UsageError):
 
 
 class BatchError(UsageError):
-    """A batch that does not divide over ranks and micro-batches, or is not made of tensors."""
+    """A batch that does not divide over ranks and micro-batches, is not made of tensors, or has a bad index."""
 
 
 class ShapeLimitError(BatchError):

@@ -30,8 +30,8 @@ from stepgraph.runtime.state import State
 from stepgraph.torch_internals import pytree
 
 HOW_TO_FILL = (
-    "before the first call: model.to_empty(device=...), then the model's own initialisation (init_weights()), "
-    "which writes into the parameters; or torch.distributed.checkpoint's set_model_state_dict"
+    "before the first call: model.to_empty(device=...), then what fills it in place, as the model's own "
+    "init_weights() does; or torch.distributed.checkpoint's set_model_state_dict"
 )
 
 
@@ -60,8 +60,8 @@ def parallelize(
     A cache of keys and values among the results is left out.
 
     Args:
-        model: a plain module, or one on the meta device that is filled afterwards; its parameters become DTensors under their own names. Build the optimizer
-            afterwards, over ``model.parameters()``.
+        model: a plain module, or one on the meta device that is filled afterwards; its parameters become
+            DTensors under their own names. Build the optimizer afterwards, over ``model.parameters()``.
         example: a batch of the *global* shape: a mapping is passed as keywords, a tuple as arguments.
         mesh, plan, memory, compute_dtype, reduce_dtype, lowering, strict, seed: as for Engine. ``zero1``
             and ``zero2`` store parameters sharded, so that the optimizer's state is, gather them once per
@@ -111,9 +111,9 @@ def _call_forward(model: nn.Module, batch: Any) -> Any:
 def _call_model(model: nn.Module, batch: Any) -> Any:
     result = _call_forward(model, batch)  # the module's own hooks run around what is compiled
     if isinstance(result, dict):
-        kinds = (torch.Tensor, tuple, list, dict)
-        kept = {key: value for key, value in result.items() if isinstance(value, kinds)}
-        result = type(result)(**kept)
+        kept = {k: v for k, v in result.items() if not hasattr(v, "get_seq_length")}
+        if len(kept) < len(result):  # a cache of keys and values: training has no use for it
+            result = type(result)(**kept)
     # A result that is a view of another, of an input or of a parameter becomes a value of its own.
     return pytree.tree_map(
         lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, result
@@ -142,8 +142,8 @@ class ParallelForward:
             tensor.requires_grad for tensor in (*local.tensors, *state.model.parameters())
         )
         training = training or not compiler.as_module  # a given loss is the loss in any mode
-        state.check_filled()
         compiled = self._programs_of("gradients" if training else "evaluate", local)
+        state.check_filled()
         if compiled is None:
             return self._run_in_graphs(local, training)
         state.seed_random_operations(self.seed, self._calls, 0)
@@ -157,8 +157,7 @@ class ParallelForward:
         else:
             found = compiled.programs["evaluate"].run(local.leaves)
         leaves = {r.index: v for r, v in found.items() if isinstance(r, roles.ModuleResult)}
-        tree = compiled.result_tree
-        return pytree.tree_unflatten([leaves.get(i) for i in range(tree.num_leaves)], tree)
+        return compiled.results.rebuild(leaves)
 
     def compile(self, example: Any) -> None:
         """Compiles for a batch of a global shape; nothing runs."""

@@ -1,16 +1,14 @@
 """Code that leaves the type that a model computes in: where it is, and what to do.
 
-Under ``compute_dtype`` parameters and inputs are cast. A cast that the code makes itself (``x.float()`` between
-two layers) then brings two types together, which torch refuses, on fakes only in some operations.
+Under ``compute_dtype`` parameters and inputs are cast. A cast that the code makes itself (``x.float()``
+between two layers) then brings two types together, which torch refuses, on fakes only in some operations.
 """
 
 import re
-import traceback
-from pathlib import Path
 
 import torch
 
-from stepgraph.capture.refusals import USER_FRAME, first_paragraph
+from stepgraph.capture.refusals import first_paragraph, line_of
 from stepgraph.errors import CaptureError
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program
@@ -61,17 +59,6 @@ def _mixed(compute: torch.dtype, where: str | None, why: str) -> CaptureError:
         f"the model puts two types together under compute_dtype={named}",
         where=where,
         why=f"parameters and inputs are {named}, and code between them makes another type: {why}",
-        do="cast back in front of the next layer (x.to(self.layer.weight.dtype)), take out the cast, or leave "
-        "compute_dtype and use torch.autocast in the forward",
+        do="cast back in front of the next layer (x.to(self.layer.weight.dtype)), take out the cast, or "
+        "leave compute_dtype and use torch.autocast in the forward",
     )
-
-
-def line_of(error: BaseException) -> str | None:
-    """The last line of code that is neither torch's nor ours, where an error came from."""
-    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
-    frames = getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)
-    for frame in reversed(list(frames)):
-        if not frame.filename.startswith(ours):
-            return f"{frame.filename}:{frame.lineno} in {frame.name}: {(frame.line or '').strip()}"
-    match = list(USER_FRAME.finditer(str(error)))
-    return f"{match[-1]['file']}:{match[-1]['line']} in {match[-1]['function']}" if match else None

@@ -8,8 +8,9 @@ operation is, in the model's own names. Nothing runs: the batch is fake and so i
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from stepgraph.capture.annotations import annotate, settle_phases
 from stepgraph.capture.canonical import FLEX_IS_SPELT_OUT, canonicalise, spell_out_flex
 from stepgraph.capture.decompositions import decomposition_table
 from stepgraph.capture.device_code import asks_for_device, difference_notes
-from stepgraph.capture.loss import check_loss, loss_of
+from stepgraph.capture.loss import check_call, check_loss, loss_of
 from stepgraph.capture.mixed_types import check_types, mixed_types_error
 from stepgraph.capture.refusals import (
     check_assigned_buffers,
@@ -30,7 +31,7 @@ from stepgraph.capture.refusals import (
     graph_break_error,
     operator_error,
 )
-from stepgraph.errors import CaptureError, LossError
+from stepgraph.errors import CaptureError, GraphBreakError, LossError
 from stepgraph.program import roles
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program, Value
@@ -68,6 +69,27 @@ class BatchSpec:
         return replace(self, leaves=tuple(map(twice, self.leaves)))
 
 
+@dataclass(frozen=True)
+class Results:
+    """The structure of what a callable returned, and what in it is no tensor, by its place among leaves."""
+
+    tree: pytree.TreeSpec
+    constants: Mapping[int, Any]
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether one of them may count rows."""
+        return any(type(x) in (int, float) for x in self.constants.values())
+
+    def rebuild(self, tensors: Mapping[int, torch.Tensor]) -> Any:
+        """The same, of other tensors."""
+        leaves = [
+            tensors[i] if i in tensors else copy.deepcopy(self.constants.get(i))
+            for i in range(self.tree.num_leaves)
+        ]
+        return pytree.tree_unflatten(leaves, self.tree)
+
+
 def default_loss(model: nn.Module, batch: Any) -> Any:
     """``model(**batch).loss`` for a mapping, ``model(*batch)`` for a sequence, else ``model(batch)``."""
     if isinstance(batch, dict):
@@ -90,7 +112,7 @@ def capture(
     compute_dtype: torch.dtype | None = None,
     device_type: str = "",
     says_difference: bool = False,
-) -> tuple[Program, pytree.TreeSpec]:
+) -> tuple[Program, Results]:
     """Captures ``loss(model, batch)``, with its backward if ``training``.
 
     Args:
@@ -108,11 +130,13 @@ def capture(
     Returns:
         the Program, with outputs ``Loss`` and ``Grad`` (training), ``UserOutput``, or ``ModuleResult`` (and
         ``Grad``), ``InputGrad`` of leaves that require a gradient, and ``NewBuffer``;
-        the pytree spec of what ``loss`` returned.
+        the structure of what ``loss`` returned.
 
     Raises:
         GraphBreakError, HookError, LossError, CaptureError.
     """
+    if loss is default_loss:
+        check_call(model, pytree.tree_unflatten(list(batch.leaves), batch.tree))
     check_hooks(model)
     check_parameter_hooks(model)
     device_type = device_type or torch_internals.host_device().type
@@ -129,6 +153,7 @@ def capture(
                 captured, flat_names, assigned, codes = export_graph(module, tuple(batch.tensors))
             if says_difference and asks_for_device(codes, device_type):
                 notes += difference_notes(captured, module, batch.tensors, device_type)
+            constants = _take_constants(captured)
             canonicalise(captured)
             if spell_out_flex(captured):
                 notes.append(FLEX_IS_SPELT_OUT)
@@ -147,6 +172,16 @@ def capture(
             if (mixed := mixed_types_error(error, compute_dtype)) is not None:
                 raise mixed from error
             raise graph_break_error(error) from error
+        except AssertionError as error:
+            if "unrecognized type" not in str(error):
+                raise
+            raise GraphBreakError(
+                "the callable returns an object that no program can build",
+                where=type(model).__qualname__,
+                why=str(error),
+                do="return tensors, numbers and strings, in tuples, lists, dicts and dataclasses that torch "
+                "knows (torch.utils._pytree.register_dataclass)",
+            ) from error
         except (RuntimeError, UserWarning) as error:
             clear = operator_error(error) or mixed_types_error(error, compute_dtype)
             if clear is None:
@@ -160,7 +195,18 @@ def capture(
     if training:
         written = {role.name for role in program.outputs if isinstance(role, roles.NewBuffer)}
         check_assigned_buffers(assigned, written)
-    return program, result_tree
+    return program, Results(result_tree, constants)
+
+
+def _take_constants(captured: fx.GraphModule) -> dict[int, Any]:
+    """Takes what is no tensor out of the results: no program computes it."""
+    output = captured.graph.output_node()
+    leaves = list(output.args[0])  # type: ignore[arg-type]
+    taken = {i: x for i, x in enumerate(leaves) if x is not None and not isinstance(x, fx.Node)}
+    if taken:
+        output.args = (tuple(None if i in taken else x for i, x in enumerate(leaves)),)
+        captured.recompile()
+    return taken
 
 
 class _StepFunction(nn.Module):
@@ -315,13 +361,8 @@ def _describe(
         inputs.append(role)
         input_values.append(Value.of(node))
     for node, descriptor in pairs_out:
-        if node is None:
-            continue
         if not isinstance(node, fx.Node):
-            raise CaptureError(
-                f"the loss callable returns {node!r} among its results, which is no tensor",
-                do="return tensors only",
-            )
+            continue
         role = _output_role(torch_internals.describe(descriptor), input_role, result)
         if role is None:
             continue

@@ -18,9 +18,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph import torch_internals
 from stepgraph.analysis.sums import OWN_LOSS
-from stepgraph.capture.loss import check_loss, loss_of
+from stepgraph.capture.loss import check_loss, forgotten_loss, loss_of
 from stepgraph.capture.mixed_types import mixed_types_error
-from stepgraph.capture.module import in_dtype
+from stepgraph.capture.module import default_loss, in_dtype
 from stepgraph.capture.refusals import check_hooks
 from stepgraph.errors import CaptureError, PlanError, StepgraphError, UsageError
 from stepgraph.graphwise.compiled_autograd import WholeBackward
@@ -32,7 +32,7 @@ from stepgraph.program import roles
 from stepgraph.program.layout import Apart, blocks_of
 from stepgraph.program.mesh_roles import Role
 from stepgraph.program.program import Value
-from stepgraph.runtime.batches import LocalBatch
+from stepgraph.runtime.batches import LocalBatch, flatten_with_paths, index_error
 from stepgraph.runtime.compiler import Compiler, evaluation_mode
 from stepgraph.runtime.executor import CHANGED_BETWEEN
 from stepgraph.runtime.recompiles import before_compiling, count_call
@@ -76,7 +76,7 @@ class GraphRunner:
                 f"{plan.placement!r} would have the value that crosses it in other parts",
                 do="remove the graph break, or use ddp or a zero stage on a mesh of dp alone",
             ) from reason
-        because = reason.where or str(reason).splitlines()[0]
+        because = reason.where or reason.why or reason.what
         compiler.report([f"captured graph by graph, because of {because}"])
         plan = compiler.plan = plan.under(placement=for_own_update(plan.placement))
         self._store_parameters()
@@ -189,6 +189,7 @@ class GraphRunner:
         tensors = [x for x in cast if isinstance(x, torch.Tensor)]
         self.graphs.rows = next((x.shape[0] for x in tensors if x.dim()), 0)
         self.graphs.known.update((x, Shard(0) if x.dim() else Replicate()) for x in tensors)
+        pairs, _ = flatten_with_paths(pytree.tree_unflatten(list(leaves), tree))
         self._entry, self.graphs.evaluates = entry, entry == "evaluate"
         count_call(self.compiler, entry)
         self._follow_hooks(entry)
@@ -212,11 +213,15 @@ class GraphRunner:
             if (mixed := mixed_types_error(error, compute)) is not None:
                 raise mixed from error
             raise
-        except RuntimeError as error:
-            mixed = mixed_types_error(error, compute)
-            if mixed is None:
+        except TypeError as error:
+            if self._function is not default_loss:
                 raise
-            raise mixed from error
+            raise forgotten_loss(error) from error
+        except (RuntimeError, IndexError) as error:
+            clear = mixed_types_error(error, compute) or index_error(error, pairs)
+            if clear is None:
+                raise
+            raise clear from error
         finally:
             self._gathering.active = before
 

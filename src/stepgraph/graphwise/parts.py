@@ -1,10 +1,10 @@
 """Lets the parts of a parallelized module be called on their own: ``m.encode(x)``, ``m.layers[0](x)``.
 
 What is compiled is the module as a whole. A part that is called from outside runs as it stands, in the
-caller's own autograd graph, and every parameter is gathered where it is read; its gradient is reduced as that
-of the whole module is. For that, each module has a class of its own, below its old one, while nothing is
-captured: its methods say when the model's code is running. Reads at other times (an optimizer's, a state
-dict's, an initialisation's) find the DTensors.
+caller's own autograd graph, and every parameter is gathered where it is read; its gradient is reduced as
+that of the whole module is. For that, each module has a class of its own, below its old one, while nothing
+is captured: its methods say when the model's code is running. Reads at other times (an optimizer's, a
+state dict's, an initialisation's) find the DTensors.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from stepgraph.capture.mixed_types import line_of, mixed_types_error
+from stepgraph.capture.mixed_types import mixed_types_error
 from stepgraph.capture.module import in_dtype
+from stepgraph.capture.refusals import line_of
 from stepgraph.errors import CaptureError
 from stepgraph.graphwise.sharded_modules import class_that_reads
 from stepgraph.runtime.compiler import Compiler
@@ -127,8 +128,8 @@ class Parts:
                 raise CaptureError(
                     "code of the model reads a parameter in parts",
                     where=line_of(error),
-                    why="parameters are gathered where modules, or methods that are given a tensor, read them "
-                    "as attributes; parameters() and _parameters hold parts",
+                    why="parameters are gathered where modules, or methods that are given a tensor, read "
+                    "them as attributes; parameters() and _parameters hold parts",
                     do="read the parameter as an attribute of its module, in a method that takes the input",
                 ) from error
             compute = self._compiler.settings.precision.compute

@@ -1,5 +1,6 @@
 """Batches: pytrees of tensors; their micro-batches and global shape; which kinds there have been."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,6 +113,40 @@ def _constant(path: str, leaf: Any) -> Any:
             do="pass a tensor (torch.as_tensor), a number, a string or None, or keep it on the model",
         ) from error
     return leaf
+
+
+_OUT_OF_RANGE = re.compile(r"out of (bounds|range)")
+_NUMBER = re.compile(r"(?:index|target) (-?\d+)", re.IGNORECASE)
+
+
+def index_error(error: Exception, named: Iterable[tuple[str, Any]]) -> BatchError | None:
+    """Which tensors of a batch may hold the index that torch found out of range; None: it is not about one.
+
+    Args:
+        named: the batch's leaves.
+    """
+    if not _OUT_OF_RANGE.search(str(error)):
+        return None
+    numbers = [
+        (name, leaf)
+        for name, leaf in named
+        if isinstance(leaf, torch.Tensor) and leaf.numel() and _counts(leaf)
+    ]
+    found = _NUMBER.search(str(error))
+    holders = [p for p in numbers if found and bool((p[1] == int(found[1])).any())] or numbers
+    spans = [f"{name} (from {int(x.min())} to {int(x.max())})" for name, x in holders]
+    if not spans:
+        return None
+    return BatchError(
+        f"an index is out of range, which is likely in the batch's {' or '.join(spans)}",
+        why=str(error).strip().splitlines()[0],
+        do="labels and ids lie between 0 and the number of classes or words less one; labels to be ignored "
+        "have the loss's ignore_index (-100)",
+    )
+
+
+def _counts(leaf: torch.Tensor) -> bool:
+    return not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool)
 
 
 def split_micro_batches(batch: LocalBatch, count: int) -> list[list[Any]]:

@@ -36,10 +36,10 @@ _COUNTED_APART = "parameters that were updated together at every step no longer 
 
 @dataclass
 class Compiled:
-    """One entry point for one batch shape: its programs in the order they run, and the result's tree."""
+    """One entry point for one batch shape: its programs in the order they run, and what they return."""
 
     programs: dict[str, LoweredProgram]
-    result_tree: Any = None
+    results: Any = None
     split: SplitProgram | None = None
 
 
@@ -59,8 +59,9 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 class Compiler:
     """Compiles entry points, each once for a kind of batch, and keeps the programs.
 
-    ``as_module``: results are those of a module (this rank's rows), not of a loss callable. ``needs_values``:
-    to compile for a model that was not filled yet is an error. ``capturing``: the model is as it is captured.
+    ``as_module``: results are those of a module (this rank's rows), not of a loss callable.
+    ``needs_values``: to compile for a model that was not filled yet is an error. ``capturing``: the model
+    is as it is captured.
     """
 
     state: State
@@ -214,11 +215,18 @@ class Compiler:
         if name == "gradients":
             sides, captured = self._made(lambda: capture.gradients(self.as_module), in_two=True)
             split = SplitProgram(sides["forward"], sides["backward"], self.state)
-            return Compiled(sides, captured.tree, split)
+            return Compiled(sides, self._results(captured, name, batch, step), split)
         mode = contextlib.nullcontext() if self.as_module else evaluation_mode(self.model)
         with mode:
             programs, captured = self._made(lambda: capture.evaluation(self.as_module))
-        return Compiled(programs, captured.tree)
+            return Compiled(programs, self._results(captured, name, batch, step))
+
+    def _results(self, captured: Captured, name: str, batch: LocalBatch, step: StepSettings) -> Any:
+        """The structure of what is returned; numbers of a module's are those of this rank's rows."""
+        if not self.as_module or self.ranks.shape.data_size == 1 or not captured.tree.has_numbers:
+            return captured.tree
+        own = self._capture(global_spec(batch, 1, 1, name == "gradients"), step)
+        return (own.gradients(True) if name == "gradients" else own.evaluation(True)).tree
 
     def _made(
         self, capture: Callable[[], Captured], in_two: bool = False
@@ -270,18 +278,21 @@ class Compiler:
         finally:
             from_first_rank(decisions)
 
-    def report(self, notes: list[str]) -> None:
-        """Says what falls back, once.
+    def report(self, notes: list[str], falls_back: bool = True) -> None:
+        """Says what falls back, once, on the first rank.
+
+        Args:
+            falls_back: False: it is to be known, and nothing falls back.
 
         Raises:
-            StrictError: under ``strict=True``.
+            StrictError: under ``strict=True``, of what falls back.
         """
         new = [note for note in notes if note not in self.notes]
-        if new and self.strict:
+        if new and self.strict and falls_back:
             raise StrictError(
                 "strict=True, and the step would fall back: " + "; ".join(new),
                 do="remove the cause, or strict=False to accept and report it",
             )
-        for note in new:
+        for note in new if self.ranks.rank == 0 else ():
             log.warning("%s", note)
         self.notes += new

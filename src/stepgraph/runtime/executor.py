@@ -21,6 +21,7 @@ from stepgraph.program import roles
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.mesh_roles import role_of
 from stepgraph.program.program import Program, Value
+from stepgraph.runtime.batches import index_error
 from stepgraph.runtime.state import State
 
 
@@ -53,7 +54,14 @@ class LoweredProgram:
             value = leaves[role.index] if of_batch else (brought or {})[role]
             saved = isinstance(role, roles.Saved)  # by a program, with the strides that it promised
             arguments[position] = value if saved else value.contiguous()
-        return dict(zip(self.outputs, self.execute(arguments), strict=True))
+        try:
+            return dict(zip(self.outputs, self.execute(arguments), strict=True))
+        except (RuntimeError, IndexError) as error:
+            given = [role for _, role in self.places if isinstance(role, roles.UserInput)]
+            named = ((role.name, leaves[role.index]) for role in given if role.index < len(leaves))
+            if (clear := index_error(error, named)) is None:
+                raise
+            raise clear from error
 
 
 def lower_for_rank(

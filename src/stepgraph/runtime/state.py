@@ -97,7 +97,7 @@ class State(optimizer_state.Stored):
         parameter = nn.Parameter(self.as_dtensor(local, value), requires_grad=tensor.requires_grad)
         self._installed[name] = own = dtensors.own_part(parameter)  # type: ignore[arg-type]
         if tensor.is_meta:
-            self.unfilled[name] = (own, own._version)
+            self.unfilled[name] = (parameter, parameter._version)
         hooks.share_hooks(tensor, parameter)
         return parameter
 
@@ -163,7 +163,7 @@ class State(optimizer_state.Stored):
         self._installed[role.name] = dtensors.own_part(parameter)
 
     def adopt_converted(self) -> bool:
-        """Parameters and buffers that were replaced since (``model.to(dtype)``, ``to_empty``) are stored anew.
+        """Stores parameters and buffers anew that were replaced since: ``model.to(dtype)``, ``to_empty``.
 
         Returns:
             whether one is of another type, so that programs must be made anew.
@@ -238,7 +238,7 @@ class State(optimizer_state.Stored):
             UnfilledModelError: names what is missing.
         """
         for name, (tensor, version) in list(self.unfilled.items()):
-            if tensor._version != version:  # it was written in place
+            if tensor._version != version or self._was_replaced(name):
                 del self.unfilled[name]
         if self.unfilled:
             raise errors.UnfilledModelError(
@@ -246,6 +246,12 @@ class State(optimizer_state.Stored):
                 f"{errors.name_a_few(sorted(self.unfilled))}",
                 do=self.how_to_fill,
             )
+
+    def _was_replaced(self, name: str) -> bool:
+        parameter = self.parameters.get(name)
+        if parameter is None:
+            return self.model.get_buffer(name) is not self.tensors[roles.Buffer(name)]
+        return dtensors.own_part(parameter) is not self._installed[name]  # type: ignore[arg-type]
 
     def update_numbers(self) -> None:
         """Copies the numbers of the optimizer's parameter groups (learning rates) into inputs.

@@ -84,7 +84,9 @@ class Passes(nn.Module):
         return self.inner(*args, **kwargs)
 
 
-@pytest.mark.parametrize("batch", [(X, LABELS), {"x": X, "labels": LABELS}, (X,)], ids=["2", "d", "1"])
+@pytest.mark.parametrize(
+    "batch", [(X, LABELS), {"x": X, "labels": LABELS}, (X,)], ids=["2", "d", "1"]
+)
 @pytest.mark.parametrize("kind", [Net, Passes])
 def test_a_forgotten_loss_is_named(batch, kind):
     with pytest.raises(LossError, match="loss=lambda"):

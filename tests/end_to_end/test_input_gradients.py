@@ -171,7 +171,9 @@ def test_under_compute_dtype_an_input_has_a_gradient_of_its_own_type():
     x = noise(ROWS, 6, seed=0)
     found = gradient_of(x, lambda x: d(x).float().sum())
     assert found.dtype == torch.float32
-    torch.testing.assert_close(found, gradient_of(x, lambda x: critic()(x).sum()), rtol=0.05, atol=0.02)
+    torch.testing.assert_close(
+        found, gradient_of(x, lambda x: critic()(x).sum()), rtol=0.05, atol=0.02
+    )
 
 
 def test_a_second_derivative_is_an_error_that_says_what_to_do():

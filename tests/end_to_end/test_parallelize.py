@@ -233,7 +233,14 @@ class Mixed(nn.Linear):
 
     def forward(self, x):
         y = super().forward(x)
-        others = {"rows": y.shape[0], "name": "y", "none": None, "on": True, "type": y.dtype, 1: {2}}
+        others = {
+            "rows": y.shape[0],
+            "name": "y",
+            "none": None,
+            "on": True,
+            "type": y.dtype,
+            1: {2},
+        }
         if self.kind is dict:
             return {"y": y, **others}
         return self.kind((y, list(others.values()), Returned(y.detach(), 3)))

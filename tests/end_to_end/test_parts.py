@@ -186,7 +186,11 @@ def converted():
             for dtype in (torch.float64, torch.bfloat16):
                 x = torch.linspace(-1, 1, 48).view(8, 6)
                 model = stepgraph.parallelize(
-                    Small(whole=captured_whole), mesh="dp=2", plan=plan, example=(x,), lowering="eager"
+                    Small(whole=captured_whole),
+                    mesh="dp=2",
+                    plan=plan,
+                    example=(x,),
+                    lowering="eager",
                 )
                 model(x.chunk(2)[rank])
                 model.to(dtype)
@@ -216,7 +220,9 @@ def test_a_module_may_be_converted_after_it_was_placed():
             optimizer.step()
         tolerance = 0.03 if dtype == torch.bfloat16 else 1e-6
         for name, value in whole_of(plain).items():
-            torch.testing.assert_close(values[name], value, rtol=tolerance, atol=tolerance, msg=name)
+            torch.testing.assert_close(
+                values[name], value, rtol=tolerance, atol=tolerance, msg=name
+            )
 
 
 def test_a_conversion_is_a_recompilation_and_an_engines_state_would_not_follow():
@@ -241,7 +247,9 @@ def test_a_conversion_is_a_recompilation_and_an_engines_state_would_not_follow()
 @pytest.mark.parametrize("whole", [True, False])
 def test_two_types_under_compute_dtype_are_an_error_that_names_the_line(whole):
     x = torch.ones(4, 6)
-    with pytest.raises(CaptureError, match="two types together under compute_dtype=bfloat16") as raised:
+    with pytest.raises(
+        CaptureError, match="two types together under compute_dtype=bfloat16"
+    ) as raised:
         model = stepgraph.parallelize(
             Small(torch.Tensor.float, whole, nn.LayerNorm), example=(x,), plan="ddp", lowering="eager",
             compute_dtype=torch.bfloat16,

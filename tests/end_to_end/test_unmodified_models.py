@@ -164,8 +164,15 @@ def qwen2():
     return Brought(Qwen2ForCausalLM(config), {"input_ids": ids, "labels": ids})
 
 
-LOWERED = [("eager", name) for name in MODELS] + [("inductor", "qwen2"), ("inductor", "convolutional")]
-LOWERED += [pytest.param("inductor", name, marks=pytest.mark.slow) for name in MODELS if name != "convolutional"]
+LOWERED = [("eager", name) for name in MODELS] + [
+    ("inductor", "qwen2"),
+    ("inductor", "convolutional"),
+]
+LOWERED += [
+    pytest.param("inductor", name, marks=pytest.mark.slow)
+    for name in MODELS
+    if name != "convolutional"
+]
 
 
 @pytest.mark.parametrize(("lowering", "name"), LOWERED)
@@ -179,7 +186,9 @@ def test_the_bare_backend_is_plain_pytorch(lowering, name):
     for key, gradient in wanted.items():
         assert (gradient is None) == (found[key] is None), key
         if gradient is not None:
-            torch.testing.assert_close(found[key], gradient, rtol=0, atol=TOLERANCE * scale, msg=key)
+            torch.testing.assert_close(
+                found[key], gradient, rtol=0, atol=TOLERANCE * scale, msg=key
+            )
 
 
 def test_modules_reached_through_wrappers_keep_their_names():

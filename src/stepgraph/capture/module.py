@@ -8,9 +8,8 @@ operation is, in the model's own names. Nothing runs: the batch is fake and so i
 from __future__ import annotations
 
 import contextlib
-import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +30,8 @@ from stepgraph.capture.refusals import (
     graph_break_error,
     operator_error,
 )
-from stepgraph.errors import CaptureError, GraphBreakError, LossError
+from stepgraph.capture.results import Results, take_constants, unknown_result
+from stepgraph.errors import CaptureError, LossError
 from stepgraph.program import roles
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program, Value
@@ -67,27 +67,6 @@ class BatchSpec:
             return leaf.new_empty((2 * leaf.shape[0], *leaf.shape[1:]))
 
         return replace(self, leaves=tuple(map(twice, self.leaves)))
-
-
-@dataclass(frozen=True)
-class Results:
-    """The structure of what a callable returned, and what in it is no tensor, by its place among leaves."""
-
-    tree: pytree.TreeSpec
-    constants: Mapping[int, Any]
-
-    @property
-    def has_numbers(self) -> bool:
-        """Whether one of them may count rows."""
-        return any(type(x) in (int, float) for x in self.constants.values())
-
-    def rebuild(self, tensors: Mapping[int, torch.Tensor]) -> Any:
-        """The same, of other tensors."""
-        leaves = [
-            tensors[i] if i in tensors else copy.deepcopy(self.constants.get(i))
-            for i in range(self.tree.num_leaves)
-        ]
-        return pytree.tree_unflatten(leaves, self.tree)
 
 
 def default_loss(model: nn.Module, batch: Any) -> Any:
@@ -153,7 +132,7 @@ def capture(
                 captured, flat_names, assigned, codes = export_graph(module, tuple(batch.tensors))
             if says_difference and asks_for_device(codes, device_type):
                 notes += difference_notes(captured, module, batch.tensors, device_type)
-            constants = _take_constants(captured)
+            constants = take_constants(captured)
             canonicalise(captured)
             if spell_out_flex(captured):
                 notes.append(FLEX_IS_SPELT_OUT)
@@ -173,15 +152,9 @@ def capture(
                 raise mixed from error
             raise graph_break_error(error) from error
         except AssertionError as error:
-            if "unrecognized type" not in str(error):
+            if (unknown := unknown_result(error, model)) is None:
                 raise
-            raise GraphBreakError(
-                "the callable returns an object that no program can build",
-                where=type(model).__qualname__,
-                why=str(error),
-                do="return tensors, numbers and strings, in tuples, lists, dicts and dataclasses that torch "
-                "knows (torch.utils._pytree.register_dataclass)",
-            ) from error
+            raise unknown from error
         except (RuntimeError, UserWarning) as error:
             clear = operator_error(error) or mixed_types_error(error, compute_dtype)
             if clear is None:
@@ -196,17 +169,6 @@ def capture(
         written = {role.name for role in program.outputs if isinstance(role, roles.NewBuffer)}
         check_assigned_buffers(assigned, written)
     return program, Results(result_tree, constants)
-
-
-def _take_constants(captured: fx.GraphModule) -> dict[int, Any]:
-    """Takes what is no tensor out of the results: no program computes it."""
-    output = captured.graph.output_node()
-    leaves = list(output.args[0])  # type: ignore[arg-type]
-    taken = {i: x for i, x in enumerate(leaves) if x is not None and not isinstance(x, fx.Node)}
-    if taken:
-        output.args = (tuple(None if i in taken else x for i, x in enumerate(leaves)),)
-        captured.recompile()
-    return taken
 
 
 class _StepFunction(nn.Module):

@@ -49,8 +49,12 @@ class State(optimizer_state.Stored):
         super().__init__(model, optimizer, ranks, device)
         self.counters = SharedCounters(_while_alive(self, State._divide_counters))
         self._installed: dict[str, torch.Tensor] = {}  # what each parameter held when it was placed
-        self.unfilled: dict[str, tuple[torch.Tensor, int]] = {}  # what stands for them, never written
-        self.how_to_fill = "call engine.load(...) or engine.load_state_dict(...) before the first step"
+        self.unfilled: dict[
+            str, tuple[torch.Tensor, int]
+        ] = {}  # what stands for them, never written
+        self.how_to_fill = (
+            "call engine.load(...) or engine.load_state_dict(...) before the first step"
+        )
         self._numbers = optimizer_state.GroupNumbers(optimizer) if optimizer is not None else None
         self._accumulators: list[torch.Tensor] | None = None
         named = dict(model.named_parameters())
@@ -95,7 +99,7 @@ class State(optimizer_state.Stored):
                 local = local.clone()  # a view would keep the whole parameter alive
         self.tensors[roles.Param(name)] = local
         parameter = nn.Parameter(self.as_dtensor(local, value), requires_grad=tensor.requires_grad)
-        self._installed[name] = own = dtensors.own_part(parameter)  # type: ignore[arg-type]
+        self._installed[name] = dtensors.own_part(parameter)  # type: ignore[arg-type]
         if tensor.is_meta:
             self.unfilled[name] = (parameter, parameter._version)
         hooks.share_hooks(tensor, parameter)

@@ -238,7 +238,6 @@ class Walk:
             else:
                 self.outputs[role] = REPLICATE
 
-
     def _where_given(self, index: int) -> Placement:
         given = self.inputs.items()
         return next(p for r, p in given if isinstance(r, roles.UserInput) and r.index == index)

@@ -159,7 +159,7 @@ class GraphRunner:
                     "this rank's own",
                     do="change the model before it is given to stepgraph",
                 )
-        self.compiler.state.adopt_converted()
+        self.compiler.state.adopt_parameters()
         self.compiler.kinds.meet(entry, batch)
 
     def _follow_hooks(self, entry: str) -> None:

@@ -173,6 +173,19 @@ class State(optimizer_state.Stored):
             whether one is of another type, so that programs must be made anew.
 
         Raises:
+            UsageError: of :meth:`adopt_parameters`, and of a buffer that cannot be taken.
+        """
+        converted = self.adopt_parameters()
+        adopted = self.buffers.adopt()
+        for name, buffer in adopted.items():
+            self.tensors[roles.Buffer(name)] = buffer
+            self.unfilled.pop(name, None)
+        return bool(adopted) or converted
+
+    def adopt_parameters(self) -> bool:
+        """:meth:`adopt_converted` of the parameters alone: where code reads buffers, it may replace them.
+
+        Raises:
             UsageError: an optimizer's state is with the old ones.
         """
         found = [
@@ -192,11 +205,7 @@ class State(optimizer_state.Stored):
             value = Value(tuple(parameter.shape), parameter.dtype, tuple(parameter.placements))
             self._install(roles.Param(name), parameter, value)
             self.unfilled.pop(name, None)
-        adopted = self.buffers.adopt()
-        for name, buffer in adopted.items():
-            self.tensors[roles.Buffer(name)] = buffer
-            self.unfilled.pop(name, None)
-        return bool(adopted) or any(self.tensors[role] is not held for role, held in before.items())
+        return any(self.tensors[role] is not held for role, held in before.items())
 
     def clear_accumulators(self) -> None:
         """Zeroes every accumulator, before the first micro-batch of a step."""

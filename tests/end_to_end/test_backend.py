@@ -130,6 +130,13 @@ def compiled_once_more(kind):
     if kind == "broken":
         cell, example = Cell("zero3", "inductor"), batch_of(0, 0, 1)
         module, loss, part = make_model(cell), loss_of(cell), batch_of(0, rank, 2)
+    elif kind == "small":
+        torch.manual_seed(0)
+        module, example = (
+            nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)),
+            torch.ones(8, 6),
+        )
+        loss, part = (lambda m, x: m(x).square().mean()), torch.ones(4, 6)
     else:
         module, loss, example = tiny_llama(layers=1), lambda m, b: m(**b).loss, llama_batch(0)
         part = {name: x.chunk(2)[rank] for name, x in example.items()}
@@ -146,7 +153,7 @@ def compiled_once_more(kind):
     return found
 
 
-@pytest.mark.parametrize("kind", ["broken", pytest.param("whole", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["broken", "small", pytest.param("whole", marks=pytest.mark.slow)])
 def test_compiling_a_parallelized_module_again_binds_nothing_twice(kind):
     (sent, gradients), (sent_again, again) = launch(compiled_once_more, kind, ranks=2)[0]
     assert sent == sent_again and sum(sent.values()) >= 3

@@ -76,7 +76,7 @@ class GraphRunner:
                 f"{plan.placement!r} would have the value that crosses it in other parts",
                 do="remove the graph break, or use ddp or a zero stage on a mesh of dp alone",
             ) from reason
-        because = reason.where or reason.why or reason.what
+        because = reason.where or ": ".join(filter(None, (reason.what, reason.why)))
         compiler.report([f"captured graph by graph, because of {because}"])
         plan = compiler.plan = plan.under(placement=for_own_update(plan.placement))
         self._store_parameters()

@@ -62,7 +62,7 @@ class MeshError(UsageError):
 
 
 class BatchError(UsageError):
-    """A batch that does not divide over ranks and micro-batches, or is not made of tensors."""
+    """A batch that does not divide, is not made of tensors, or holds an index out of range."""
 
 
 class ShapeLimitError(BatchError):

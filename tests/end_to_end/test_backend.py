@@ -22,6 +22,7 @@ from stepgraph.program.collectives import KINDS, is_collective
 from stepgraph.program.program import BACKWARD
 from tests.end_to_end.graph_by_graph import Broken, Cell, batch_of, loss_of, make_model
 from tests.end_to_end.test_balance import Model, learn, run
+from tests.end_to_end.training import llama_batch, tiny_llama
 
 EAGER = {"lowering": "eager"}
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -112,6 +113,52 @@ def test_a_parallelized_module_replays_its_plan():
         assert torch.equal(one.to_local(), two.to_local())
         torch.testing.assert_close(one.to_local(), wanted)
     assert made.forward.compiler.stats.compiles == compiles
+
+
+def collectives_of(function):
+    """What a call sends, by kind, as gloo sees it; its first call compiles."""
+    function()
+    with torch.profiler.profile() as profile:
+        function()
+    names = [event.name for event in profile.events() if event.name.startswith("gloo:")]
+    return {name: names.count(name) for name in sorted(set(names))}
+
+
+def compiled_once_more(kind):
+    """One rank: collectives and gradients of a step, of a parallelized module and of it compiled again."""
+    rank = int(os.environ["RANK"])
+    if kind == "broken":
+        cell, example = Cell("zero3", "inductor"), batch_of(0, 0, 1)
+        module, loss, part = make_model(cell), loss_of(cell), batch_of(0, rank, 2)
+    elif kind == "small":
+        torch.manual_seed(0)
+        module, example = (
+            nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)),
+            torch.ones(8, 6),
+        )
+        loss, part = (lambda m, x: m(x).square().mean()), torch.ones(4, 6)
+    else:
+        module, loss, example = tiny_llama(layers=1), lambda m, b: m(**b).loss, llama_batch(0)
+        part = {name: x.chunk(2)[rank] for name, x in example.items()}
+    model = stepgraph.parallelize(module, mesh="dp=2", plan="zero3", example=example, loss=loss)
+    found = []
+    for called in (model, torch.compile(model, backend="stepgraph")):
+
+        def step(called=called):
+            model.zero_grad()
+            called(part).backward()
+
+        sent = collectives_of(step)
+        found.append((sent, {n: p.grad.full_tensor() for n, p in model.named_parameters()}))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["broken", "small", pytest.param("whole", marks=pytest.mark.slow)])
+def test_compiling_a_parallelized_module_again_binds_nothing_twice(kind):
+    (sent, gradients), (sent_again, again) = launch(compiled_once_more, kind, ranks=2)[0]
+    assert sent == sent_again and sum(sent.values()) >= 3
+    for name, value in gradients.items():
+        assert torch.equal(value, again[name]), name
 
 
 def test_a_module_knows_its_parameters_by_their_own_names():

@@ -1,18 +1,20 @@
 """parallelize(): the user's own loop and optimizer over sharded parameters and compiled programs."""
 
 import os
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils import _pytree as pytree
 
 import stepgraph
 from stepgraph.capture.module import default_loss
 from stepgraph.capture.step import Source
 from stepgraph.cli.launcher import launch
-from stepgraph.errors import UsageError
+from stepgraph.errors import StrictError, UsageError
 from stepgraph.pipeline import capture_of, make
 from stepgraph.placement.presets.named import for_own_update
 from stepgraph.planning.plan import preset_plan
@@ -186,8 +188,6 @@ def test_several_results_of_which_one_is_used():
 def test_what_would_be_wrong_is_an_error():
     model = classifier()
     stepgraph.parallelize(model, example=rows(0)[0], plan="ddp", lowering="eager")
-    with pytest.raises(UsageError, match="requires a gradient"):
-        model(rows(0)[0].requires_grad_())
     with pytest.raises(UsageError, match="replaced already"):
         stepgraph.parallelize(model, example=rows(0)[0])
     with pytest.raises(UsageError, match="unknown plan"):
@@ -222,6 +222,81 @@ def test_results_that_alias_each_other_keep_their_gradients():
     for name, parameter in model.named_parameters():
         expected = plain.get_parameter(name).grad
         torch.testing.assert_close(parameter.grad.to_local(), expected, msg=name)
+
+
+class Mixed(nn.Linear):
+    """Returns more than tensors; an object that no program knows too, if asked."""
+
+    def __init__(self, kind):
+        super().__init__(6, 3)
+        self.kind = kind
+
+    def forward(self, x):
+        y = super().forward(x)
+        others = {
+            "rows": y.shape[0],
+            "name": "y",
+            "none": None,
+            "on": True,
+            "type": y.dtype,
+            1: {2},
+        }
+        if self.kind is dict:
+            return {"y": y, **others}
+        return self.kind((y, list(others.values()), Returned(y.detach(), 3)))
+
+
+class Returned(NamedTuple):
+    value: torch.Tensor
+    number: int
+
+
+class Opaque:
+    def __init__(self, values):
+        self.values = values
+
+
+def returned_by_modules():
+    rank, found = int(os.environ["RANK"]), []
+    for kind in (dict, tuple, list):
+        torch.manual_seed(0)
+        model = stepgraph.parallelize(
+            Mixed(kind), mesh="dp=2", example=(rows(0)[0],), plan="zero3", lowering="eager"
+        )
+        x = rows(1)[0].chunk(2)[rank]
+        with torch.no_grad():
+            found += [pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, model(x)), model(x)]
+        found.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, model(x)))
+        assert model.forward.graphs is None
+    return found
+
+
+def test_what_is_no_tensor_among_the_results_comes_back_as_it_is():
+    expected = []
+    for kind in (dict, tuple, list):
+        torch.manual_seed(0)
+        plain = Mixed(kind)
+        with torch.no_grad():
+            expected += [plain(rows(1)[0].chunk(2)[0])] * 3
+    for found, wanted in zip(launch(returned_by_modules, ranks=2)[0], expected, strict=True):
+        (values, form), (others, known) = map(pytree.tree_flatten, (found, wanted))
+        assert form == known
+        for one, other in zip(values, others, strict=True):
+            if isinstance(other, torch.Tensor):
+                torch.testing.assert_close(one, other)
+            else:
+                assert type(one) is type(other) and one == other
+
+
+@pytest.mark.parametrize("kind", [Opaque, lambda values: {"y": values[0], "all": Opaque(values)}])
+def test_a_module_that_returns_an_object_of_its_own_runs_graph_by_graph(kind):
+    model = stepgraph.parallelize(Mixed(kind), example=(rows(0)[0],), plan="ddp", lowering="eager")
+    found = model(rows(1)[0])
+    opaque = found if isinstance(found, Opaque) else found["all"]
+    opaque.values[0].sum().backward()
+    assert model.weight.grad is not None
+    with pytest.raises(StrictError):
+        stepgraph.parallelize(Mixed(kind), example=(rows(0)[0],), plan="ddp", strict=True)
 
 
 def train_scaled():

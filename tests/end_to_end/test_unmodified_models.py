@@ -11,7 +11,7 @@ from stepgraph.planning.plan import preset_plan
 from stepgraph.program import roles
 from stepgraph.program.collectives import is_collective
 from stepgraph.runtime.ranks import parse_mesh
-from tests.end_to_end.models import MODELS, bring
+from tests.end_to_end.models import MODELS, Brought, bring
 from tests.one_process import OneProcessRun
 from tests.support import HOST, notes_of
 
@@ -143,6 +143,52 @@ def test_no_activation_travels_under_data_parallelism(name):
     largest = max(value.numel() for value in run.parameters().values())
     assert max(node.meta["val"].numel() for node in moved) <= largest
     assert not any("no sharding rule" in note for note in notes_of(run))
+
+
+def gradients(brought, model):
+    loss = brought.loss(model, brought.batch) if brought.loss else model(**brought.batch).loss
+    loss.backward()
+    return loss.item(), {n: p.grad for n, p in brought.model.named_parameters() if p.requires_grad}
+
+
+def qwen2():
+    """As it comes: it returns a cache of keys, which begins with an empty tensor."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        hidden_size=64, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=101,
+    )  # fmt: skip
+    ids = torch.randint(0, 101, (2, 128))
+    return Brought(Qwen2ForCausalLM(config), {"input_ids": ids, "labels": ids})
+
+
+LOWERED = [("eager", name) for name in MODELS] + [
+    ("inductor", "qwen2"),
+    ("inductor", "convolutional"),
+]
+LOWERED += [
+    pytest.param("inductor", name, marks=pytest.mark.slow)
+    for name in MODELS
+    if name != "convolutional"
+]
+
+
+@pytest.mark.parametrize(("lowering", "name"), LOWERED)
+def test_the_bare_backend_is_plain_pytorch(lowering, name):
+    brought, plain = (qwen2() if name == "qwen2" else bring(name, dropout=False) for _ in range(2))
+    expected, wanted = gradients(plain, plain.model)
+    compiled = torch.compile(brought.model, backend="stepgraph", options={"lowering": lowering})
+    loss, found = gradients(brought, compiled)
+    assert loss == pytest.approx(expected, rel=TOLERANCE)
+    scale = max(gradient.abs().max().item() for gradient in wanted.values() if gradient is not None)
+    for key, gradient in wanted.items():
+        assert (gradient is None) == (found[key] is None), key
+        if gradient is not None:
+            torch.testing.assert_close(
+                found[key], gradient, rtol=0, atol=TOLERANCE * scale, msg=key
+            )
 
 
 def test_modules_reached_through_wrappers_keep_their_names():

@@ -197,7 +197,7 @@ class Engine(SavesAndLoads):
         results = compiled.programs["evaluate"].run(local.leaves)
         compiled.values.replay()
         leaves = {r.index: v for r, v in results.items() if isinstance(r, roles.UserOutput)}
-        return pytree.tree_unflatten([leaves[i] for i in sorted(leaves)], compiled.result_tree)
+        return compiled.results.rebuild(leaves)
 
     def _programs_of(self, entry: str, batch: LocalBatch) -> Compiled | None:
         """The programs of an entry point; None where the model is run graph by graph."""
@@ -268,7 +268,7 @@ class Engine(SavesAndLoads):
             assert self._graphs is not None
             return self._graphs.loss("gradients", local.leaves, local.tree)
         if self._whole_backward:
-            self._compiler.report([NOTHING_TO_ADD])
+            self._compiler.report([NOTHING_TO_ADD], falls_back=False)
         split = compiled.split
         assert split is not None
         self._state.seed_random_operations(self._seed, self.stats.steps, self._forwards)

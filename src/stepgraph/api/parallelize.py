@@ -11,12 +11,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from stepgraph import torch_internals
 from stepgraph.api import arguments
 from stepgraph.capture.module import LossFunction
 from stepgraph.capture.refusals import check_hooks
 from stepgraph.errors import BatchError, GraphBreakError, ParameterHookError, UsageError
 from stepgraph.graphwise.compiled_autograd import check_whole_backward
 from stepgraph.graphwise.graph_breaks import GraphRunner
+from stepgraph.graphwise.parts import Parts
 from stepgraph.placement.presets.named import for_own_update
 from stepgraph.planning.plan import Plan
 from stepgraph.planning.request import Precision, StepSettings
@@ -27,6 +29,11 @@ from stepgraph.runtime.ranks import join_ranks
 from stepgraph.runtime.state import State
 from stepgraph.runtime.watch import watch_over
 from stepgraph.torch_internals import pytree
+
+HOW_TO_FILL = (
+    "before the first call: model.to_empty(device=...), then what fills it in place, as the model's own "
+    "init_weights() does; or torch.distributed.checkpoint's set_model_state_dict"
+)
 
 
 def parallelize(
@@ -50,11 +57,12 @@ def parallelize(
     Calls take this rank's part of the batch and return this data-parallel rank's part of the results,
     whole over ``tp``; a scalar is that of the global batch. Gradients arrive in ``.grad`` as DTensors,
     reduced: of what is this rank's own, averaged over data-parallel ranks as DDP does; of what is global,
-    exact. Results that are neither tensors nor containers (a cache of keys and values) are left out.
+    exact. An input that requires a gradient gets its own rows' as under DDP: that of this rank's own loss.
+    A cache of keys and values among the results is left out.
 
     Args:
-        model: a plain module; its parameters become DTensors under their own names. Build the optimizer
-            afterwards, over ``model.parameters()``.
+        model: a plain module, or one on the meta device that is filled afterwards; its parameters become
+            DTensors under their own names. Build the optimizer afterwards, over ``model.parameters()``.
         example: a batch of the *global* shape: a mapping is passed as keywords, a tuple as arguments.
         mesh, plan, memory, compute_dtype, reduce_dtype, lowering, strict, seed: as for Engine. ``zero1``
             and ``zero2`` store parameters sharded, so that the optimizer's state is, gather them once per
@@ -86,9 +94,11 @@ def parallelize(
     watch = watch_over(ranks, model, made)
     state = State(model, None, ranks, made.placement, device)
     run, as_module = loss or _call_model, loss is None
+    state.how_to_fill = HOW_TO_FILL
     compiler = Compiler(
         state, run, made, strict=strict, max_shapes=max_shapes, as_module=as_module, watch=watch
     )
+    compiler.needs_values = False
     if compiled_autograd:
         check_whole_backward()
     forward = ParallelForward(compiler, seed, compiled_autograd)
@@ -105,9 +115,9 @@ def _call_forward(model: nn.Module, batch: Any) -> Any:
 def _call_model(model: nn.Module, batch: Any) -> Any:
     result = _call_forward(model, batch)  # the module's own hooks run around what is compiled
     if isinstance(result, dict):
-        kinds = (torch.Tensor, tuple, list, dict)
-        kept = {key: value for key, value in result.items() if isinstance(value, kinds)}
-        result = type(result)(**kept)
+        kept = {k: v for k, v in result.items() if not hasattr(v, "get_seq_length")}
+        if len(kept) < len(result):  # a cache of keys and values: training has no use for it
+            result = type(result)(**kept)
     # A result that is a view of another, of an input or of a parameter becomes a value of its own.
     return pytree.tree_map(
         lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, result
@@ -123,15 +133,17 @@ class ParallelForward:
     def __init__(self, compiler: Compiler, seed: int, whole_backward: bool) -> None:
         self.compiler, self.seed, self.whole_backward = compiler, seed, whole_backward
         self.graphs: GraphRunner | None = None  # where the module cannot be captured whole
+        self.parts = Parts(compiler)
         self._calls = 0
+        compiler.capturing = self._own_forward
 
+    @torch_internals.disable_compiler  # what runs is compiled: torch.compile would bind it once more
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs on this rank's part of a batch."""
         compiler, state = self.compiler, self.compiler.state
         local = flatten_batch(self._batch(args, kwargs), state.device)
-        _refuse_gradients_of_inputs(local)
         training = torch.is_grad_enabled() and any(
-            p.requires_grad for p in state.model.parameters()
+            tensor.requires_grad for tensor in (*local.tensors, *state.model.parameters())
         )
         training = training or not compiler.as_module  # a given loss is the loss in any mode
         with compiler.call("gradients" if training else "evaluate", local):
@@ -140,6 +152,7 @@ class ParallelForward:
     def _run(self, local: LocalBatch, training: bool) -> Any:
         compiler, state = self.compiler, self.compiler.state
         compiled = self._programs_of("gradients" if training else "evaluate", local)
+        state.check_filled()
         if compiled is None:
             return self._run_in_graphs(local, training)
         state.seed_random_operations(self.seed, self._calls, 0)
@@ -155,8 +168,7 @@ class ParallelForward:
             found = compiled.programs["evaluate"].run(local.leaves)
             compiled.values.replay()
         leaves = {r.index: v for r, v in found.items() if isinstance(r, roles.ModuleResult)}
-        tree = compiled.result_tree
-        return pytree.tree_unflatten([leaves.get(i) for i in range(tree.num_leaves)], tree)
+        return compiled.results.rebuild(leaves)
 
     def compile(self, example: Any) -> None:
         """Compiles for a batch of a global shape; nothing runs."""
@@ -183,11 +195,11 @@ class ParallelForward:
         """The programs of an entry point; None where the module is run graph by graph."""
         if self.graphs is None:
             try:
-                with self._own_forward():
-                    return self.compiler.entry(entry, batch)
+                return self.compiler.entry(entry, batch)
             except (GraphBreakError, ParameterHookError) as error:
                 function = _call_forward if self.compiler.as_module else self.compiler.loss
-                self.graphs = GraphRunner(self.compiler, function, error, self.whole_backward)
+                with self._own_forward():
+                    self.graphs = GraphRunner(self.compiler, function, error, self.whole_backward)
         self.graphs.agree(entry, batch)
         return None
 
@@ -208,19 +220,12 @@ class ParallelForward:
 
     @contextlib.contextmanager
     def _own_forward(self) -> Iterator[None]:
-        """The module's own forward, which is what is captured."""
+        """The module's own forward and classes, which are what is captured."""
         model = self.compiler.model
         replaced = vars(model).pop("forward", None)
         try:
-            yield
+            with self.parts.closed():
+                yield
         finally:
             if replaced is not None:
                 model.forward = replaced  # type: ignore[method-assign]
-
-
-def _refuse_gradients_of_inputs(batch: LocalBatch) -> None:
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in batch.tensors):
-        raise UsageError(
-            "an input of the parallelized module requires a gradient, which it would not get",
-            do="detach it, or parallelize the module that computes it together with this one",
-        )

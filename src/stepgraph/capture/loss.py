@@ -1,11 +1,15 @@
 """The loss in what a loss callable returns, and what it has to be."""
 
+import inspect
 from typing import Any
 
 import torch
+from torch import nn
 
 from stepgraph.errors import LossError
 from stepgraph.program.program import Value
+
+_LOSS = "loss=lambda model, batch: ..., which returns the scalar of a batch"
 
 
 def loss_of(result: Any) -> torch.Tensor:
@@ -26,8 +30,32 @@ def loss_of(result: Any) -> torch.Tensor:
     keys = f" with {list(result)}" if isinstance(result, dict) else ""
     raise LossError(
         f"the loss callable returned a {type(result).__name__}{keys}, in which no loss is found",
-        do="return the loss, `(loss, anything else)`, or a mapping with `loss`",
+        do="return the loss, `(loss, anything else)`, or a mapping with `loss`; where it is the model that "
+        f"returns this, give {_LOSS}",
     )
+
+
+def forgotten_loss(error: Exception) -> LossError:
+    """A model that is called without a loss, and cannot be called so."""
+    return LossError(
+        f"the model cannot be called with the batch: {error}",
+        why="without loss= it is called as model(**batch) or model(*batch), and returns its own loss",
+        do=f"give {_LOSS}, or batches that the model's forward takes",
+    )
+
+
+def check_call(model: nn.Module, batch: Any) -> None:
+    """Refuses a batch that the model's forward does not take, where nobody gave a loss.
+
+    Raises:
+        LossError
+    """
+    by_name, several = isinstance(batch, dict), isinstance(batch, (tuple, list))
+    args, kwargs = ((), batch) if by_name else (batch if several else (batch,), {})
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise forgotten_loss(error) from error
 
 
 def check_loss(loss: torch.Tensor | Value | None, learns: bool) -> None:
@@ -44,7 +72,8 @@ def check_loss(loss: torch.Tensor | Value | None, learns: bool) -> None:
         got = "nothing" if loss is None else f"shape {list(loss.shape)}, {loss.dtype}"
         raise LossError(
             f"the loss must be a floating-point scalar tensor, got {got}",
-            do="reduce it (`.mean()`), or return it first: `(loss, anything else)`",
+            do="reduce it (`.mean()`), or return it first: `(loss, anything else)`; where it is the model "
+            f"that returns this, give {_LOSS}",
         )
     if not learns:
         raise LossError(

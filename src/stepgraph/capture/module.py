@@ -21,7 +21,8 @@ from stepgraph.capture.annotations import annotate, settle_phases
 from stepgraph.capture.canonical import canonicalise
 from stepgraph.capture.decompositions import decomposition_table
 from stepgraph.capture.device_code import asks_for_device, difference_notes
-from stepgraph.capture.loss import check_loss, loss_of
+from stepgraph.capture.loss import check_call, check_loss, loss_of
+from stepgraph.capture.mixed_types import check_types, mixed_types_error
 from stepgraph.capture.python_values import PythonValues, values_of
 from stepgraph.capture.refusals import (
     check_assigned_buffers,
@@ -30,6 +31,7 @@ from stepgraph.capture.refusals import (
     graph_break_error,
     operator_error,
 )
+from stepgraph.capture.results import Results, take_constants, unknown_result
 from stepgraph.errors import CaptureError, LossError
 from stepgraph.program import roles
 from stepgraph.program.metadata import meta
@@ -92,7 +94,7 @@ def capture(
     says_difference: bool = False,
     compares: bool = False,
     micro_batches: int = 1,
-) -> tuple[Program, pytree.TreeSpec, PythonValues]:
+) -> tuple[Program, Results, PythonValues]:
     """Captures ``loss(model, batch)``, with its backward if ``training``.
 
     Args:
@@ -111,13 +113,15 @@ def capture(
 
     Returns:
         the Program, with outputs ``Loss`` and ``Grad`` (training), ``UserOutput``, or ``ModuleResult`` (and
-        ``Grad``), and ``NewBuffer``;
-        the pytree spec of what ``loss`` returned;
+        ``Grad``), ``InputGrad`` of leaves that require a gradient, and ``NewBuffer``;
+        the structure of what ``loss`` returned;
         the Python values that were read and are changed.
 
     Raises:
         GraphBreakError, HookError, LossError, CaptureError.
     """
+    if loss is default_loss:
+        check_call(model, pytree.tree_unflatten(list(batch.leaves), batch.tree))
     check_hooks(model)
     check_parameter_hooks(model)
     device_type = device_type or torch_internals.host_device().type
@@ -135,6 +139,7 @@ def capture(
             values = values_of(heard, compares, micro_batches)
             if says_difference and asks_for_device(heard.codes, device_type):
                 notes += difference_notes(captured, module, batch.tensors, device_type)
+            constants = take_constants(captured)
             notes += canonicalise(captured)
             other_device.enter_on_host(captured, device_type)
             names = _canonical_names(model, captured, flat_names)
@@ -148,19 +153,27 @@ def capture(
             cause = error.__cause__
             if isinstance(cause, LossError):
                 raise cause from None
+            if (mixed := mixed_types_error(error, compute_dtype)) is not None:
+                raise mixed from error
             raise graph_break_error(error) from error
-        except (RuntimeError, UserWarning) as error:
-            if (lacking := operator_error(error)) is None:
+        except AssertionError as error:
+            if (unknown := unknown_result(error, model)) is None:
                 raise
-            raise lacking from error
+            raise unknown from error
+        except (RuntimeError, UserWarning) as error:
+            clear = operator_error(error) or mixed_types_error(error, compute_dtype)
+            if clear is None:
+                raise
+            raise clear from error
     kind = roles.ModuleResult if as_module else None if training else roles.UserOutput
     program = _describe(joint, names, batch, kind)
+    check_types(program, compute_dtype)
     for note in notes:
         program.note(note)
     if training:
         written = {role.name for role in program.outputs if isinstance(role, roles.NewBuffer)}
         check_assigned_buffers(assigned, written)
-    return program, result_tree, values
+    return program, Results(result_tree, constants), values
 
 
 class _StepFunction(nn.Module):
@@ -268,6 +281,7 @@ def _canonical_names(
     return canonical
 
 
+_GRADIENTS = (roles.Grad, roles.InputGrad)
 _STEP_PATH = re.compile(r"L\['self'\]\.model\.?")
 _UNCHECKED = (
     "{}: its check is no part of the step; where it has no result, the loss is not a number"
@@ -314,13 +328,8 @@ def _describe(
         inputs.append(role)
         input_values.append(Value.of(node))
     for node, descriptor in pairs_out:
-        if node is None:
-            continue
         if not isinstance(node, fx.Node):
-            raise CaptureError(
-                f"the loss callable returns {node!r} among its results, which is no tensor",
-                do="return tensors only",
-            )
+            continue
         role = _output_role(torch_internals.describe(descriptor), input_role, result)
         if role is None:
             continue
@@ -330,7 +339,7 @@ def _describe(
     _set_results(joint.graph, results)
     if result is None:
         losses = [x for x, role in zip(output_values, outputs, strict=True) if role == roles.Loss()]
-        check_loss(losses[0] if losses else None, any(isinstance(r, roles.Grad) for r in outputs))
+        check_loss(losses[0] if losses else None, any(isinstance(r, _GRADIENTS) for r in outputs))
     program = Program("joint", joint, inputs, outputs, input_values, output_values)
     for name in checked:
         program.note(_UNCHECKED.format(name))
@@ -359,6 +368,8 @@ def _output_role(description, input_role, result) -> roles.Output | None:
             return roles.NewBuffer(written.name)
         case ("grad", source):
             role = input_role(source)
+            if isinstance(role, roles.UserInput):
+                return roles.InputGrad(role.index)
             return roles.Grad(role.name) if isinstance(role, roles.Param) else None
     raise CaptureError(f"a result of the captured graph is not understood: {description}")
 

@@ -6,6 +6,7 @@ from the captured program would train another model than the user wrote.
 
 import re
 import traceback
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from stepgraph.errors import CaptureError, GraphBreakError, HookError, Parameter
 from stepgraph.operators import own
 from stepgraph.torch_internals import custom_operators, hooks
 
+_NOT_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 _USER_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
 
@@ -99,27 +101,30 @@ def graph_break_error(error: Exception) -> CaptureError:
     """The line of the user's code that dynamo could not capture, and why."""
     if (lacking := operator_error(error)) is not None:
         return lacking
-    frames = getattr(error, "real_stack", None)
-    text = str(error)
-    where = None
-    if frames:
-        frame = frames[-1]
-        where = f"{frame.filename}:{frame.lineno} in {frame.name}: {(frame.line or '').strip()}"
-    elif match := list(_USER_FRAME.finditer(text)):
-        last = match[-1]
-        where = f"{last['file']}:{last['line']} in {last['function']}"
-    elif error.__traceback__ is not None:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{last.filename}:{last.lineno} in {last.name}"
     return GraphBreakError(
         "the model cannot be captured as one program",
-        where=where,
-        why=_first_paragraph(text),
+        where=line_of(error),
+        why=first_paragraph(str(error)),
         do="make the branch a torch.where (or torch.cond), move prints and .item() out of forward",
     )
 
 
-def _first_paragraph(text: str) -> str:
+def line_of(error: BaseException) -> str | None:
+    """The innermost line of code that is neither torch's nor ours, where an error came from."""
+    frames = getattr(error, "real_stack", None)
+    if not frames:
+        for frame in reversed(list(_USER_FRAME.finditer(str(error)))):
+            if not frame["file"].startswith(_NOT_USERS):
+                return f"{frame['file']}:{frame['line']} in {frame['function']}"
+        frames = traceback.extract_tb(error.__traceback__)
+    for frame in reversed(list(frames)):
+        if not frame.filename.startswith(_NOT_USERS):
+            return f"{frame.filename}:{frame.lineno} in {frame.name}: {(frame.line or '').strip()}"
+    return None
+
+
+def first_paragraph(text: str) -> str:
+    """What a message of torch's says, without where it happened and how to hear more."""
     kept = []
     for line in text.strip().splitlines():
         if not line.strip() or line.startswith(("from user code", "Set TORCH", "Developer debug")):

@@ -18,19 +18,21 @@ from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph import torch_internals
 from stepgraph.analysis.sums import OWN_LOSS
-from stepgraph.capture.loss import check_loss, loss_of
-from stepgraph.capture.module import in_dtype
+from stepgraph.capture.loss import check_loss, forgotten_loss, loss_of
+from stepgraph.capture.mixed_types import mixed_types_error
+from stepgraph.capture.module import default_loss, in_dtype
 from stepgraph.capture.refusals import check_hooks
 from stepgraph.errors import CaptureError, PlanError, StepgraphError, UsageError
 from stepgraph.graphwise.compiled_autograd import WholeBackward
 from stepgraph.graphwise.graph_compiler import GraphCompiler
+from stepgraph.graphwise.parts import MIXED
 from stepgraph.graphwise.sharded_modules import Gathering, gather_where_read
 from stepgraph.placement.presets.named import for_own_update, stored_parameter
 from stepgraph.program import roles
 from stepgraph.program.layout import Apart, blocks_of
 from stepgraph.program.mesh_roles import Role
 from stepgraph.program.program import Value
-from stepgraph.runtime.batches import LocalBatch
+from stepgraph.runtime.batches import LocalBatch, flatten_with_paths, index_error
 from stepgraph.runtime.compiler import Compiler, evaluation_mode
 from stepgraph.runtime.executor import CHANGED_BETWEEN
 from stepgraph.runtime.recompiles import before_compiling, count_call
@@ -39,7 +41,6 @@ from stepgraph.torch_internals import hooks, pytree
 
 log = logging.getLogger("stepgraph")
 
-_MIXED = "mixed torch.Tensor and DTensor"
 # How often a piece of code may be compiled for one kind of batch: in training, in evaluation, for layers
 # that differ in a number. dynamo runs it as Python from then on.
 VARIANTS = 8
@@ -75,7 +76,7 @@ class GraphRunner:
                 f"{plan.placement!r} would have the value that crosses it in other parts",
                 do="remove the graph break, or use ddp or a zero stage on a mesh of dp alone",
             ) from reason
-        because = reason.where or str(reason).splitlines()[0]
+        because = reason.where or ": ".join(filter(None, (reason.what, reason.why)))
         compiler.report([f"captured graph by graph, because of {because}"])
         plan = compiler.plan = plan.under(placement=for_own_update(plan.placement))
         self._store_parameters()
@@ -90,8 +91,9 @@ class GraphRunner:
         )
         self._function, self._entry = function, ""
         # What modules hold before there is a batch is no rows of one.
-        held = [dict(vars(module)) for module in compiler.model.modules()]
-        tensors = [x for x in pytree.tree_leaves(held) if isinstance(x, torch.Tensor)]
+        held = pytree.tree_leaves([dict(vars(module)) for module in compiler.model.modules()])
+        # Parameters are told by their markers; a reference to one would keep it from being converted.
+        tensors = [x for x in held if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)]
         self.graphs.known.update((x, Replicate()) for x in tensors)
         self._hooks = hooks.module_modes(compiler.model, with_training=False)
         self._warm: set[str] = set()
@@ -159,6 +161,7 @@ class GraphRunner:
                     "this rank's own",
                     do="change the model before it is given to stepgraph",
                 )
+        self.compiler.state.adopt_parameters()
         self.compiler.check_data()
         self.compiler.kinds.meet(entry, batch)
 
@@ -189,6 +192,7 @@ class GraphRunner:
         tensors = [x for x in cast if isinstance(x, torch.Tensor)]
         self.graphs.rows = next((x.shape[0] for x in tensors if x.dim()), 0)
         self.graphs.known.update((x, Shard(0) if x.dim() else Replicate()) for x in tensors)
+        pairs, _ = flatten_with_paths(pytree.tree_unflatten(list(leaves), tree))
         self._entry, self.graphs.evaluates = entry, entry == "evaluate"
         count_call(self.compiler, entry)
         self._follow_hooks(entry)
@@ -202,14 +206,25 @@ class GraphRunner:
             inner = dynamo.inner_error(error)
             if isinstance(inner, StepgraphError):
                 raise inner from inner.__cause__
-            if _MIXED in str(error):
+            if MIXED in str(error):
                 raise CaptureError(
                     "code of the model reads a parameter in parts",
                     where=str(error).partition("from user code:")[2].strip() or None,
                     do="read parameters as attributes of their modules: parameters() and _parameters hold "
                     "DTensors, parts of which each rank has",
                 ) from error
+            if (mixed := mixed_types_error(error, compute)) is not None:
+                raise mixed from error
             raise
+        except TypeError as error:
+            if self._function is not default_loss:
+                raise
+            raise forgotten_loss(error) from error
+        except (RuntimeError, IndexError) as error:
+            clear = mixed_types_error(error, compute) or index_error(error, pairs)
+            if clear is None:
+                raise
+            raise clear from error
         finally:
             self._gathering.active = before
 
@@ -296,14 +311,12 @@ class GraphRunner:
     def mean(self, value: torch.Tensor, entry: str = "") -> torch.Tensor:
         """The mean over data-parallel ranks of a value that each has; gradients pass as they are.
 
-        Raises:
-            RanksDifferError: the other ranks ran other graphs to come to it, in this call of ``entry``.
+        Raises a RanksDifferError where they ran other graphs to come to it, in this call of ``entry``.
         """
         watch = self.compiler.watch if entry else None
         word = None if watch is None else watch.word()
         mean, same = _Mean.apply(value, self._group, self.compiler.ranks.shape.data_size, word)
-        if not same:
-            assert watch is not None
+        if watch is not None and not same:
             raise watch.differ(f"{entry} runs other graphs on some ranks than on others")
         return mean
 
@@ -374,7 +387,6 @@ class _Backend:
 class _Mean(torch.autograd.Function):
     @staticmethod
     def forward(ctx, value: torch.Tensor, group: str, ranks: int, word: int | None):
-        """The mean, and whether all ranks bring the same word (20 bits: exact in a sum)."""
         if ranks == 1:
             return value.clone(), True
         if word is None:

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from stepgraph.analysis.sums import Sums, decide_sums
 from stepgraph.capture.canonical import canonicalise
 from stepgraph.capture.decompositions import decomposition_table
+from stepgraph.capture.mixed_types import check_types
 from stepgraph.errors import CaptureError
 from stepgraph.graphwise.graph import OTHERS, GraphProgram
 from stepgraph.graphwise.lower import lower_graph
@@ -182,6 +183,7 @@ class GraphCompiler:
         driver, request, mesh = self.driver, self.request, self.request.mesh
         described = GraphProgram(joint, results, sources, known, rows)
         program = described.program
+        check_types(program, request.step.precision.compute)
         program.mesh = mesh
         program = driver.through(GRAPH_CAPTURED, program, groups=self.groups, rank=self.rank)
         program = driver.through(GRAPH_PLACED, program)

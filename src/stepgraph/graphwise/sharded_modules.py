@@ -6,6 +6,7 @@ is a property that returns ``unshard(this rank's part)`` while the model runs. `
 was compiled for one is never run for another: torch.compile guards the types of modules.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -44,12 +45,24 @@ def gather_where_read(model: nn.Module, gathering: Gathering) -> None:
             continue
         key = (type(module), names)
         if key not in made:
-            made[key] = _gathering_class(type(module), names, gathering)
+            made[key] = class_that_reads(type(module), names, lambda n: _gathered(n, gathering))
         module.__class__ = made[key]
 
 
-def _gathering_class(base: type, names: tuple[str, ...], gathering: Gathering) -> type:
-    members: dict[str, object] = {name: _gathered(name, gathering) for name in names}
+def class_that_reads(
+    base: type,
+    names: tuple[str, ...],
+    reader: Callable[[str], Callable],
+    others: Mapping[str, object] | None = None,
+) -> type:
+    """A class below another, called like it.
+
+    Args:
+        names: of parameters, each of which is read by ``reader(name)(module)``.
+        others: what else it has.
+    """
+    members: dict[str, object] = dict(others or {})
+    members |= {name: property(reader(name)) for name in names}
     if issubclass(base, nn.RNNBase):  # reads a list of its own
         members["_flat_weights"] = property(
             lambda self: [getattr(self, name) for name in self._flat_weights_names],
@@ -84,7 +97,7 @@ dynamo.only_inlined(_Part.forward)
 dynamo.only_inlined(_Part.backward)
 
 
-def _gathered(name: str, gathering: Gathering) -> property:
+def _gathered(name: str, gathering: Gathering) -> Callable:
     how = (gathering.ranks, gathering.group, gathering.mesh_dim)
 
     def read(module: nn.Module) -> torch.Tensor | None:
@@ -105,4 +118,4 @@ def _gathered(name: str, gathering: Gathering) -> property:
         return UNSHARD(part, list(parameter.shape), dtype, reduced, in_parts, *how)
 
     dynamo.only_inlined(read)
-    return property(read)
+    return read

@@ -8,6 +8,8 @@ from stepgraph.program.metadata import meta, set_meta
 from stepgraph.program.program import FORWARD, Program, Value, is_write
 from stepgraph.torch_internals.code import graph_module
 
+_OF_BACKWARD = (roles.Grad, roles.InputGrad)
+
 
 def forward_and_backward(program: Program) -> tuple[Program, Program]:
     """A Program for each side; what the backward reads of the forward is saved between them.
@@ -21,7 +23,8 @@ def forward_and_backward(program: Program) -> tuple[Program, Program]:
     """
     nodes = [node for node in program.graph.nodes if node.op in ("call_function", "get_attr")]
     late = _backward_nodes(nodes)
-    gradients = set(program.gradients.values())
+    rows = program.output_rows
+    gradients = {node for role, node, _ in rows if isinstance(role, _OF_BACKWARD)}
     role_of = {node: role for role, node, _ in program.input_rows}
     saved = [
         node
@@ -44,8 +47,8 @@ def forward_and_backward(program: Program) -> tuple[Program, Program]:
         if node not in saved:
             backward.take(node, role_of[node])
     backward.compute()
-    for role, node, value in program.output_rows:
-        side = backward if isinstance(role, roles.Grad) else forward
+    for role, node, value in rows:
+        side = backward if isinstance(role, _OF_BACKWARD) else forward
         side.give(role, node, value)
     return forward.finish(), backward.finish()
 

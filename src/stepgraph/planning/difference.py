@@ -20,7 +20,7 @@ _INPUTS = {
     "optimizer state": ("OptimizerState(",),
     "other inputs": ("Buffer(", "UserInput(", "Scalar(", "Accumulator(", "Seed", "Tangent"),
 }
-_RESULTS = ("Loss", "Grad(", "UserOutput(", "ModuleResult(", "Saved(")
+_RESULTS = ("Loss", "Grad(", "InputGrad(", "UserOutput(", "ModuleResult(", "Saved(")
 
 
 def difference(mine: Plan, theirs: Plan) -> str:

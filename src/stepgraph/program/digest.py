@@ -8,7 +8,9 @@ from torch import fx
 
 from stepgraph.program.program import Program
 
-_HERE = re.compile(r" at 0x[0-9a-f]+|(?<=[a-z]):[0-9]+")  # addresses, and the number of a rank's device
+_HERE = re.compile(
+    r" at 0x[0-9a-f]+|(?<=[a-z]):[0-9]+"
+)  # addresses, and the number of a rank's device
 
 
 def digest_of(programs: Mapping[str, Program]) -> int:

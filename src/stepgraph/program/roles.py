@@ -114,6 +114,13 @@ class Grad:
 
 
 @dataclass(frozen=True)
+class InputGrad:
+    """The gradient of leaf ``index`` of the batch, of a caller that wants it: placed like that."""
+
+    index: int
+
+
+@dataclass(frozen=True)
 class NewParam:
     """The updated parameter."""
 
@@ -147,8 +154,8 @@ Input = (
     | GivenGrad | Saved | Accumulator
 )  # fmt: skip
 Output = (
-    Loss | UserOutput | ModuleResult | Saved | Grad | NewParam | NewBuffer | NewOptimizerState
-    | NewAccumulator
+    Loss | UserOutput | ModuleResult | Saved | Grad | InputGrad | NewParam | NewBuffer
+    | NewOptimizerState | NewAccumulator
 )  # fmt: skip
 
 # What each call brings along; everything else is state.

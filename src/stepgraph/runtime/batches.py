@@ -1,5 +1,6 @@
 """Batches: pytrees of tensors; their micro-batches and global shape; which kinds there have been."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ class LocalBatch(BatchSpec):
         """``input_ids [4, 128] int64, ...`` for messages."""
         return ", ".join(
             f"{path} {list(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}"
+            + (", its gradient wanted" if leaf.requires_grad else "")
             for path, leaf in zip(self.paths, self.leaves, strict=True)
             if isinstance(leaf, torch.Tensor)
         )
@@ -83,15 +85,22 @@ def flatten_batch(batch: Any, device: torch.device) -> LocalBatch:
     if len(set(sizes.values())) > 1:
         raise BatchError(
             "the tensors of a batch must agree in dimension 0, which is the batch: "
-            + ", ".join(f"{path} has {size}" for path, size in sizes.items())
+            + ", ".join(f"{path} has {size}" for path, size in sizes.items()),
+            do="expand what is shared by all rows to one for each (`.expand(rows, ...)`), make a number a "
+            "0-dim tensor, or keep it on the model, as a buffer",
         )
     key = tuple(
-        (tuple(leaf.shape), leaf.dtype)
+        (tuple(leaf.shape), leaf.dtype, *(("gradient",) if _learns(leaf) else ()))
         if isinstance(leaf, torch.Tensor)
         else ("constant", type(leaf).__name__, leaf)
         for leaf in leaves
     )
     return LocalBatch(leaves, paths, tree, (key, paths, str(tree)))
+
+
+def _learns(leaf: torch.Tensor) -> bool:
+    """Whether its gradient will be asked for."""
+    return leaf.requires_grad and torch.is_grad_enabled()
 
 
 def _constant(path: str, leaf: Any) -> Any:
@@ -104,6 +113,40 @@ def _constant(path: str, leaf: Any) -> Any:
             do="pass a tensor (torch.as_tensor), a number, a string or None, or keep it on the model",
         ) from error
     return leaf
+
+
+_OUT_OF_RANGE = re.compile(r"out of (bounds|range)")
+_NUMBER = re.compile(r"(?:index|target) (-?\d+)", re.IGNORECASE)
+
+
+def index_error(error: Exception, named: Iterable[tuple[str, Any]]) -> BatchError | None:
+    """Which tensors of a batch may hold the index that torch found out of range; None: it is not about one.
+
+    Args:
+        named: the batch's leaves.
+    """
+    if not _OUT_OF_RANGE.search(str(error)):
+        return None
+    numbers = [
+        (name, leaf)
+        for name, leaf in named
+        if isinstance(leaf, torch.Tensor) and leaf.numel() and _counts(leaf)
+    ]
+    found = _NUMBER.search(str(error))
+    holders = [p for p in numbers if found and bool((p[1] == int(found[1])).any())] or numbers
+    spans = [f"{name} (from {int(x.min())} to {int(x.max())})" for name, x in holders]
+    if not spans:
+        return None
+    return BatchError(
+        f"an index is out of range, which is likely in the batch's {' or '.join(spans)}",
+        why=str(error).strip().splitlines()[0],
+        do="labels and ids lie between 0 and the number of classes or words less one; labels to be ignored "
+        "have the loss's ignore_index (-100)",
+    )
+
+
+def _counts(leaf: torch.Tensor) -> bool:
+    return not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool)
 
 
 def split_micro_batches(batch: LocalBatch, count: int) -> list[list[Any]]:
@@ -126,9 +169,21 @@ def split_micro_batches(batch: LocalBatch, count: int) -> list[list[Any]]:
     return [list(leaves) for leaves in zip(*slices, strict=True)]
 
 
-def global_spec(batch: LocalBatch, micro_batches: int, data_parallel: int) -> BatchSpec:
-    """The batch of the global shape of one micro-batch, as fake tensors."""
-    whole = fake_leaves(lambda rows: rows // micro_batches * data_parallel)
+def global_spec(
+    batch: LocalBatch, micro_batches: int, data_parallel: int, gradients: bool = False
+) -> BatchSpec:
+    """The batch of the global shape of one micro-batch, as fake tensors.
+
+    Args:
+        gradients: those of the leaves that require one are wanted.
+    """
+    fake = fake_leaves(lambda rows: rows // micro_batches * data_parallel)
+
+    def whole(leaf: Any) -> Any:
+        made = fake(leaf)
+        wanted = gradients and isinstance(leaf, torch.Tensor) and _learns(leaf)
+        return made.requires_grad_() if wanted else made
+
     return BatchSpec(tuple(map(whole, batch.leaves)), batch.paths, batch.tree)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from stepgraph.capture.module import BatchSpec, LossFunction
 from stepgraph.capture.python_values import PythonValues
@@ -32,24 +33,25 @@ from stepgraph.runtime.ranks import from_first_rank
 from stepgraph.runtime.recompiles import Stats, before_compiling, count_call, recompilation_reason
 from stepgraph.runtime.state import State
 from stepgraph.runtime.watch import Watch
-from stepgraph.torch_internals import hooks, pytree
+from stepgraph.torch_internals import dtensors, hooks, pytree
 
 log = logging.getLogger("stepgraph")
 
 MAX_SHAPES = 8
+_CONVERTED = "parameters or buffers were converted to another type"
 _COUNTED_APART = "parameters that were updated together at every step no longer are"
 
 
 @dataclass
 class Compiled:
-    """One entry point for one batch shape: its programs in the order they run, and the result's tree.
+    """One entry point for one batch shape: its programs in the order they run, and what they return.
 
     ``values``: what the code read from Python when it was captured, and what it changes. ``digest``: of
     what was captured, the same on every rank.
     """
 
     programs: dict[str, LoweredProgram]
-    result_tree: Any = None
+    results: Any = None
     split: SplitProgram | None = None
     values: PythonValues = PythonValues()
     digest: int = 0
@@ -72,7 +74,8 @@ class Compiler:
     """Compiles entry points, each once for a kind of batch, and keeps the programs.
 
     ``as_module``: results are those of a module (this rank's rows), not of a loss callable. ``watch``:
-    tells whether other ranks do the same.
+    tells whether other ranks do the same. ``needs_values``: to compile for a model that was not filled yet
+    is an error. ``capturing``: the model is as it is captured.
     """
 
     state: State
@@ -83,6 +86,8 @@ class Compiler:
     max_shapes: int = MAX_SHAPES
     as_module: bool = False
     watch: Watch | None = None
+    needs_values: bool = True
+    capturing: Callable[[], AbstractContextManager] = contextlib.nullcontext
     stats: Stats = field(default_factory=Stats)
     programs: dict[str, Program] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -96,11 +101,12 @@ class Compiler:
         state = self.state
         self.model, self.optimizer, self.ranks = state.model, state.optimizer, state.ranks
         self._parameters = list(self.model.parameters())
-        self._data = [parameter.untyped_storage() for parameter in self._parameters]
+        self._data, self._own = self._seen_data()
         self.kinds = KindsOfBatch(self.ranks, self.max_shapes)
         self._compiled: dict[str, dict[tuple, list[Compiled]]] = {}
         self._counters = self.state.counters.version
         self._outdated: set[tuple] = set()
+        self._dropped: set[str] = set()
         self._digest = 0  # of what was captured last
         self._last: dict[tuple, Compiled] = {}  # what each kind of call has run last
         self._calls: dict[tuple[str, int], tuple[str, int]] = {}  # what it is, and its digest
@@ -133,10 +139,12 @@ class Compiler:
         self._drop_outdated()
         self.kinds.meet(name, batch)
         known = self._compiled.setdefault(name, {})
-        for compiled in known.get(key, ()):
-            if compiled.values.hold():
-                return self._chosen(compiled, name, key)
-        self.state.check_filled()
+        with self.capturing():
+            for compiled in known.get(key, ()):
+                if compiled.values.hold():
+                    return self._chosen(compiled, name, key)
+        if self.needs_values:
+            self.state.check_filled()
         if key in known:
             reason = self._changed_value(name, known[key])
         else:
@@ -188,8 +196,10 @@ class Compiler:
                 why="they are placed when the engine is made, and its programs go on with those",
                 do="change the model before; to load values, use load_state_dict without assign=True",
             )
+        if self.state.adopt_converted():
+            self._dropped |= {name for name, known in self._compiled.items() if known}
+            self._compiled.clear()
         self.check_data()
-        self.state.buffers.adopt()
 
     def check_data(self) -> None:
         """``parameter.data = ...`` changes nothing of a DTensor but what it looks like.
@@ -200,14 +210,23 @@ class Compiler:
         now = map(torch.Tensor.untyped_storage, self._parameters)
         if all(map(operator.is_, now, self._data)):
             return
-        pairs = zip(self.model.named_parameters(), self._data, strict=True)
-        changed = [name for (name, p), data in pairs if p.untyped_storage() is not data]
+        data, own = self._seen_data()
+        rows = zip(self.model.named_parameters(), data, self._data, own, self._own, strict=True)
+        changed = [name for (name, _), a, b, c, d in rows if a is not b and c is d]
+        if not changed:  # their parts are others as well: converted, and taken in
+            self._data, self._own = data, own
+            return
         raise UsageError(
             f"other data was assigned to parameters after they were placed: {name_a_few(changed)}",
             why="they are DTensors, and assigning to .data does not reach their parts",
             do="write in place, parameter.data.copy_(values) with a DTensor of the same placements, or "
             "use engine.load_state_dict with whole tensors; model.to(...) goes before",
         )
+
+    def _seen_data(self) -> tuple[list, list]:
+        """Of each parameter what ``.data = ...`` replaces, and the part that it does not reach."""
+        own = [dtensors.own_part(p) if isinstance(p, DTensor) else p for p in self._parameters]
+        return [p.untyped_storage() for p in self._parameters], own
 
     def update(self, names: Sequence[str]) -> LoweredProgram:
         """The program that updates these parameters from gradients that the caller holds."""
@@ -229,11 +248,14 @@ class Compiler:
         self, name: str, key: tuple, reason: str | None, compile_: Callable[[], Compiled]
     ) -> Compiled:
         """One compilation of an entry point, unless a :func:`no_recompiles` block forbids it."""
+        if name in self._dropped:
+            self._dropped.discard(name)
+            reason = f"{name}: {_CONVERTED}"
         if (name, key) in self._outdated:
             reason = f"{name}: {_COUNTED_APART}"
         if reason is not None:
             before_compiling(self, name, reason)
-        with self.counting(reason):
+        with self.counting(reason), self.capturing():
             compiled = compile_()
             compiled.digest = self._digest
             return compiled
@@ -283,7 +305,8 @@ class Compiler:
         step, mesh = self.settings, self.ranks.shape
         if name != "step":
             step = replace(step, micro_batches=1)
-        capture = self._capture(global_spec(batch, step.micro_batches, mesh.data_size), step)
+        spec = global_spec(batch, step.micro_batches, mesh.data_size, name == "gradients")
+        capture = self._capture(spec, step)
         if name == "step":
             reduces = reduces_each_micro_batch(self.plan.placement, mesh)
             programs, captured = self._made(lambda: capture.step(reduces))
@@ -291,11 +314,20 @@ class Compiler:
         if name == "gradients":
             sides, captured = self._made(lambda: capture.gradients(self.as_module), in_two=True)
             split = SplitProgram(sides["forward"], sides["backward"], self.state)
-            return Compiled(sides, captured.tree, split, captured.values)
+            results = self._results(captured, name, batch, step)
+            return Compiled(sides, results, split, captured.values)
         mode = contextlib.nullcontext() if self.as_module else evaluation_mode(self.model)
         with mode:
             programs, captured = self._made(lambda: capture.evaluation(self.as_module))
-        return Compiled(programs, captured.tree, values=captured.values)
+            results = self._results(captured, name, batch, step)
+        return Compiled(programs, results, values=captured.values)
+
+    def _results(self, captured: Captured, name: str, batch: LocalBatch, step: StepSettings) -> Any:
+        """The structure of what is returned; numbers of a module's are those of this rank's rows."""
+        if not self.as_module or self.ranks.shape.data_size == 1 or not captured.tree.has_numbers:
+            return captured.tree
+        own = self._capture(global_spec(batch, 1, 1, name == "gradients"), step)
+        return (own.gradients(True) if name == "gradients" else own.evaluation(True)).tree
 
     def _made(
         self, capture: Callable[[], Captured], in_two: bool = False
@@ -348,18 +380,21 @@ class Compiler:
         finally:
             from_first_rank(decisions)
 
-    def report(self, notes: list[str]) -> None:
-        """Says what falls back, once.
+    def report(self, notes: list[str], falls_back: bool = True) -> None:
+        """Says what falls back, once, on the first rank.
+
+        Args:
+            falls_back: False: it is to be known, and nothing falls back.
 
         Raises:
-            StrictError: under ``strict=True``.
+            StrictError: under ``strict=True``, of what falls back.
         """
         new = [note for note in notes if note not in self.notes]
-        if new and self.strict:
+        if new and self.strict and falls_back:
             raise StrictError(
                 "strict=True, and the step would fall back: " + "; ".join(new),
                 do="remove the cause, or strict=False to accept and report it",
             )
-        for note in new:
+        for note in new if self.ranks.rank == 0 else ():
             log.warning("%s", note)
         self.notes += new

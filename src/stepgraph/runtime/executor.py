@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import Shard
 
 from stepgraph import torch_internals
+from stepgraph.errors import UsageError
 from stepgraph.lowering.apply import lower
 from stepgraph.lowering.partition import forward_and_backward
 from stepgraph.lowering.record import Executable
@@ -22,6 +21,7 @@ from stepgraph.program import roles
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.mesh_roles import role_of
 from stepgraph.program.program import Program, Value
+from stepgraph.runtime.batches import index_error
 from stepgraph.runtime.state import State
 
 
@@ -54,7 +54,14 @@ class LoweredProgram:
             value = leaves[role.index] if of_batch else (brought or {})[role]
             saved = isinstance(role, roles.Saved)  # by a program, with the strides that it promised
             arguments[position] = value if saved else value.contiguous()
-        return dict(zip(self.outputs, self.execute(arguments), strict=True))
+        try:
+            return dict(zip(self.outputs, self.execute(arguments), strict=True))
+        except (RuntimeError, IndexError) as error:
+            given = [role for _, role in self.places if isinstance(role, roles.UserInput)]
+            named = ((role.name, leaves[role.index]) for role in given if role.index < len(leaves))
+            if (clear := index_error(error, named)) is None:
+                raise
+            raise clear from error
 
 
 def lower_for_rank(
@@ -95,6 +102,7 @@ class SplitProgram:
         program = self.forward.program
         values = dict(zip(program.outputs, program.output_values, strict=True))
         self.gradients = {r.name: value for r, value in values.items() if isinstance(r, roles.Grad)}
+        self.learned = {r.index: v for r, v in values.items() if isinstance(r, roles.InputGrad)}
         kinds = (roles.Loss, roles.ModuleResult)
         self.results = [role for role in program.outputs if isinstance(role, kinds)]
         self.shares = [self._share(values[role]) for role in self.results]
@@ -106,10 +114,17 @@ class SplitProgram:
         """Runs the forward; the results carry a graph, whose backward adds to the parameters' ``.grad``.
 
         A gradient is that of the loss on the global batch, where results are those of the global batch;
-        of results that are this rank's rows it is the mean over data-parallel ranks, as with DDP.
+        of results that are this rank's rows it is the mean over data-parallel ranks, as with DDP. An
+        input's gradient is as DDP has it, too: that of this rank's own loss, whose mean over data-parallel
+        ranks is the global one, for a module in front of this one to take the mean of.
         """
-        parameters = map(self.state.model.get_parameter, self.gradients)
-        return list(_Call.apply(self, list(leaves), *parameters))
+        parameters = map(self.state.parameters.__getitem__, self.gradients)
+        given = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return list(_Call.apply(self, given, *(leaves[i] for i in self.learned), *parameters))
+
+    def input_gradient(self, index: int, found: torch.Tensor) -> torch.Tensor:
+        """What the caller gets of what the backward computes, which is the mean over ranks."""
+        return found / self._share(self.learned[index])
 
     def _share(self, result: Value) -> float:
         """What a tangent counts for: a rank's own rows for one rank of many."""
@@ -135,7 +150,7 @@ class SplitProgram:
 
     def versions(self) -> list[int]:
         """How often what the backward reads was written, to find that it was in between."""
-        named = map(self.state.model.get_parameter, self.gradients)
+        named = map(self.state.parameters.__getitem__, self.gradients)
         return [tensor._version for tensor in (*named, *self._read_again)]
 
 
@@ -147,7 +162,7 @@ CHANGED_BETWEEN = (
 
 class _Call(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, split: SplitProgram, leaves: list, *parameters: nn.Parameter):
+    def forward(ctx, split: SplitProgram, leaves: list, *learned: torch.Tensor):
         found = split.forward.run(leaves)
         saved = [value for role, value in found.items() if isinstance(role, roles.Saved)]
         ctx.save_for_backward(*saved)
@@ -157,8 +172,17 @@ class _Call(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *tangents: torch.Tensor):
+        with torch.no_grad():
+            gradients = _Call.gradients(ctx, tangents)
+        if not torch.is_grad_enabled():
+            return None, None, *gradients
+        anchor = torch.zeros((), requires_grad=True)
+        return None, None, *_Once.apply(anchor, *gradients)
+
+    @staticmethod
+    def gradients(ctx, tangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Of the inputs that are learned, and of the parameters."""
         split: SplitProgram = ctx.split
         if split.versions() != ctx.versions:
             raise RuntimeError(CHANGED_BETWEEN)
@@ -172,8 +196,23 @@ class _Call(torch.autograd.Function):
         found = split.backward.run((), brought)
         state = split.state
         gradients = split.gradients.items()
-        return (
-            None,
-            None,
+        return [
+            *(split.input_gradient(i, found[roles.InputGrad(i)]) for i in split.learned),
             *(state.as_dtensor(found[roles.Grad(n)], value) for n, value in gradients),
+        ]
+
+
+class _Once(torch.autograd.Function):
+    """Gradients that cannot be differentiated again: the backward is a compiled program."""
+
+    @staticmethod
+    def forward(ctx, anchor: torch.Tensor, *gradients: torch.Tensor):
+        return gradients
+
+    @staticmethod
+    def backward(ctx, *tangents: torch.Tensor):
+        raise UsageError(
+            "a gradient of a gradient (create_graph=True) goes through a compiled backward",
+            why="stepgraph compiles first derivatives only, as torch.compile does",
+            do="leave the module that is differentiated twice (a gradient penalty's) out of stepgraph",
         )

@@ -5,7 +5,6 @@ DTensors that view their unpadded part: a step writes the storage in place, so t
 """
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,8 +22,9 @@ from stepgraph.program.layout import local_shape, replicated
 from stepgraph.program.program import Program, Value
 from stepgraph.program.randomness import host_seed, seed_words
 from stepgraph.runtime import optimizer_state
+from stepgraph.runtime.buffers import PlacesOfBuffers
 from stepgraph.runtime.ranks import Ranks, agree_on
-from stepgraph.torch_internals import hooks
+from stepgraph.torch_internals import dtensors, hooks
 
 
 class State(optimizer_state.Stored):
@@ -48,7 +48,13 @@ class State(optimizer_state.Stored):
     ) -> None:
         super().__init__(model, optimizer, ranks, device)
         self.counters = SharedCounters(_while_alive(self, State._divide_counters))
-        self.unfilled: set[str] = set()
+        self._installed: dict[str, torch.Tensor] = {}  # what each parameter held when it was placed
+        self.unfilled: dict[
+            str, tuple[torch.Tensor, int]
+        ] = {}  # what stands for them, never written
+        self.how_to_fill = (
+            "call engine.load(...) or engine.load_state_dict(...) before the first step"
+        )
         self._numbers = optimizer_state.GroupNumbers(optimizer) if optimizer is not None else None
         self._accumulators: list[torch.Tensor] | None = None
         named = dict(model.named_parameters())
@@ -58,8 +64,8 @@ class State(optimizer_state.Stored):
         }
         for name, buffer in model.named_buffers():
             if buffer.is_meta:
-                self.unfilled.add(name)
                 buffer = torch.empty_like(buffer, device=device)
+                self.unfilled[name] = (buffer, buffer._version)
             else:
                 buffer = buffer.to(device)
                 agree_on(buffer, ranks)
@@ -68,7 +74,7 @@ class State(optimizer_state.Stored):
             model.get_submodule(path)._buffers[leaf] = buffer
         self.buffers = PlacesOfBuffers(model)
         _replace_parameters(model, optimizer, replaced)
-        self._parameters = list(replaced.values())
+        self.parameters = dict(zip(named, replaced.values(), strict=True))
         if optimizer is not None:
             publish = _while_alive(self, lambda state, _: optimizer_state.publish(state))
             adopt = _while_alive(self, lambda state, _: optimizer_state.adopt(state))
@@ -84,7 +90,6 @@ class State(optimizer_state.Stored):
         stored = stored_parameter(preset, tuple(tensor.shape), self.ranks.shape)
         value = Value(tuple(tensor.shape), tensor.dtype, stored)
         if tensor.is_meta:
-            self.unfilled.add(name)
             local = self.filled(value)
         else:
             whole = tensor.detach().to(self.device).contiguous()
@@ -94,6 +99,9 @@ class State(optimizer_state.Stored):
                 local = local.clone()  # a view would keep the whole parameter alive
         self.tensors[roles.Param(name)] = local
         parameter = nn.Parameter(self.as_dtensor(local, value), requires_grad=tensor.requires_grad)
+        self._installed[name] = dtensors.own_part(parameter)  # type: ignore[arg-type]
+        if tensor.is_meta:
+            self.unfilled[name] = (parameter, parameter._version)
         hooks.share_hooks(tensor, parameter)
         return parameter
 
@@ -144,9 +152,60 @@ class State(optimizer_state.Stored):
         assert isinstance(parameter, DTensor) and value.placements is not None
         if tuple(parameter.placements) == value.placements:
             return
-        local = self.part_of(parameter.detach(), value.placements).clone()
-        self.tensors[role] = local
-        torch_internals.replace_parts(parameter, self.as_dtensor(local, value))
+        self._install(role, parameter, value)
+
+    def _install(self, role: roles.Param, parameter: DTensor, value: Value) -> None:
+        """Stores what a parameter has now: where programs have it, if that can be."""
+        assert value.placements is not None
+        local = self.part_of(parameter.detach(), value.placements)
+        held = self.tensors[role]
+        if (held.shape, held.dtype, held.device) == (local.shape, local.dtype, local.device):
+            local = held.copy_(local)
+        else:
+            local = self.tensors[role] = local.clone()
+        dtensors.replace_parts(parameter, self.as_dtensor(local, value))
+        self._installed[role.name] = dtensors.own_part(parameter)
+
+    def adopt_converted(self) -> bool:
+        """Stores parameters and buffers anew that were replaced since: ``model.to(dtype)``, ``to_empty``.
+
+        Returns:
+            whether one is of another type, so that programs must be made anew.
+
+        Raises:
+            UsageError: of :meth:`adopt_parameters`, and of a buffer that cannot be taken.
+        """
+        converted = self.adopt_parameters()
+        adopted = self.buffers.adopt()
+        for name, buffer in adopted.items():
+            self.tensors[roles.Buffer(name)] = buffer
+            self.unfilled.pop(name, None)
+        return bool(adopted) or converted
+
+    def adopt_parameters(self) -> bool:
+        """:meth:`adopt_converted` of the parameters alone: where code reads buffers, it may replace them.
+
+        Raises:
+            UsageError: an optimizer's state is with the old ones.
+        """
+        found = [
+            (name, parameter)
+            for name, parameter in self.parameters.items()
+            if dtensors.own_part(parameter) is not self._installed[name]
+        ]
+        if found and self.functional is not None:
+            raise errors.UsageError(
+                f"parameters were converted or moved after the first step: "
+                f"{errors.name_a_few([name for name, _ in found])}",
+                why="the optimizer's state in the compiled step is of the old type and place",
+                do="convert the model before it is given to Engine, or use compute_dtype",
+            )
+        before = dict(self.tensors) if found else {}
+        for name, parameter in found:
+            value = Value(tuple(parameter.shape), parameter.dtype, tuple(parameter.placements))
+            self._install(roles.Param(name), parameter, value)
+            self.unfilled.pop(name, None)
+        return any(self.tensors[role] is not held for role, held in before.items())
 
     def clear_accumulators(self) -> None:
         """Zeroes every accumulator, before the first micro-batch of a step."""
@@ -191,12 +250,21 @@ class State(optimizer_state.Stored):
         Raises:
             UnfilledModelError: names what is missing.
         """
+        for name, (tensor, version) in list(self.unfilled.items()):
+            if tensor._version != version or self._was_replaced(name):
+                del self.unfilled[name]
         if self.unfilled:
             raise errors.UnfilledModelError(
                 f"the model was on the meta device, and has no values for: "
                 f"{errors.name_a_few(sorted(self.unfilled))}",
-                do="call engine.load(...) or engine.load_state_dict(...) before the first step",
+                do=self.how_to_fill,
             )
+
+    def _was_replaced(self, name: str) -> bool:
+        parameter = self.parameters.get(name)
+        if parameter is None:
+            return self.model.get_buffer(name) is not self.tensors[roles.Buffer(name)]
+        return dtensors.own_part(parameter) is not self._installed[name]  # type: ignore[arg-type]
 
     def update_numbers(self) -> None:
         """Copies the numbers of the optimizer's parameter groups (learning rates) into inputs.
@@ -209,7 +277,7 @@ class State(optimizer_state.Stored):
 
     def mark_written(self) -> None:
         """Tells autograd that parameters have other values: a program wrote them where it does not look."""
-        torch.autograd.graph.increment_version(self._parameters)
+        torch.autograd.graph.increment_version(list(self.parameters.values()))
 
     # -- state dicts
 
@@ -261,7 +329,7 @@ class State(optimizer_state.Stored):
             else:
                 with torch.no_grad():  # a forward may have made it
                     target.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
-            self.unfilled.discard(name)
+            self.unfilled.pop(name, None)
 
 
 def _while_alive(state: State, function: Callable[..., None]) -> Callable[..., None]:
@@ -306,51 +374,3 @@ def _replace_parameters(
             group["params"] = [replaced[tensor] for tensor in group["params"]]
         for old in [tensor for tensor in optimizer.state if tensor in replaced]:
             optimizer.state[replaced[old]] = optimizer.state.pop(old)
-
-
-# -- buffers
-
-
-class PlacesOfBuffers:
-    """Where a model has its buffers: modules, their names there, and what stood there at first.
-
-    Programs take those that it had when they were made.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._places = [
-            (f"{path}.{leaf}" if path else leaf, module, leaf, buffer)
-            for path, module in model.named_modules()
-            for leaf, buffer in module._buffers.items()
-        ]
-        count = Counter(id(buffer) for *_, buffer in self._places if buffer is not None)
-        self._shared = {key for key, places in count.items() if places > 1}
-
-    def adopt(self) -> None:
-        """Copies a buffer that was put in another's place into that one, and puts that back.
-
-        Raises:
-            UsageError: it has another shape or type, there was none or is none now, or modules share it.
-        """
-        for name, module, leaf, own in self._places:
-            buffer = module._buffers.get(leaf)
-            if buffer is own:
-                continue
-            if (
-                buffer is None
-                or own is None
-                or id(own) in self._shared
-                or (buffer.shape, buffer.dtype) != (own.shape, own.dtype)
-            ):
-                raise errors.UsageError(
-                    f"buffer {name!r} was replaced by {_shown(buffer)}, and programs take {_shown(own)}"
-                    + (", which modules share" if id(own) in self._shared else ""),
-                    do="give the model its buffers before the engine is made",
-                )
-            with torch.no_grad():
-                own.copy_(buffer)
-            module._buffers[leaf] = own
-
-
-def _shown(buffer: torch.Tensor | None) -> str:
-    return "none" if buffer is None else f"{list(buffer.shape)} {buffer.dtype}"

@@ -219,11 +219,6 @@ def _single_dim_rules() -> dict:
     return getattr(_propagator(), "op_single_dim_strategy_funcs", {})
 
 
-def replace_parts(tensor: DTensor, other: DTensor) -> None:
-    """Lets a DTensor hold another one's parts and placements; it stays the same object."""
-    tensor._local_tensor, tensor._spec = other._local_tensor, other._spec
-
-
 def planning_mesh(sizes: tuple[int, ...]) -> Any:
     """A DeviceMesh of these sizes without processes, to ask sharding rules on."""
     from torch.distributed.device_mesh import DeviceMesh

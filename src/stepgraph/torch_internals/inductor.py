@@ -83,11 +83,32 @@ def _compute_numbers_once(graph: fx.GraphModule) -> None:
 
 
 def _keep_strides(module: fx.GraphModule, graph: fx.GraphModule) -> None:
-    """Results keep the strides that the module promises: another program was compiled for them."""
+    """Results keep the strides that the module promises: another program was compiled for them.
+
+    Inductor keeps those that it traced. A decomposition may have others (of ``cat`` with an empty tensor,
+    which is how a cache of keys begins, a copy is left, laid out like its argument): that result is copied.
+    """
+    from torch._inductor.inductor_prims import force_stride_order
+
     results = module.graph.output_node().args[0]
     output = graph.graph.output_node()
+    traced = list(output.args[0])  # type: ignore[arg-type]
+    copies: dict[tuple, fx.Node] = {}
+    for index, (result, node) in enumerate(zip(results, traced, strict=True)):  # type: ignore[arg-type]
+        promised = result.meta["val"]  # type: ignore[union-attr]
+        sizes = zip(promised.shape, promised.stride(), node.meta["val"].stride(), strict=True)  # type: ignore[union-attr]
+        if all(size == 1 or wanted == found for size, wanted, found in sizes):
+            continue
+        key = (node, promised.stride())
+        if key not in copies:
+            with graph.graph.inserting_before(output):
+                copies[key] = graph.graph.call_function(force_stride_order, key)
+            copies[key].meta["val"] = promised
+        traced[index] = copies[key]
+    output.args = (tuple(traced),)
     output.meta["original_output_strides"] = [node.meta["val"].stride() for node in results]  # type: ignore[union-attr]
-    output.meta["user_visible_output_idxs"] = list(range(len(results)))  # type: ignore[arg-type]
+    output.meta["user_visible_output_idxs"] = list(range(len(traced)))
+    graph.recompile()
 
 
 @contextlib.contextmanager

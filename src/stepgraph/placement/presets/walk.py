@@ -231,10 +231,16 @@ class Walk:
                 self.outputs[role] = self.inputs[written]
             elif isinstance(role, roles.Grad):
                 self.outputs[role] = self.kind.updated(role.name, value.shape)
+            elif isinstance(role, roles.InputGrad):
+                self.outputs[role] = self._where_given(role.index)
             elif isinstance(role, roles.ModuleResult):
                 self.outputs[role] = self.kind.returned(self, node)
             else:
                 self.outputs[role] = REPLICATE
+
+    def _where_given(self, index: int) -> Placement:
+        given = self.inputs.items()
+        return next(p for r, p in given if isinstance(r, roles.UserInput) and r.index == index)
 
 
 def shapes_of(program: Program) -> dict[str, tuple[int, ...]]:

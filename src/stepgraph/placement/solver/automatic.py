@@ -113,6 +113,7 @@ def _pins(program: Program, mesh: MeshShape) -> dict[Any, Placements]:
         if isinstance(role, roles.UserInput):
             divides = bool(value.shape) and value.shape[0] % mesh.data_size == 0
             pins[role] = _where_rows_differ(mesh, Shard(0) if divides else REPLICATE)
+            pins[roles.InputGrad(role.index)] = pins[role]
     results = [role for role in program.outputs if isinstance(role, roles.ModuleResult)]
     if results:
         walk = walk_data_parallel(program, mesh.data_size, mesh.data_size, WHOLE)

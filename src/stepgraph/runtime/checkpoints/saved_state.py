@@ -174,7 +174,8 @@ def load_model(state: State, saved: SavedState) -> None:
     for name in (name for name in own if name.endswith(_EXTRA_STATE)):
         module = state.model.get_submodule(name.removesuffix(_EXTRA_STATE).removesuffix("."))
         module.set_extra_state(saved.read_tree("model", name))
-    state.unfilled -= filled
+    for name in filled:
+        state.unfilled.pop(name, None)
 
 
 # -- the optimizer

@@ -225,6 +225,7 @@ class Planner:
         """One memory policy; a solver is given less room until what it does not count fits as well."""
         limits, limit = Limits(budget), None
         best: Attempt | None = None
+        too_small: BudgetError | None = None
         for _ in range(MOST_SOLUTIONS):
             self.stage("solve")
             try:
@@ -238,6 +239,7 @@ class Planner:
                     keep=not (once and not plan.request.searches),
                 )
             except BudgetError as error:
+                too_small = error
                 limit = limits.raised_to(error.least or 0)
                 if limit is not None:
                     continue
@@ -251,7 +253,9 @@ class Planner:
             limit = limits.after(held, attempt.peak) if plan.request.searches else None
             if limit is None:
                 break
-        assert best is not None
+        if best is None:
+            assert too_small is not None
+            raise too_small
         return best
 
 

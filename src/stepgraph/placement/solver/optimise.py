@@ -16,7 +16,7 @@ import numpy as np
 from stepgraph.placement.solver.choices import Problem, Reader, Solution, descend
 from stepgraph.placement.solver.formulation import Formulation
 
-_CHEAP = 5.0  # seconds for branches of the relaxation
+_CHEAP = 20_000  # steps of the simplex for branches of the relaxation: seconds, the same on every machine
 _WHOLE = 1e-6  # what differs less from 0 or 1 is that
 _OPTIMAL = highspy.HighsModelStatus.kOptimal
 
@@ -71,12 +71,12 @@ class _Search:
         """
         highs = self._highs()
         highs.setOptionValue("solve_relaxation", True)
+        highs.setOptionValue("time_limit", np.inf)  # a busy machine must not decide otherwise
         highs.run()
         self._is_feasible(highs)
         if highs.getModelStatus() != _OPTIMAL:
             return None
-        seconds = min(_CHEAP, self.deadline - time.monotonic())
-        highs.setOptionValue("time_limit", highs.getRunTime() + max(0.0, seconds))
+        left = _CHEAP
         values = np.asarray(highs.getSolution().col_value)
         best, chosen = self._rounded(values)
         fixed: dict[int, float] = {}
@@ -97,7 +97,9 @@ class _Search:
                 before, fixed = fixed, below | {column: value}
                 _fix(highs, before, fixed)
                 highs.setOptionValue("objective_bound", enough)
+                highs.setOptionValue("simplex_iteration_limit", max(0, left))
                 highs.run()
+                left -= highs.getInfo().simplex_iteration_count
                 status = highs.getModelStatus()
                 if status == _OPTIMAL:
                     values = np.asarray(highs.getSolution().col_value)
@@ -105,7 +107,7 @@ class _Search:
                     heapq.heappush(waiting, (_objective(highs), next(numbers), fixed, values))
                 elif status == highspy.HighsModelStatus.kObjectiveBound:
                     closed = min(closed, enough)
-                elif status != highspy.HighsModelStatus.kInfeasible:  # out of time
+                elif status != highspy.HighsModelStatus.kInfeasible:  # out of steps
                     closed = min(closed, bound)
         if not np.isfinite(best):
             return None

@@ -54,7 +54,7 @@ def measure(name):
     return {
         "parameters": len(list(model.parameters())),
         "values that code reads": microseconds(compiled.values.hold),
-        "assigned data": microseconds(compiler.check_data),
+        "assigned data": microseconds(compiler.data.check),
         "calls of other ranks": microseconds(calls),
     }
 

@@ -290,3 +290,24 @@ def test_data_that_is_written_in_place_counts():
             parameter.data.mul_(0.5)
     step()
     assert engine.stats.compiles == 1
+
+
+class Settling(nn.Module):
+    """Notes at its first call what it would find out anyway, as models of the transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.kind = nn.Linear(6, 1), None
+
+    def forward(self, x):
+        if self.kind is None:
+            self.kind = "regression"
+        y = self.inner(x).square()
+        return y.mean() if self.kind == "regression" else y.sum()
+
+
+def test_a_value_that_changes_nothing_compiles_nothing():
+    engine, step, (_, model) = both(Settling)
+    for _ in range(3):
+        step()
+    assert (model.kind, engine.stats.compiles, engine.stats.recompiles) == ("regression", 1, [])

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import operator
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -10,9 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from stepgraph.capture.module import BatchSpec, LossFunction
 from stepgraph.capture.python_values import PythonValues
@@ -27,13 +24,14 @@ from stepgraph.program import roles
 from stepgraph.program.digest import digest_of
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.program import Program
+from stepgraph.runtime.assigned_data import AssignedData
 from stepgraph.runtime.batches import KindsOfBatch, LocalBatch, global_spec
 from stepgraph.runtime.executor import LoweredProgram, SplitProgram, lower_for_rank
 from stepgraph.runtime.ranks import from_first_rank
 from stepgraph.runtime.recompiles import Stats, before_compiling, count_call, recompilation_reason
 from stepgraph.runtime.state import State
 from stepgraph.runtime.watch import Watch
-from stepgraph.torch_internals import dtensors, hooks, pytree
+from stepgraph.torch_internals import hooks, pytree
 
 log = logging.getLogger("stepgraph")
 
@@ -55,6 +53,14 @@ class Compiled:
     split: SplitProgram | None = None
     values: PythonValues = PythonValues()
     digest: int = 0
+
+
+class _SameProgram(Exception):
+    """A value that code reads has changed, and what is computed has not."""
+
+    def __init__(self, compiled: Compiled, values: PythonValues) -> None:
+        super().__init__()
+        self.compiled, self.values = compiled, values
 
 
 @contextlib.contextmanager
@@ -101,14 +107,15 @@ class Compiler:
         state = self.state
         self.model, self.optimizer, self.ranks = state.model, state.optimizer, state.ranks
         self._parameters = list(self.model.parameters())
-        self._data, self._own = self._seen_data()
+        self.data = AssignedData(self.model)
         self.kinds = KindsOfBatch(self.ranks, self.max_shapes)
         self._compiled: dict[str, dict[tuple, list[Compiled]]] = {}
         self._counters = self.state.counters.version
         self._outdated: set[tuple] = set()
         self._dropped: set[str] = set()
         self._digest = 0  # of what was captured last
-        self._last: dict[tuple, Compiled] = {}  # what each kind of call has run last
+        self._others: list[Compiled] = []  # of the kind of call that is being compiled
+        self._last: dict[tuple, int] = {}  # what each kind of call has run last
         self._calls: dict[tuple[str, int], tuple[str, int]] = {}  # what it is, and its digest
         self._number = self.watch.made if self.watch is not None else 0
 
@@ -149,15 +156,19 @@ class Compiler:
             reason = self._changed_value(name, known[key])
         else:
             reason = recompilation_reason(name, known, batch, key, self.model)
-        compiled = self._counted(name, key, reason, lambda: self._compile(name, batch))
-        known.setdefault(key, []).append(compiled)
+        self._others = known.setdefault(key, [])
+        try:
+            compiled = self._counted(name, key, reason, lambda: self._compile(name, batch))
+        except _SameProgram as found:
+            compiled = replace(found.compiled, values=found.values)
+        self._others.append(compiled)
         return self._chosen(compiled, name, key)
 
     def _chosen(self, compiled: Compiled, name: str, key: tuple) -> Compiled:
         """Of several for one kind of batch, every rank takes the same."""
         if self.watch is not None:
-            if self._last.setdefault((name, key), compiled) is not compiled:
-                self._last[name, key] = compiled
+            if self._last.setdefault((name, key), compiled.digest) != compiled.digest:
+                self._last[name, key] = compiled.digest
                 self.watch.changes_to(compiled.digest)
             self.watch.runs(compiled.digest)
         return compiled
@@ -199,34 +210,7 @@ class Compiler:
         if self.state.adopt_converted():
             self._dropped |= {name for name, known in self._compiled.items() if known}
             self._compiled.clear()
-        self.check_data()
-
-    def check_data(self) -> None:
-        """``parameter.data = ...`` changes nothing of a DTensor but what it looks like.
-
-        Raises:
-            UsageError: somebody did that; names the parameters.
-        """
-        now = map(torch.Tensor.untyped_storage, self._parameters)
-        if all(map(operator.is_, now, self._data)):
-            return
-        data, own = self._seen_data()
-        rows = zip(self.model.named_parameters(), data, self._data, own, self._own, strict=True)
-        changed = [name for (name, _), a, b, c, d in rows if a is not b and c is d]
-        if not changed:  # their parts are others as well: converted, and taken in
-            self._data, self._own = data, own
-            return
-        raise UsageError(
-            f"other data was assigned to parameters after they were placed: {name_a_few(changed)}",
-            why="they are DTensors, and assigning to .data does not reach their parts",
-            do="write in place, parameter.data.copy_(values) with a DTensor of the same placements, or "
-            "use engine.load_state_dict with whole tensors; model.to(...) goes before",
-        )
-
-    def _seen_data(self) -> tuple[list, list]:
-        """Of each parameter what ``.data = ...`` replaces, and the part that it does not reach."""
-        own = [dtensors.own_part(p) if isinstance(p, DTensor) else p for p in self._parameters]
-        return [p.untyped_storage() for p in self._parameters], own
+        self.data.check()
 
     def update(self, names: Sequence[str]) -> LoweredProgram:
         """The program that updates these parameters from gradients that the caller holds."""
@@ -240,6 +224,7 @@ class Compiler:
             return Compiled(self._made(lambda: capture.update(names))[0])
 
         if key not in known:
+            self._others = []
             reason = f"{name}: other parameters have gradients" if known else None
             known[key] = [self._counted(name, key, reason, compile_update)]
         return known[key][0].programs["update"]
@@ -359,7 +344,10 @@ class Compiler:
 
         def make_all() -> tuple[Captured, Made]:
             captured = capture()
-            self._digest = digest_of(captured.programs) if self.watch is not None else 0
+            self._digest = digest_of(captured.programs)
+            same = next((one for one in self._others if one.digest == self._digest), None)
+            if same is not None:
+                raise _SameProgram(same, captured.values)
             where = (self.ranks.target, self.ranks.rank)
             return captured, make(
                 captured.programs, self.plan, *where, driver=driver, strict=self.strict

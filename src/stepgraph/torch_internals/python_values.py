@@ -195,8 +195,8 @@ def _changes_of(effects: Any) -> Iterator[Change]:
     read = {guard.name for guard in graph.guards}
     for variable in effects._get_modified_vars():
         source = getattr(variable, "source", None)
-        if source is None:
-            continue
+        if source is None or not _is_expression(source):
+            continue  # made within the code
         kind = variable.mutation_type
         if not isinstance(kind, (AttributeMutationExisting, ValueMutationExisting)):
             continue
@@ -216,6 +216,13 @@ def _changes_of(effects: Any) -> Iterator[Change]:
             path = readable(source.name)
             if "._buffers" not in path and "._parameters" not in path:
                 yield Change(path, holder, "", holder, *_value(variable), source.name in read)
+
+
+def _is_expression(source: Any) -> bool:
+    try:
+        return bool(source.name)
+    except NotImplementedError:
+        return False
 
 
 def _value(variable: Any) -> tuple[Any, bool, bool]:

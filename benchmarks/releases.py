@@ -21,18 +21,28 @@ RESULTS = Path(__file__).parent / "results" / "releases.json"
 KINDS = ("failure", "error", "skipped")
 
 
+def cases_of(
+    reports: list[Path],
+) -> dict[tuple[str, str], tuple[float, ElementTree.Element | None]]:
+    """Module and name of each test -> its seconds and what pytest says where it did not pass."""
+    cases = {}
+    for report in reports:
+        for case in ElementTree.parse(report).iter("testcase"):
+            found = next((case.find(kind) for kind in KINDS if case.find(kind) is not None), None)
+            name = str(case.get("classname")), str(case.get("name")).split("@")[0]
+            cases[name] = float(case.get("time") or 0), found
+    return cases
+
+
 def counted(reports: list[Path]) -> dict:
     """Numbers of tests, and why those failed that did: the first line of each message, how often."""
     kinds: collections.Counter[str] = collections.Counter()
     reasons: collections.Counter[str] = collections.Counter()
-    cases = {}
-    for report in reports:
-        for case in ElementTree.parse(report).iter("testcase"):
-            cases[case.get("classname"), str(case.get("name")).split("@")[0]] = case
-    for case in cases.values():
-        found = next((case.find(kind) for kind in KINDS if case.find(kind) is not None), None)
+    failed = []
+    for (module, name), (_, found) in cases_of(reports).items():
         kinds["passed" if found is None else found.tag] += 1
         if found is not None and found.tag != "skipped":
+            failed.append(f"{module}::{name}")
             text = (found.get("message") or "").strip().splitlines() or ["no message"]
             reasons[re.sub(r"0x[0-9a-f]+|[0-9]+", "#", text[0])[:120]] += 1
     return {
@@ -41,6 +51,7 @@ def counted(reports: list[Path]) -> dict:
         "errors": kinds["error"],
         "skipped": kinds["skipped"],
         "why": dict(reasons.most_common(25)),
+        "which": sorted(failed),
     }
 
 

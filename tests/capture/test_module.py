@@ -80,9 +80,9 @@ def test_the_first_of_several_outputs_is_the_loss():
 
 def test_evaluation_keeps_every_output_and_the_structure():
     model = Net(lambda net, x: {"y": net.linear(x), "pair": (x.sum(), x.mean())})
-    program, tree, _ = capture(model, lambda m, x: m(x), spec_of(X), training=False)
+    program, results, _ = capture(model, lambda m, x: m(x), spec_of(X), training=False)
     assert program.outputs == [roles.UserOutput(i) for i in range(3)]
-    result = torch.utils._pytree.tree_unflatten([0, 1, 2], tree)
+    result = results.rebuild({0: 0, 1: 1, 2: 2})
     assert set(result) == {"y", "pair"}
     assert not list(program.operations(BACKWARD))
 

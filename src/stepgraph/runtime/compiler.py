@@ -156,12 +156,12 @@ class Compiler:
             reason = self._changed_value(name, known[key])
         else:
             reason = recompilation_reason(name, known, batch, key, self.model)
-        self._others = known.setdefault(key, [])
+        self._others = known.get(key, [])
         try:
             compiled = self._counted(name, key, reason, lambda: self._compile(name, batch))
         except _SameProgram as found:
             compiled = replace(found.compiled, values=found.values)
-        self._others.append(compiled)
+        known.setdefault(key, []).append(compiled)
         return self._chosen(compiled, name, key)
 
     def _chosen(self, compiled: Compiled, name: str, key: tuple) -> Compiled:

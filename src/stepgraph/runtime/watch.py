@@ -74,9 +74,9 @@ class Watch:
         """
         if not self._inside:
             self._chain = zlib.crc32(repr((self._chain, digest, self._runs)).encode())
+            self._calls[self._number + 1] = (self._chain, shown)  # first: _now tells by it
             self._runs = []
             self._number += 1
-            self._calls[self._number] = (self._chain, shown)
             self._calls.pop(self._number - KEPT, None)
         self._inside += 1
         try:
@@ -177,7 +177,7 @@ class Watch:
         """The first rank's calls against this one's, as far as both have come."""
         if self._store.check(["end"]):
             self._end(self._store.get("end").decode())
-        number, runs, calls = self._number, list(self._runs), dict(self._calls)
+        number, runs, calls = self._now()
         self._store.set(f"calls/{self.rank}", json.dumps([number, runs, list(calls.items())]))
         if self.rank == 0:
             return
@@ -189,6 +189,13 @@ class Watch:
         if number == their_number and self._number == number and runs[:same] != their_runs[:same]:
             shown = calls[number][1]
             self._end(self._apart(number, f"{shown}, on another branch", shown))
+
+    def _now(self) -> tuple[int, list[int], dict[int, tuple[int, str]]]:
+        """One moment of what the main thread goes on to write."""
+        while True:
+            number, runs, calls = self._number, self._runs.copy(), self._calls.copy()
+            if number == self._number and number == max(calls, default=0):
+                return number, runs, calls
 
     def _published(self, rank: int) -> tuple[int, list[int], list]:
         """What a rank has told of its calls: the number of the last, what ran in it, and all."""

@@ -16,7 +16,9 @@ import numpy as np
 from stepgraph.placement.solver.choices import Problem, Reader, Solution, descend
 from stepgraph.placement.solver.formulation import Formulation
 
-_CHEAP = 20_000  # steps of the simplex for branches of the relaxation: seconds, the same on every machine
+_CHEAP = (
+    2_000_000_000  # steps of the simplex times columns, for branches of the relaxation: seconds
+)
 _WHOLE = 1e-6  # what differs less from 0 or 1 is that
 _OPTIMAL = highspy.HighsModelStatus.kOptimal
 
@@ -76,7 +78,7 @@ class _Search:
         self._is_feasible(highs)
         if highs.getModelStatus() != _OPTIMAL:
             return None
-        left = _CHEAP
+        left = _CHEAP // len(self.program.costs)
         values = np.asarray(highs.getSolution().col_value)
         best, chosen = self._rounded(values)
         fixed: dict[int, float] = {}

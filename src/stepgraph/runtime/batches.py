@@ -229,9 +229,12 @@ class KindsOfBatch:
     known: dict[str, dict[tuple, int]] = field(default_factory=dict)
 
     def number(self, entry: str, batch: LocalBatch) -> int:
-        """The number of a batch's kind, the same on every rank, from 1; 0: it is a new one."""
+        """1: a batch is of the one kind there is; 0: it is of a new kind, or of several.
+
+        Of those ranks agree in :meth:`meet`, where what differs is an error that may be caught.
+        """
         known = self.known.get(entry, {})
-        return known[batch.key] + 1 if batch.key in known else 0
+        return int(len(known) == 1 and batch.key in known)
 
     def meet(self, entry: str, batch: LocalBatch) -> None:
         """Makes sure that all ranks bring a batch of the same kind; all of them call it at every call.

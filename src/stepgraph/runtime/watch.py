@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import logging
 import os
 import sys
 import threading
@@ -19,7 +18,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -30,8 +29,6 @@ from stepgraph.errors import RanksDifferError
 from stepgraph.planning.fingerprint import fingerprint_of
 from stepgraph.planning.plan import Plan
 from stepgraph.runtime.ranks import Ranks, are_real
-
-log = logging.getLogger("stepgraph")
 
 TICK = 1.0  # seconds between two looks
 LONG = 2  # looks that find the same call going on, before it is looked at again and again
@@ -64,8 +61,7 @@ class Watch:
 
     # -- the main thread
 
-    @contextmanager
-    def call(self, shown: str, digest: int) -> Iterator[None]:
+    def call(self, shown: str, digest: int) -> AbstractContextManager:
         """One call of an entry point; every rank makes the same.
 
         Args:
@@ -78,20 +74,19 @@ class Watch:
             self._runs = []
             self._number += 1
             self._calls.pop(self._number - KEPT, None)
-        self._inside += 1
-        try:
-            yield
-        finally:
-            self._inside -= 1
+        return self._within()
 
     def runs(self, digest: int) -> None:
         """A program is run, in the call that is made."""
         self._runs.append(digest)
 
-    @contextmanager
-    def running(self, digest: int) -> Iterator[None]:
+    def running(self, digest: int) -> AbstractContextManager:
         """One graph of many is run: in the call that is made, or after it."""
-        self._runs.append(digest)
+        self.runs(digest)
+        return self._within()
+
+    @contextmanager
+    def _within(self) -> Iterator[None]:
         self._inside += 1
         try:
             yield
@@ -188,7 +183,7 @@ class Watch:
         same = min(len(runs), len(their_runs))
         if number == their_number and self._number == number and runs[:same] != their_runs[:same]:
             shown = calls[number][1]
-            self._end(self._apart(number, f"{shown}, on another branch", shown))
+            self._end(self._apart(number, f"{shown}, which runs other graphs there,", shown))
 
     def _now(self) -> tuple[int, list[int], dict[int, tuple[int, str]]]:
         """One moment of what the main thread goes on to write."""

@@ -531,9 +531,13 @@ def test_the_optimizers_state_dict_is_current_and_can_be_loaded():
 
 
 def test_a_tensor_that_is_neither_parameter_nor_buffer_is_named():
-    weights = torch.rand(8, 1)
+    class Holder:
+        __slots__ = ("weights",)
+
+    held = Holder()
+    held.weights = torch.rand(8, 1)
     with pytest.raises(stepgraph.errors.CaptureError, match="neither a parameter nor a buffer"):
-        engine_for(Regression(), loss=lambda m, b: m(*b) * weights.sum()).step(pairs())
+        engine_for(Regression(), loss=lambda m, b: m(*b) * held.weights.sum()).step(pairs())
 
 
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "zero3"])

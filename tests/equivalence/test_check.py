@@ -55,6 +55,11 @@ def test_a_sound_step_passes_on_every_mesh(plan, ranks):
     assert str(report).endswith("all passes agree")
 
 
+def test_a_plan_that_is_to_be_found_is_found_for_the_machine_at_hand():
+    report = check("mean", plan="auto")
+    assert report.ok, str(report)
+
+
 @pytest.mark.parametrize("reduction", ["count", "sum"])
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2", "zero3"])
 def test_micro_batches_pass(plan, reduction):

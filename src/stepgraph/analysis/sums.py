@@ -131,7 +131,8 @@ def _constant(
     them, is not known to be alike, as what code between graphs makes.
     """
     given = {node: role for role, node, _ in program.input_rows}
-    held = {node for node, role in given.items() if isinstance(role, (roles.Param, roles.Buffer))}
+    kinds = (roles.Param, roles.Buffer, roles.Outside)
+    held = {node for node, role in given.items() if isinstance(role, kinds)}
     inputs = {node for node, role in given.items() if isinstance(role, roles.UserInput)}
     batch = {node for node in inputs if not isinstance(spread.get(given[node]), Replicate)}
     drawn = {

@@ -13,6 +13,7 @@ from torch import nn
 
 from stepgraph import torch_internals
 from stepgraph.capture.module import BatchSpec, LossFunction
+from stepgraph.capture.outside_tensors import about_outside
 from stepgraph.capture.step import Captured, Source
 from stepgraph.cost.device import Device
 from stepgraph.cost.memory import CATEGORIES, memory_timeline
@@ -174,7 +175,12 @@ class Planner:
         plan, programs = best.plan, best.made.programs
         gaps = [decided.placement.optimality_gap for decided in plan.decisions.values()]
         gap = max((gap for gap in gaps if gap is not None), default=None)
-        notes = [*captured.notes, *plan.notes, *(n for p in programs.values() for n in p.notes)]
+        notes = [
+            *captured.notes,
+            *about_outside(captured.values.tensors),
+            *plan.notes,
+            *(n for p in programs.values() for n in p.notes),
+        ]
         predicted = foresee(
             programs, self.device, plan.lowering, self.settings.micro_batches, keep=False
         )

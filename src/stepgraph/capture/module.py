@@ -7,9 +7,8 @@ operation is, in the model's own names. Nothing runs: the batch is fake and so i
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +22,7 @@ from stepgraph.capture.decompositions import decomposition_table
 from stepgraph.capture.device_code import asks_for_device, difference_notes
 from stepgraph.capture.loss import check_call, check_loss, loss_of
 from stepgraph.capture.mixed_types import check_types, mixed_types_error
+from stepgraph.capture.outside_tensors import OutsideTensor, outside_tensors
 from stepgraph.capture.python_values import PythonValues, values_of
 from stepgraph.capture.refusals import (
     check_assigned_buffers,
@@ -32,6 +32,7 @@ from stepgraph.capture.refusals import (
     operator_error,
 )
 from stepgraph.capture.results import Results, take_constants, unknown_result
+from stepgraph.capture.stand_ins import lent_stand_ins
 from stepgraph.errors import CaptureError, LossError
 from stepgraph.program import roles
 from stepgraph.program.metadata import meta
@@ -128,8 +129,9 @@ def capture(
     only_loss = training and not as_module
     notes: list[str] = []
     module = _StepFunction(model, loss, batch, compute_dtype, only_loss=only_loss)
+    outside = outside_tensors(loss, model)
     with (
-        _fake_parameters(model, batch, compute_dtype),
+        lent_stand_ins(model, outside, batch.tensors, compute_dtype),
         torch.set_grad_enabled(training),
         other_device.as_everywhere(),
     ):
@@ -143,6 +145,7 @@ def capture(
             notes += canonicalise(captured)
             other_device.enter_on_host(captured, device_type)
             names = _canonical_names(model, captured, flat_names)
+            read = _read_from_outside(outside, captured)
             with other_device.casts_of(device_type), custom_operators.keeping_triton_operators():
                 joint, result_tree = torch_internals.joint_graph(
                     captured, tuple(batch.tensors), decomposition_table()
@@ -166,13 +169,15 @@ def capture(
                 raise
             raise clear from error
     kind = roles.ModuleResult if as_module else None if training else roles.UserOutput
-    program = _describe(joint, names, batch, kind)
+    program = _describe(joint, names, read, batch, kind)
     check_types(program, compute_dtype)
     for note in notes:
         program.note(note)
     if training:
         written = {role.name for role in program.outputs if isinstance(role, roles.NewBuffer)}
         check_assigned_buffers(assigned, written)
+    taken = {role.name for role in program.inputs if isinstance(role, roles.Outside)}
+    values = replace(values, tensors=tuple(one for one in outside if one.name in taken))
     return program, Results(result_tree, constants), values
 
 
@@ -210,54 +215,6 @@ def in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
-@contextlib.contextmanager
-def _fake_parameters(
-    model: nn.Module, batch: BatchSpec, compute_dtype: torch.dtype | None
-) -> Iterator[None]:
-    """Lends the model fake parameters and buffers of their global shapes, on the host.
-
-    So capture never sees shards, DTensors or any other device, and computes nothing.
-    """
-    device = torch_internals.host_device()
-    mode = torch_internals.fake_mode_of(batch.tensors) or torch_internals.new_fake_mode()
-    replaced: list[tuple[dict, str, Any]] = []
-    stand_ins: dict[int, torch.Tensor] = {}
-    try:
-        for module in model.modules():
-            for table in (module._parameters, module._buffers):
-                for name, tensor in table.items():
-                    if tensor is None:
-                        continue
-                    if id(tensor) not in stand_ins:
-                        stand_ins[id(tensor)] = _stand_in(tensor, mode, device, compute_dtype)
-                    replaced.append((table, name, tensor))
-                    table[name] = stand_ins[id(tensor)]
-        for module in model.modules():  # recurrent networks keep their weights in a list as well
-            for name, held in list(vars(module).items()):
-                if isinstance(held, list) and any(id(x) in stand_ins for x in held):
-                    replaced.append((vars(module), name, held))
-                    vars(module)[name] = [stand_ins.get(id(x), x) for x in held]
-        yield
-    finally:
-        for table, name, tensor in replaced:
-            table[name] = tensor
-
-
-def _stand_in(
-    tensor: torch.Tensor, mode: Any, device: torch.device, compute_dtype: torch.dtype | None
-) -> torch.Tensor:
-    dtype = tensor.dtype
-    if isinstance(tensor, nn.Parameter) and dtype.is_floating_point:
-        dtype = compute_dtype or dtype
-    with mode:
-        fake = torch.empty_strided(
-            tuple(tensor.shape), tuple(tensor.stride()), dtype=dtype, device=device
-        )
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
-    return fake
-
-
 def _canonical_names(
     model: nn.Module, captured: fx.GraphModule, flat_names: dict[str, str]
 ) -> dict[str, str]:
@@ -281,6 +238,18 @@ def _canonical_names(
     return canonical
 
 
+def _read_from_outside(
+    outside: Sequence[OutsideTensor], captured: fx.GraphModule
+) -> dict[str, str]:
+    """dynamo's flat names -> the code's own, of tensors that are not the model's."""
+    read = {}
+    for flat, tensor in [*captured.named_parameters(), *captured.named_buffers()]:
+        for one in outside:
+            if one.now is tensor:
+                read[flat] = one.name
+    return read
+
+
 _GRADIENTS = (roles.Grad, roles.InputGrad)
 _STEP_PATH = re.compile(r"L\['self'\]\.model\.?")
 _UNCHECKED = (
@@ -291,6 +260,7 @@ _UNCHECKED = (
 def _describe(
     joint: fx.GraphModule,
     names: dict[str, str],
+    read: dict[str, str],
     batch: BatchSpec,
     result: Callable[[int], roles.Output] | None,
 ) -> Program:
@@ -302,12 +272,14 @@ def _describe(
             return names[flat]
         raise CaptureError(
             f"the step reads a tensor that is neither a parameter nor a buffer of the model: {flat}",
-            why="nobody would place it, save it or see it change",
+            why="where the code has it is not found, so nobody would see it change",
             do="register it as a buffer of the model, or pass it in the batch",
         )
 
     def input_role(description: tuple[str, Any]) -> roles.Input:
         match description:
+            case ("param" | "buffer", flat) if flat in read:
+                return roles.Outside(read[flat])
             case ("param", flat):
                 return roles.Param(own_name(flat))
             case ("buffer", flat):

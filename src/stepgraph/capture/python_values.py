@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import CodeType
 
+from stepgraph.capture.outside_tensors import OutsideTensor
 from stepgraph.errors import CaptureError, GraphBreakError
 from stepgraph.torch_internals.python_values import Change, Heard, Reads
 
@@ -19,10 +20,14 @@ _COUNTING = {"LOAD_CONST", "LOAD_SMALL_INT", "LOAD_FAST", "BINARY_OP", "SWAP", "
 
 @dataclass(frozen=True)
 class PythonValues:
-    """What one capture read and what a run of its code changes; ``reads``: None where nobody compares."""
+    """What one capture read and what a run of its code changes; ``reads``: None where nobody compares.
+
+    ``tensors``: those from outside, which its program takes as inputs.
+    """
 
     reads: Reads | None = None
     changes: tuple[Callable[[], None], ...] = ()
+    tensors: tuple[OutsideTensor, ...] = ()
 
     def hold(self) -> bool:
         """Whether everything that was read is what it was; takes microseconds."""

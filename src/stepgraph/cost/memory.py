@@ -158,7 +158,7 @@ class _Lives:
 
 def _input_category(role: roles.Input) -> str:
     match role:
-        case roles.Param() | roles.Buffer():
+        case roles.Param() | roles.Buffer() | roles.Outside():
             return "parameters"
         case roles.OptimizerState() | roles.Scalar():
             return "optimizer"

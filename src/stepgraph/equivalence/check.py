@@ -14,6 +14,7 @@ from torch import nn
 
 from stepgraph.capture.module import LossFunction, default_loss
 from stepgraph.capture.step import Captured, Source
+from stepgraph.cost.devices import device_at_hand
 from stepgraph.equivalence.comparing import CheckReport, compare
 from stepgraph.equivalence.lowered import run_lowered
 from stepgraph.equivalence.values import GlobalValues
@@ -77,6 +78,8 @@ def check_model(
     )
     made = made.under(memory=memory or made.memory, step=step)
     device = next(model.parameters()).device
+    if made.request.searches and not made.request.device:
+        made = made.under(device=device_at_hand(device.type).name)
     local = flatten_batch(batch, device)
     checker = _Checker(model, loss or default_loss, optimizer, made, local, max_grad_norm, seed)
     return checker.run(dict(replaced or {}), entries, lowerings)

@@ -11,6 +11,7 @@ from torch import nn
 from stepgraph.capture.loss import loss_of
 from stepgraph.capture.module import in_dtype
 from stepgraph.capture.optimizer import FIRST_STEP, group_numbers
+from stepgraph.capture.outside_tensors import outside_tensors
 from stepgraph.capture.step import Source
 from stepgraph.capture.update import MAX_GRAD_NORM
 from stepgraph.equivalence.lockstep import Observer, run_lockstep
@@ -58,6 +59,8 @@ class GlobalValues:
             roles.Param(name): _full(p.detach()) for name, p in model.named_parameters()
         }
         self.tensors |= {roles.Buffer(name): b for name, b in model.named_buffers()}
+        outside = outside_tensors(source.loss, model)
+        self.tensors |= {roles.Outside(one.name): _full(one.found.detach()) for one in outside}
         self.source, self.batch, self.settings = source, batch, settings
         self.max_grad_norm = max_grad_norm
         self.pieces = split_micro_batches(batch, settings.micro_batches)

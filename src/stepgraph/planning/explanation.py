@@ -13,6 +13,7 @@ from stepgraph.program.layout import MeshShape, Placements, show
 _KINDS = {
     "Param": "parameter",
     "Buffer": "buffer",
+    "Outside": "tensor from outside",
     "UserInput": "input",
     "OptimizerState": "optimizer state",
     "Scalar": "number of the step",

@@ -22,6 +22,13 @@ class Buffer:
 
 
 @dataclass(frozen=True)
+class Outside:
+    """A tensor that code reads from outside model and batch, under the name that the code has for it."""
+
+    name: str
+
+
+@dataclass(frozen=True)
 class UserInput:
     """Leaf ``index`` of the flattened batch; ``name`` is its path in the batch."""
 
@@ -150,8 +157,8 @@ class NewAccumulator:
 
 
 Input = (
-    Param | Buffer | UserInput | OptimizerState | Scalar | Seed | HostSeed | Tangent | ResultTangent
-    | GivenGrad | Saved | Accumulator
+    Param | Buffer | Outside | UserInput | OptimizerState | Scalar | Seed | HostSeed | Tangent
+    | ResultTangent | GivenGrad | Saved | Accumulator
 )  # fmt: skip
 Output = (
     Loss | UserOutput | ModuleResult | Saved | Grad | InputGrad | NewParam | NewBuffer

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from stepgraph.capture.module import BatchSpec, LossFunction
+from stepgraph.capture.outside_tensors import about_outside
 from stepgraph.capture.python_values import PythonValues
 from stepgraph.capture.refusals import check_hooks, check_parameter_hooks
 from stepgraph.capture.step import Capture, Captured, Source
@@ -27,6 +28,7 @@ from stepgraph.program.program import Program
 from stepgraph.runtime.assigned_data import AssignedData
 from stepgraph.runtime.batches import KindsOfBatch, LocalBatch, global_spec
 from stepgraph.runtime.executor import LoweredProgram, SplitProgram, lower_for_rank
+from stepgraph.runtime.outside import OutsideTensors
 from stepgraph.runtime.ranks import from_first_rank
 from stepgraph.runtime.recompiles import Stats, before_compiling, count_call, recompilation_reason
 from stepgraph.runtime.state import State
@@ -108,6 +110,7 @@ class Compiler:
         self.model, self.optimizer, self.ranks = state.model, state.optimizer, state.ranks
         self._parameters = list(self.model.parameters())
         self.data = AssignedData(self.model)
+        self._outside = OutsideTensors(state)
         self.kinds = KindsOfBatch(self.ranks, self.max_shapes)
         self._compiled: dict[str, dict[tuple, list[Compiled]]] = {}
         self._counters = self.state.counters.version
@@ -165,7 +168,8 @@ class Compiler:
         return self._chosen(compiled, name, key)
 
     def _chosen(self, compiled: Compiled, name: str, key: tuple) -> Compiled:
-        """Of several for one kind of batch, every rank takes the same."""
+        """Of several for one kind of batch, every rank takes the same; what it reads outside is brought."""
+        self._outside.bring(compiled.values.tensors)
         if self.watch is not None:
             if self._last.setdefault((name, key), compiled.digest) != compiled.digest:
                 self._last[name, key] = compiled.digest
@@ -323,6 +327,7 @@ class Compiler:
         self.plan = made.plan
         notes = [note for program in made.programs.values() for note in program.notes]
         self.report([*captured.notes, *dict.fromkeys(notes)])
+        self.report(about_outside(captured.values.tensors), falls_back=False)
         lowered: dict[str, LoweredProgram] = {}
         for name, program in made.programs.items():
             self.state.prepare(program, captured.optimizer, self.max_grad_norm)

@@ -207,6 +207,7 @@ class Engine(SavesAndLoads):
             except (GraphBreakError, ParameterHookError) as error:
                 if self._full_graph:
                     raise
+                self._compiler.goes_graph_by_graph(entry, error)
                 self._graphs = GraphRunner(
                     self._compiler, self._compiler.loss, error, self._whole_backward
                 )
@@ -338,6 +339,11 @@ class Engine(SavesAndLoads):
                 f"engine.compile takes no option {next(iter(options))!r}",
                 why="shapes are fixed, and the plan decides what torch's modes decide",
                 do="leave it out; known: backend, compiled_autograd, fullgraph",
+            )
+        if compiled_autograd and compiled_autograd_enabled is False:
+            raise UsageError(
+                "compiled_autograd=True and compiled_autograd_enabled=False contradict each other",
+                do="give one of them: they are two names of one setting",
             )
         self._whole_backward = bool(compiled_autograd or compiled_autograd_enabled)
         self._full_graph = fullgraph

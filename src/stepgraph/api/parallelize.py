@@ -197,6 +197,7 @@ class ParallelForward:
             try:
                 return self.compiler.entry(entry, batch)
             except (GraphBreakError, ParameterHookError) as error:
+                self.compiler.goes_graph_by_graph(entry, error)
                 function = _call_forward if self.compiler.as_module else self.compiler.loss
                 with self._own_forward():
                     self.graphs = GraphRunner(self.compiler, function, error, self.whole_backward)

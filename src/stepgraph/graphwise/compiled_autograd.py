@@ -7,14 +7,15 @@ graphs are captured together.
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from stepgraph import torch_internals
-from stepgraph.errors import CaptureError, UsageError
+from stepgraph.errors import CaptureError, StepgraphError, UsageError
 from stepgraph.torch_internals import graphs as dynamo
+from stepgraph.torch_internals.hooks import gradient_hooks
 
 
 def check_whole_backward() -> None:
@@ -43,13 +44,21 @@ class WholeBackward:
         self._reached: list[tuple] = []
         self._task: int | None = None
 
-    def start(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The same values, from which a backward goes through one graph."""
+    def start(
+        self, values: list[torch.Tensor], leaves: Sequence[torch.Tensor] = ()
+    ) -> list[torch.Tensor]:
+        """The same values, from which a backward goes through one graph.
+
+        Args:
+            leaves: to whose ``.grad`` it adds. Autograd is told of them, so that a backward for some of
+                them comes here as well, to be refused; not of those with hooks, which it would call twice.
+        """
         wanted = [i for i, value in enumerate(values) if value.requires_grad]
         if not wanted:
             return values
         anchor = torch.zeros((), requires_grad=True)
-        started = _Start.apply(self, [values[i] for i in wanted], anchor)
+        told = [leaf for leaf in leaves if not gradient_hooks(leaf)]
+        started = _Start.apply(self, [values[i] for i in wanted], anchor, *told)
         for index, value in zip(wanted, started, strict=True):
             values[index] = value
         return values
@@ -81,6 +90,11 @@ class WholeBackward:
                 do="leave compiled autograd off (torch.utils.checkpoint across a graph break, or a hook "
                 "that raises, does not go with it)",
             ) from error
+        except torch_internals.DynamoError as error:
+            inner = dynamo.inner_error(error)
+            if isinstance(inner, StepgraphError):
+                raise inner from inner.__cause__
+            raise
 
 
 def _compile(backend: Callable, limit: int, graph: torch.fx.GraphModule) -> Callable:
@@ -97,8 +111,10 @@ def _forget_if_all_are_gone() -> None:
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, whole: WholeBackward, values: list[torch.Tensor], anchor: torch.Tensor):
-        ctx.whole, ctx.values = whole, values
+    def forward(
+        ctx, whole: WholeBackward, values: list, anchor: torch.Tensor, *leaves: torch.Tensor
+    ):
+        ctx.whole, ctx.values, ctx.leaves = whole, values, leaves
         ctx.set_materialize_grads(False)
         return tuple(value.detach().clone() for value in values)
 
@@ -108,5 +124,11 @@ class _Start(torch.autograd.Function):
             raise RuntimeError(
                 "a double backward (create_graph=True) cannot go through compiled autograd: switch it off"
             )
+        if dynamo.is_for_chosen_inputs(ctx.leaves):
+            raise UsageError(
+                "gradients of chosen inputs cannot go through compiled autograd",
+                why="the whole backward is one graph, captured for all of them",
+                do="call backward() without inputs=, or switch compiled autograd off",
+            )
         ctx.whole.reach(ctx.values, list(gradients), dynamo.keeps_graph())
-        return None, None, None
+        return None, None, None, *(None for _ in ctx.leaves)

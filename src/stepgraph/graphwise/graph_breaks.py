@@ -25,6 +25,7 @@ from stepgraph.capture.refusals import check_hooks
 from stepgraph.errors import CaptureError, PlanError, StepgraphError, UsageError
 from stepgraph.graphwise.compiled_autograd import WholeBackward
 from stepgraph.graphwise.graph_compiler import GraphCompiler
+from stepgraph.graphwise.mean import Mean
 from stepgraph.graphwise.parts import MIXED
 from stepgraph.graphwise.sharded_modules import Gathering, gather_where_read
 from stepgraph.placement.presets.named import for_own_update, stored_parameter
@@ -97,6 +98,7 @@ class GraphRunner:
         self.graphs.known.update((x, Replicate()) for x in tensors)
         self._hooks = hooks.module_modes(compiler.model, with_training=False)
         self._warm: set[str] = set()
+        self._met = self._was_warm = False
         self._codes: set = set()
         self._backends: list[_Backend] = []
         self._modes: set[weakref.ref] = set()
@@ -126,13 +128,13 @@ class GraphRunner:
         elif self._whole is None:
             self._whole = WholeBackward(self._backend(True), self.compiler.max_shapes)
 
-    def _started(self, result: Any) -> Any:
+    def _started(self, result: Any, behind: list[torch.Tensor]) -> Any:
         """A backward from it is one graph where that was asked for."""
         if self._whole is None:
             return result
         leaves, tree = pytree.tree_flatten(result)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        values = self._whole.start([leaves[i] for i in places])
+        values = self._whole.start([leaves[i] for i in places], behind)
         for index, value in zip(places, values, strict=True):
             leaves[index] = value
         return pytree.tree_unflatten(leaves, tree)
@@ -153,6 +155,9 @@ class GraphRunner:
             BatchError, ShapeLimitError: of :meth:`KindsOfBatch.meet`.
             HookError, UsageError: the model was changed so that it cannot run as planned.
         """
+        if self._met:  # the call that brought the model here is counted
+            count_call(self.compiler, entry)
+        self._met, self._was_warm = True, entry in self._warm
         check_hooks(self.compiler.model, self.compiler.optimizer)
         for name, parameter in self.compiler.model.named_parameters():
             if not isinstance(parameter, DTensor):
@@ -194,7 +199,6 @@ class GraphRunner:
         self.graphs.known.update((x, Shard(0) if x.dim() else Replicate()) for x in tensors)
         pairs, _ = flatten_with_paths(pytree.tree_unflatten(list(leaves), tree))
         self._entry, self.graphs.evaluates = entry, entry == "evaluate"
-        count_call(self.compiler, entry)
         self._follow_hooks(entry)
         before, self._gathering.active = self._gathering.active, True
         try:
@@ -292,7 +296,7 @@ class GraphRunner:
         """What a caller gets: a backward from it is an error if a parameter behind it was written since."""
         leaves = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
         read = dynamo.leaves_behind(leaves)
-        result = self._started(result)
+        result = self._started(result, read)
 
         def versions() -> list[int]:
             return [parameter._version for parameter in read]
@@ -315,7 +319,7 @@ class GraphRunner:
         """
         watch = self.compiler.watch if entry else None
         word = None if watch is None else watch.word()
-        mean, same = _Mean.apply(value, self._group, self.compiler.ranks.shape.data_size, word)
+        mean, same = Mean.apply(value, self._group, self.compiler.ranks.shape.data_size, word)
         if watch is not None and not same:
             raise watch.differ(f"{entry} runs other graphs on some ranks than on others")
         return mean
@@ -348,6 +352,8 @@ class GraphRunner:
             self._modes.add(weakref.ref(mode))
         # The first call of an entry point is its own warm-up, whatever others have compiled before.
         reason = dynamo.recompilation_reason() if self._entry in self._warm else None
+        if reason is None and backward and self._was_warm:
+            reason = "the whole backward, for the first time"
         if reason is not None:
             before_compiling(self.compiler, self._entry, reason)
         seen, made = len(self.graphs.notes), len(self.graphs.programs)
@@ -382,19 +388,3 @@ class _Backend:
         runner = self._runner()
         assert runner is not None, "its model is gone"
         return runner.compile(graph, examples, self._backward)
-
-
-class _Mean(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, value: torch.Tensor, group: str, ranks: int, word: int | None):
-        if ranks == 1:
-            return value.clone(), True
-        if word is None:
-            return torch_internals.sum_over_group(value, group) / ranks, True
-        both = torch.stack([value.double(), value.new_tensor(word, dtype=torch.float64)])
-        total = torch_internals.sum_over_group(both, group)
-        return (total[0] / ranks).to(value.dtype), total[1].item() == word * ranks
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor, _: Any):
-        return gradient, None, None, None

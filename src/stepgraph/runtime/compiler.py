@@ -16,7 +16,7 @@ from stepgraph.capture.outside_tensors import about_outside
 from stepgraph.capture.python_values import PythonValues
 from stepgraph.capture.refusals import check_hooks, check_parameter_hooks
 from stepgraph.capture.step import Capture, Captured, Source
-from stepgraph.errors import ChangingValueError, StrictError, UsageError, name_a_few
+from stepgraph.errors import ChangingValueError, StepgraphError, StrictError, UsageError, name_a_few
 from stepgraph.pipeline import Made, capture_of, make
 from stepgraph.placement.decide import reduces_each_micro_batch
 from stepgraph.planning.plan import Plan
@@ -248,6 +248,13 @@ class Compiler:
             compiled = compile_()
             compiled.digest = self._digest
             return compiled
+
+    def goes_graph_by_graph(self, name: str, error: StepgraphError) -> None:
+        """From here on: a compilation of what was captured whole until now."""
+        if self._compiled.get(name):
+            reason = f"{name}: graph by graph from here on, because of {error.what}"
+            before_compiling(self, name, reason)
+            self.stats.recompiles.append(reason)
 
     def change_lowering(self, name: str) -> None:
         """What is compiled from here on is lowered so; programs of the split use are made anew."""

@@ -301,6 +301,15 @@ def backward_now() -> int | None:
     return None if task == -1 else task
 
 
+def is_for_chosen_inputs(leaves: Sequence[torch.Tensor]) -> bool:
+    """Within a backward that reaches leaves: whether its caller wants gradients of some of them alone."""
+    nodes = [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves]
+    try:
+        return not all(map(torch._C._will_engine_execute_node, nodes))
+    except RuntimeError:  # torch's answer where they are not added to ``.grad``: autograd.grad
+        return True
+
+
 def after_backward(function: Callable[[], None]) -> None:
     """Within a backward: calls a function when it is done, as part of it."""
     torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]

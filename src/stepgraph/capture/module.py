@@ -24,6 +24,7 @@ from stepgraph.capture.loss import check_call, check_loss, loss_of
 from stepgraph.capture.mixed_types import check_types, mixed_types_error
 from stepgraph.capture.outside_tensors import OutsideTensor, outside_tensors
 from stepgraph.capture.python_values import PythonValues, values_of
+from stepgraph.capture.read_numbers import keep_as_tensors
 from stepgraph.capture.refusals import (
     check_assigned_buffers,
     check_hooks,
@@ -141,6 +142,7 @@ def capture(
             values = values_of(heard, compares, micro_batches)
             if says_difference and asks_for_device(heard.codes, device_type):
                 notes += difference_notes(captured, module, batch.tensors, device_type)
+            numbers = keep_as_tensors(captured)
             constants = take_constants(captured)
             notes += canonicalise(captured)
             other_device.enter_on_host(captured, device_type)
@@ -178,7 +180,7 @@ def capture(
         check_assigned_buffers(assigned, written)
     taken = {role.name for role in program.inputs if isinstance(role, roles.Outside)}
     values = replace(values, tensors=tuple(one for one in outside if one.name in taken))
-    return program, Results(result_tree, constants), values
+    return program, Results(result_tree, constants, numbers), values
 
 
 class _StepFunction(nn.Module):

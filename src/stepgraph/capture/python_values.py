@@ -53,6 +53,12 @@ def values_of(heard: Heard, compare: bool, micro_batches: int = 1) -> PythonValu
     replayed: list[Callable[[], None]] = []
     counters: set[str] = set()
     for change in heard.changes:
+        if change.holds_numbers:
+            raise GraphBreakError(
+                f"the forward keeps a number that it read from a tensor in {change.path}",
+                why="a captured step reads no tensor, and would leave what was there at first",
+                do="keep it as a buffer (register_buffer) that the forward writes in place",
+            )
         if not change.is_constant:
             if change.was_read and change.holds_tensors:
                 raise GraphBreakError(

@@ -113,13 +113,20 @@ def line_of(error: BaseException) -> str | None:
     """The innermost line of code that is neither torch's nor ours, where an error came from."""
     frames = getattr(error, "real_stack", None)
     if not frames:
-        for frame in reversed(list(_USER_FRAME.finditer(str(error)))):
-            if not frame["file"].startswith(_NOT_USERS):
-                return f"{frame['file']}:{frame['line']} in {frame['function']}"
+        if (line := line_in(str(error))) is not None:
+            return line
         frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(list(frames)):
         if not frame.filename.startswith(_NOT_USERS):
             return f"{frame.filename}:{frame.lineno} in {frame.name}: {(frame.line or '').strip()}"
+    return None
+
+
+def line_in(text: str) -> str | None:
+    """The last line in the text of a traceback that is neither torch's nor ours."""
+    for frame in reversed(list(_USER_FRAME.finditer(text))):
+        if not frame["file"].startswith(_NOT_USERS):
+            return f"{frame['file']}:{frame['line']} in {frame['function']}"
     return None
 
 

@@ -1,7 +1,7 @@
 """What a callable returns besides tensors: no program computes it, and its caller gets it back."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,14 @@ from stepgraph.torch_internals import pytree
 
 @dataclass(frozen=True)
 class Results:
-    """The structure of what a callable returned, and what in it is no tensor, by its place among leaves."""
+    """The structure of what a callable returned, and what in it is no tensor, by its place among leaves.
+
+    ``numbers``: those that a program computes, as 0-dim tensors.
+    """
 
     tree: pytree.TreeSpec
     constants: Mapping[int, Any]
+    numbers: Collection[int] = ()
 
     @property
     def has_numbers(self) -> bool:
@@ -26,6 +30,7 @@ class Results:
 
     def rebuild(self, tensors: Mapping[int, torch.Tensor]) -> Any:
         """The same, of other tensors."""
+        tensors = {i: t.item() if i in self.numbers else t for i, t in tensors.items()}
         leaves = [
             tensors[i] if i in tensors else copy.deepcopy(self.constants.get(i))
             for i in range(self.tree.num_leaves)

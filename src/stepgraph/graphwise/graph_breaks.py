@@ -45,6 +45,10 @@ log = logging.getLogger("stepgraph")
 # How often a piece of code may be compiled for one kind of batch: in training, in evaluation, for layers
 # that differ in a number. dynamo runs it as Python from then on.
 VARIANTS = 8
+OWN_NUMBERS = (
+    f"{OWN_LOSS}, as far as it is made of numbers that code reads from tensors (.item(), .tolist(), "
+    "how many are selected)"
+)
 PLACEMENTS = ("ddp", "zero1", "zero2", "zero3", "zero3-keep")
 
 
@@ -201,9 +205,12 @@ class GraphRunner:
         self._entry, self.graphs.evaluates = entry, entry == "evaluate"
         self._follow_hooks(entry)
         before, self._gathering.active = self._gathering.active, True
+        read = dynamo.breaks_by_reading()
         try:
             result = self._compiled(self.compiler.model, pytree.tree_unflatten(cast, tree))
             self._warm.add(entry)
+            if self.compiler.ranks.shape.data_size > 1 and dynamo.breaks_by_reading() > read:
+                self.compiler.report([OWN_NUMBERS])
             self.compiler.report(self.graphs.notes)
             return result
         except torch_internals.DynamoError as error:

@@ -34,7 +34,7 @@ def export_graph(module: nn.Module, args: tuple) -> Exported:
     Raises:
         GRAPH_BREAKS: if the Python code cannot be captured whole.
     """
-    settings: dict[str, Any] = {"allow_rnn": True}
+    settings: dict[str, Any] = {"allow_rnn": True, "capture_scalar_outputs": True}
     if hasattr(_dynamo_config, "side_effect_replay_policy"):
         settings["side_effect_replay_policy"] = "warn"  # the one way to hear of them
     with (
@@ -79,3 +79,30 @@ def example_value(node: fx.Node) -> Any:
 def stack_trace(node: fx.Node) -> str | None:
     """Where the user's code makes a call, in a graph of dynamo's."""
     return node.meta.get("stack_trace")
+
+
+def reads_number(node: fx.Node) -> bool:
+    """Whether a call, in a graph of dynamo's, makes a number of a tensor's one element."""
+    if node.op == "call_method":
+        return node.target == "item"
+    return node.target is torch.ops.aten.item.default or (
+        getattr(node.target, "__name__", "") == "wrapped_item"  # of a NumPy array
+    )
+
+
+def is_assertion(node: fx.Node) -> bool:
+    """Whether a call only checks a symbol, while the graph runs."""
+    name = getattr(node.target, "__name__", str(node.target))
+    return name.partition(".")[0] in _ASSERTIONS
+
+
+_ASSERTIONS = {
+    "_assert_scalar", "_assert_async", "_check", "_check_is_size", "_check_value",
+    "sym_constrain_range", "sym_constrain_range_for_size",
+}  # fmt: skip
+
+
+def forget_symbols(node: fx.Node) -> None:
+    """A node whose result was a symbol has another result now."""
+    node.meta.pop("unbacked_bindings", None)
+    node.meta.pop("example_value", None)

@@ -301,6 +301,15 @@ def backward_now() -> int | None:
     return None if task == -1 else task
 
 
+_READS = ("Tensor.item()", "Tensor.tolist()", "Data dependent operator", "Dynamic shape operator")
+
+
+def breaks_by_reading() -> int:
+    """How many graphs dynamo has ended because code reads numbers or sizes from tensors."""
+    found = torch._dynamo.utils.counters["graph_break"].items()
+    return sum(times for reason, times in found if any(read in reason for read in _READS))
+
+
 def is_for_chosen_inputs(leaves: Sequence[torch.Tensor]) -> bool:
     """Within a backward that reaches leaves: whether its caller wants gradients of some of them alone."""
     nodes = [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves]

@@ -19,7 +19,7 @@ from torch._dynamo.variables.base import (
     ValueMutationExisting,
     VariableTracker,
 )
-from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 
 # Guards on what is no Python value of the model's: tensors (shards fail them), modes of torch (those that
 # matter are part of what a program is kept for), hooks (looked at by themselves).
@@ -54,6 +54,7 @@ class Change:
         before: the value when it was captured.
         after: the value that the code leaves, where ``is_constant``.
         holds_tensors: the value that the code leaves has tensors in it that are not the module's own.
+        holds_numbers: it has numbers in it that were read from tensors.
         was_read: the code looked at the value that it found.
     """
 
@@ -64,6 +65,7 @@ class Change:
     after: Any
     is_constant: bool
     holds_tensors: bool
+    holds_numbers: bool
     was_read: bool
 
 
@@ -225,17 +227,20 @@ def _is_expression(source: Any) -> bool:
         return False
 
 
-def _value(variable: Any) -> tuple[Any, bool, bool]:
-    """The value, whether it is a constant, and whether tensors that are not the module's are in it."""
-    try:
-        return variable.as_python_constant(), True, False
-    except Exception:  # one of many classes, each with its own way to refuse
-        return None, False, _has_tensors(variable)
-
-
-def _has_tensors(variable: Any) -> bool:
+def _value(variable: Any) -> tuple[Any, bool, bool, bool]:
+    """The value; whether it is a constant, has tensors in it that are not the module's, has numbers."""
     found: list[Any] = []
     VariableTracker.visit(found.append, variable)
+    numbers = any(isinstance(v, SymNodeVariable) for v in found)
+    try:
+        if not numbers:
+            return variable.as_python_constant(), True, False, False
+    except Exception:  # one of many classes, each with its own way to refuse
+        pass
+    return None, False, _has_tensors(found), numbers
+
+
+def _has_tensors(found: list[Any]) -> bool:
     tensors = [v for v in found if isinstance(v, TensorVariable)]
     return any(t.source is None or t.source.name.startswith("L['flat_args']") for t in tensors)
 

@@ -7,6 +7,7 @@ import os
 # Before torch and transformers are imported; rank processes that a test starts inherit them.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("STEPGRAPH_PROGRESS", "0")  # what takes long does so where a machine is busy
 
 import pytest
 import torch

@@ -80,10 +80,13 @@ def test_a_rank_that_ends_is_not_waited_for(case, ranks):
     assert apart < SOON
 
 
-@pytest.mark.parametrize("seconds", ["6", pytest.param("60", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", ["8", pytest.param("60", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", ["a late batch", "a late program"])
 def test_a_rank_that_is_late_is_waited_for(case, seconds):
-    codes, printed, _ = run(case, 2, LATE=seconds)
+    codes, printed, _ = run(case, 2, LATE=seconds, STEPGRAPH_PROGRESS="1")
     assert codes == [0, 0], printed
+    if case == "a late batch":
+        (_, first), (_, second) = printed
+        assert "stepgraph: waiting for ranks [1] to come to call" in first and "waiting" not in second
     assert all("step 5" in out and "done" in out for out, _ in printed)
     assert not any("Warning" in error or "c10d" in error for _, error in printed), printed

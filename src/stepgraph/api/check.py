@@ -19,6 +19,7 @@ from stepgraph.equivalence.graph_by_graph import check_graphs
 from stepgraph.errors import GraphBreakError, UsageError
 from stepgraph.program.layout import MeshShape
 from stepgraph.runtime.batches import flatten_batch
+from stepgraph.runtime.progress import doing
 from stepgraph.torch_internals import pytree
 
 
@@ -44,14 +45,15 @@ def check(engine_or_plan: Engine | Plan, batch: Any) -> CheckReport:
             do="build an Engine with it: stepgraph.check(stepgraph.Engine(model, plan=plan), batch)",
         )
     engine = engine_or_plan
-    runner = engine.graph_by_graph()
-    if runner is None:
-        try:
-            return _check_whole(engine, batch)
-        except GraphBreakError:
-            runner = engine.graph_by_graph(batch)
-    assert runner is not None
-    return check_graphs(runner, flatten_batch(batch, device_of(engine.model)))
+    with doing("checking every pass"):
+        runner = engine.graph_by_graph()
+        if runner is None:
+            try:
+                return _check_whole(engine, batch)
+            except GraphBreakError:
+                runner = engine.graph_by_graph(batch)
+        assert runner is not None
+        return check_graphs(runner, flatten_batch(batch, device_of(engine.model)))
 
 
 def _check_whole(engine: Engine, batch: Any) -> CheckReport:

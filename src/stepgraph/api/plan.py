@@ -27,6 +27,7 @@ from stepgraph.planning.request import AUTO, Precision, StepSettings
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.program import Program
 from stepgraph.report.text import plan_page, plan_summary
+from stepgraph.runtime.progress import Stages
 from stepgraph.runtime.ranks import parse_mesh
 from stepgraph.schedule.decide import check_schedule
 
@@ -173,8 +174,13 @@ def plan(
     optimizer = make_optimizer(optimizer, made)
     precision = Precision(compute_dtype, None)
     step = StepSettings(name_of(optimizer), micro_batches, max_grad_norm is not None, precision)
-    planner = Planner(made, example, loss, optimizer, table, step)
-    attempt = planner.plan(shape, placement, memory, budget, constraints, schedule, last=True)
+    with Stages() as stages:
+
+        def stage(name: str) -> None:
+            stages.begin(f"planning {placement} on {shape}: {name}")
+
+        planner = Planner(made, example, loss, optimizer, table, step, stage)
+        attempt = planner.plan(shape, placement, memory, budget, constraints, schedule, last=True)
     if not attempt.fits and (memory == AUTO or budget is not None):
         raise attempt.error()
     return public(attempt.plan)

@@ -36,6 +36,7 @@ from stepgraph.program.program import Value
 from stepgraph.runtime.batches import LocalBatch, flatten_with_paths, index_error
 from stepgraph.runtime.compiler import Compiler, evaluation_mode
 from stepgraph.runtime.executor import CHANGED_BETWEEN
+from stepgraph.runtime.progress import doing
 from stepgraph.runtime.recompiles import before_compiling, count_call
 from stepgraph.torch_internals import graphs as dynamo
 from stepgraph.torch_internals import hooks, pytree
@@ -366,7 +367,8 @@ class GraphRunner:
         seen, made = len(self.graphs.notes), len(self.graphs.programs)
         with self.compiler.counting(f"{self._entry}: {reason}" if reason else None):
             try:
-                compiled = self.graphs(graph, examples, backward)
+                with doing(f"compiling graph {made + 1} of {self._entry}"):
+                    compiled = self.graphs(graph, examples, backward)
             except torch_internals.GRAPH_BREAKS as error:
                 # dynamo would run it uncompiled, in silence
                 raise CaptureError(

@@ -13,7 +13,6 @@ from torch import nn
 
 from stepgraph.capture.module import BatchSpec, LossFunction
 from stepgraph.capture.outside_tensors import about_outside
-from stepgraph.capture.python_values import PythonValues
 from stepgraph.capture.refusals import check_hooks, check_parameter_hooks
 from stepgraph.capture.step import Capture, Captured, Source
 from stepgraph.errors import ChangingValueError, StepgraphError, StrictError, UsageError, name_a_few
@@ -27,8 +26,10 @@ from stepgraph.program.driver import PassDriver
 from stepgraph.program.program import Program
 from stepgraph.runtime.assigned_data import AssignedData
 from stepgraph.runtime.batches import KindsOfBatch, LocalBatch, global_spec
+from stepgraph.runtime.compiled import Compiled, SameProgram
 from stepgraph.runtime.executor import LoweredProgram, SplitProgram, lower_for_rank
 from stepgraph.runtime.outside import OutsideTensors
+from stepgraph.runtime.progress import doing
 from stepgraph.runtime.ranks import from_first_rank
 from stepgraph.runtime.recompiles import Stats, before_compiling, count_call, recompilation_reason
 from stepgraph.runtime.state import State
@@ -40,29 +41,6 @@ log = logging.getLogger("stepgraph")
 MAX_SHAPES = 8
 _CONVERTED = "parameters or buffers were converted to another type"
 _COUNTED_APART = "parameters that were updated together at every step no longer are"
-
-
-@dataclass
-class Compiled:
-    """One entry point for one batch shape: its programs in the order they run, and what they return.
-
-    ``values``: what the code read from Python when it was captured, and what it changes. ``digest``: of
-    what was captured, the same on every rank.
-    """
-
-    programs: dict[str, LoweredProgram]
-    results: Any = None
-    split: SplitProgram | None = None
-    values: PythonValues = PythonValues()
-    digest: int = 0
-
-
-class _SameProgram(Exception):
-    """A value that code reads has changed, and what is computed has not."""
-
-    def __init__(self, compiled: Compiled, values: PythonValues) -> None:
-        super().__init__()
-        self.compiled, self.values = compiled, values
 
 
 @contextlib.contextmanager
@@ -162,7 +140,7 @@ class Compiler:
         self._others = known.get(key, [])
         try:
             compiled = self._counted(name, key, reason, lambda: self._compile(name, batch))
-        except _SameProgram as found:
+        except SameProgram as found:
             compiled = replace(found.compiled, values=found.values)
         known.setdefault(key, []).append(compiled)
         return self._chosen(compiled, name, key)
@@ -342,7 +320,8 @@ class Compiler:
             decision = made.decided[name].lowering
             assert decision is not None
             names = ("forward", "backward") if in_two else (name,)
-            sides = lower_for_rank(program, decision, self.state, driver, in_two)
+            with doing(f"compiling {name} ({decision.name})"):
+                sides = lower_for_rank(program, decision, self.state, driver, in_two)
             lowered |= zip(names, sides, strict=True)
         return lowered, captured
 
@@ -355,15 +334,16 @@ class Compiler:
         """
 
         def make_all() -> tuple[Captured, Made]:
-            captured = capture()
+            with doing("capturing the step's code"):
+                captured = capture()
             self._digest = digest_of(captured.programs)
             same = next((one for one in self._others if one.digest == self._digest), None)
             if same is not None:
-                raise _SameProgram(same, captured.values)
+                raise SameProgram(same, captured.values)
             where = (self.ranks.target, self.ranks.rank)
-            return captured, make(
-                captured.programs, self.plan, *where, driver=driver, strict=self.strict
-            )
+            with doing(f"planning ({self.plan.placement} on {self.ranks.shape})"):
+                made = make(captured.programs, self.plan, *where, driver=driver, strict=self.strict)
+            return captured, made
 
         if not self.plan.request.searches or self.ranks.shape.world_size == 1:
             return make_all()

@@ -28,6 +28,7 @@ from stepgraph import torch_internals
 from stepgraph.errors import RanksDifferError
 from stepgraph.planning.fingerprint import fingerprint_of
 from stepgraph.planning.plan import Plan
+from stepgraph.runtime.progress import PATIENCE, busy, say
 from stepgraph.runtime.ranks import Ranks, are_real
 
 TICK = 1.0  # seconds between two looks
@@ -54,7 +55,7 @@ class Watch:
         self.made = 0  # engines that were agreed on
         self._calls: dict[int, tuple[int, str]] = {}
         self._runs: list[int] = []  # what ran in and since the last call
-        self._inside = 0
+        self._inside = self._said = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look, name="stepgraph watch", daemon=True)
         self._thread.start()
@@ -165,6 +166,8 @@ class Watch:
             seen = self._number
             try:
                 self._compare()
+                if self.rank == 0 and looks * TICK >= PATIENCE and not busy():
+                    self._say_who_is_late()
             except (RuntimeError, OSError):  # the store is gone, and the run with it
                 return
 
@@ -184,6 +187,15 @@ class Watch:
         if number == their_number and self._number == number and runs[:same] != their_runs[:same]:
             shown = calls[number][1]
             self._end(self._apart(number, f"{shown}, which runs other graphs there,", shown))
+
+    def _say_who_is_late(self) -> None:
+        """The ranks that have not come to this call; once a call."""
+        number = self._number
+        late = [rank for rank in range(1, self.size) if self._published(rank)[0] < number]
+        if late and number != self._said:
+            self._said = number
+            shown = self._calls[number][1]
+            say(f"waiting for ranks {late} to come to call {number}, {shown} ...")
 
     def _now(self) -> tuple[int, list[int], dict[int, tuple[int, str]]]:
         """One moment of what the main thread goes on to write."""

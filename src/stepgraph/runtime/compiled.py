@@ -1,0 +1,32 @@
+"""One entry point of an engine, compiled for one kind of batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from stepgraph.capture.python_values import PythonValues
+from stepgraph.runtime.executor import LoweredProgram, SplitProgram
+
+
+@dataclass
+class Compiled:
+    """One entry point for one batch shape: its programs in the order they run, and what they return.
+
+    ``values``: what the code read from Python when it was captured, and what it changes. ``digest``: of
+    what was captured, the same on every rank.
+    """
+
+    programs: dict[str, LoweredProgram]
+    results: Any = None
+    split: SplitProgram | None = None
+    values: PythonValues = PythonValues()
+    digest: int = 0
+
+
+class SameProgram(Exception):
+    """A value that code reads has changed, and what is computed has not."""
+
+    def __init__(self, compiled: Compiled, values: PythonValues) -> None:
+        super().__init__()
+        self.compiled, self.values = compiled, values

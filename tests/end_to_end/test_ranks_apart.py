@@ -87,6 +87,8 @@ def test_a_rank_that_is_late_is_waited_for(case, seconds):
     assert codes == [0, 0], printed
     if case == "a late batch":
         (_, first), (_, second) = printed
-        assert "stepgraph: waiting for ranks [1] to come to call" in first and "waiting" not in second
+        assert (
+            "stepgraph: waiting for ranks [1] to come to call" in first and "waiting" not in second
+        )
     assert all("step 5" in out and "done" in out for out, _ in printed)
     assert not any("Warning" in error or "c10d" in error for _, error in printed), printed

@@ -18,7 +18,7 @@ from stepgraph.api import arguments
 from stepgraph.api.checkpoints import SavesAndLoads
 from stepgraph.api.plan import Plan, public
 from stepgraph.capture.module import LossFunction, default_loss
-from stepgraph.capture.refusals import check_hooks
+from stepgraph.capture.refusals import check_hooks, double_backward_error
 from stepgraph.errors import GraphBreakError, ParameterHookError, UsageError
 from stepgraph.graphwise.compiled_autograd import check_whole_backward
 from stepgraph.graphwise.graph_breaks import GraphRunner
@@ -283,8 +283,16 @@ class Engine(SavesAndLoads):
 
         Args:
             loss: what ``engine(batch)`` returned, or something computed from it.
+
+        Raises:
+            CaptureError: a gradient of a gradient, of a model that runs graph by graph.
         """
-        loss.backward()
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            if (clear := double_backward_error(error)) is None:
+                raise
+            raise clear from error
 
     def optimizer_step(self) -> None:
         """Clips, updates, then sets ``.grad`` to None; parameters without one are left alone.

@@ -129,7 +129,9 @@ def capture(
     device_type = device_type or torch_internals.host_device().type
     only_loss = training and not as_module
     notes: list[str] = []
-    module = _StepFunction(model, loss, batch, compute_dtype, only_loss=only_loss)
+    module = _StepFunction(
+        model, loss, batch, compute_dtype, only_loss=only_loss, detached=not training
+    )
     outside = outside_tensors(loss, model)
     with (
         lent_stand_ins(model, outside, batch.tensors, compute_dtype),
@@ -194,6 +196,7 @@ class _StepFunction(nn.Module):
         compute_dtype: torch.dtype | None,
         *,
         only_loss: bool,
+        detached: bool,
     ) -> None:
         super().__init__()
         self.model = model
@@ -203,13 +206,19 @@ class _StepFunction(nn.Module):
         ]
         self.tree = batch.tree
         self.compute_dtype = compute_dtype
-        self.only_loss = only_loss
+        self.only_loss, self.detached = only_loss, detached
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         remaining = [in_dtype(tensor, self.compute_dtype) for tensor in tensors]
         leaves = [remaining.pop(0) if const is None else const[0] for const in self.constants]
         result = self.loss(self.model, pytree.tree_unflatten(leaves, self.tree))
+        if self.detached:  # code may say that it computes gradients, in an evaluation too
+            result = pytree.tree_map(_detached, result)
         return loss_of(result) if self.only_loss else result
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf
 
 
 def in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

@@ -97,10 +97,29 @@ def operator_error(error: Exception) -> CaptureError | None:
     )
 
 
+def double_backward_error(error: Exception) -> CaptureError | None:
+    """What says that a graph of many cannot be differentiated twice, where an error is about that."""
+    if "does not currently support double backward" not in str(error):
+        return None
+    return CaptureError(
+        "the loss has a gradient of a gradient in it (create_graph=True), and is captured graph by graph",
+        why="what is compiled between two graph breaks can be differentiated once",
+        do="remove the graph break (captured whole, torch.autograd.grad is part of the program), or use "
+        "torch.func.grad",
+    )
+
+
 def graph_break_error(error: Exception) -> CaptureError:
     """The line of the user's code that dynamo could not capture, and why."""
     if (lacking := operator_error(error)) is not None:
         return lacking
+    if "does not require grad and does not have a grad_fn" in str(error):
+        return CaptureError(
+            "code asks for gradients (torch.autograd.grad) of what has none",
+            where=line_of(error),
+            why="an evaluation computes none, unless the code says so",
+            do="put the code under torch.enable_grad()",
+        )
     return GraphBreakError(
         "the model cannot be captured as one program",
         where=line_of(error),

@@ -10,6 +10,7 @@ import torch
 import torch._dynamo.config as _dynamo_config
 import torch._dynamo.functional_export as _functional_export
 from torch import fx, nn
+from torch._dynamo.output_graph import OutputGraph
 
 from stepgraph.torch_internals import flex, python_values
 
@@ -35,12 +36,15 @@ def export_graph(module: nn.Module, args: tuple) -> Exported:
         GRAPH_BREAKS: if the Python code cannot be captured whole.
     """
     settings: dict[str, Any] = {"allow_rnn": True, "capture_scalar_outputs": True}
+    if hasattr(_dynamo_config, "trace_autograd_ops"):
+        settings["trace_autograd_ops"] = True
     if hasattr(_dynamo_config, "side_effect_replay_policy"):
         settings["side_effect_replay_policy"] = "warn"  # the one way to hear of them
     with (
         _keeping_compiled_code(),
         python_values.listening() as heard,
         flex.differentiable_on_host(),
+        _gradients_within(),
         _dynamo_config.patch(settings),
         warnings.catch_warnings(record=True) as caught,
     ):
@@ -69,6 +73,27 @@ def _keeping_compiled_code() -> Iterator[None]:
         yield
     finally:
         torch._dynamo.reset = reset
+
+
+@contextlib.contextmanager
+def _gradients_within() -> Iterator[None]:
+    """Allows ``torch.autograd.grad`` in what is captured, also where its own gradient is wanted.
+
+    dynamo refuses results that depend on such gradients, because of what AOTAutograd does with a compiled
+    function's results. What is captured here is traced once more as a whole, its backward included.
+    """
+    checks = (
+        "_check_requires_grad_intermediate_outputs",
+        "_validate_outputs_safe_for_autograd_nodes",
+    )
+    kept = {name: getattr(OutputGraph, name) for name in checks if hasattr(OutputGraph, name)}
+    for name in kept:
+        setattr(OutputGraph, name, lambda *args: None)
+    try:
+        yield
+    finally:
+        for name, check in kept.items():
+            setattr(OutputGraph, name, check)
 
 
 def example_value(node: fx.Node) -> Any:

@@ -46,6 +46,7 @@ def export_graph(module: nn.Module, args: tuple) -> Exported:
     ):
         warnings.simplefilter("always")
         captured = _functional_export._dynamo_graph_capture_for_export(module)(*args)
+    _name_insides_alike(captured)
     assigned = []
     for one in caught:
         if "certain side effects happened" in str(one.message):
@@ -55,6 +56,16 @@ def export_graph(module: nn.Module, args: tuple) -> Exported:
     return Exported(
         captured, dict(captured.meta["dynamo_flat_name_to_original_fqn"]), assigned, heard
     )
+
+
+def _name_insides_alike(captured: fx.GraphModule) -> None:
+    """Module paths inside the graph's own graphs (checkpointed regions) become what they are outside.
+
+    torch's export takes its own root out of the paths of the outermost graph alone (2.13).
+    """
+    for part in captured.modules():
+        if isinstance(part, fx.GraphModule) and part is not captured:
+            _functional_export.clean_nn_module_stack_and_source_fn(part)
 
 
 @contextlib.contextmanager

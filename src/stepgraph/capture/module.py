@@ -136,6 +136,7 @@ def capture(
         try:
             with other_device.told_of(device_type):
                 captured, flat_names, assigned, heard = export_graph(module, tuple(batch.tensors))
+            check_assigned_buffers(assigned)
             values = values_of(heard, compares, micro_batches)
             if says_difference and asks_for_device(heard.codes, device_type):
                 notes += difference_notes(captured, module, batch.tensors, device_type)
@@ -170,9 +171,6 @@ def capture(
     check_types(program, compute_dtype)
     for note in notes:
         program.note(note)
-    if training:
-        written = {role.name for role in program.outputs if isinstance(role, roles.NewBuffer)}
-        check_assigned_buffers(assigned, written)
     return program, Results(result_tree, constants), values
 
 

@@ -23,8 +23,10 @@ from stepgraph.capture.mixed_types import mixed_types_error
 from stepgraph.capture.module import default_loss, in_dtype
 from stepgraph.capture.refusals import check_hooks
 from stepgraph.errors import CaptureError, PlanError, StepgraphError, UsageError
+from stepgraph.graphwise.buffers_of_ranks import BuffersOfRanks
 from stepgraph.graphwise.compiled_autograd import WholeBackward
 from stepgraph.graphwise.graph_compiler import GraphCompiler
+from stepgraph.graphwise.means import mean_over_ranks
 from stepgraph.graphwise.parts import MIXED
 from stepgraph.graphwise.sharded_modules import Gathering, gather_where_read
 from stepgraph.placement.presets.named import for_own_update, stored_parameter
@@ -95,6 +97,9 @@ class GraphRunner:
         # Parameters are told by their markers; a reference to one would keep it from being converted.
         tensors = [x for x in held if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)]
         self.graphs.known.update((x, Replicate()) for x in tensors)
+        self._buffers = BuffersOfRanks(
+            compiler.model, size, self._group, ranks.rank, self.graphs.known, compiler.report
+        )
         self._hooks = hooks.module_modes(compiler.model, with_training=False)
         self._warm: set[str] = set()
         self._codes: set = set()
@@ -196,10 +201,13 @@ class GraphRunner:
         self._entry, self.graphs.evaluates = entry, entry == "evaluate"
         count_call(self.compiler, entry)
         self._follow_hooks(entry)
+        self._buffers.make_alike_if_due()
         before, self._gathering.active = self._gathering.active, True
         try:
-            result = self._compiled(self.compiler.model, pytree.tree_unflatten(cast, tree))
+            with dynamo.running_regions_once():
+                result = self._compiled(self.compiler.model, pytree.tree_unflatten(cast, tree))
             self._warm.add(entry)
+            self._buffers.changed()
             self.compiler.report(self.graphs.notes)
             return result
         except torch_internals.DynamoError as error:
@@ -286,6 +294,7 @@ class GraphRunner:
         """What the callable returns for the global batch, in evaluation mode."""
         with evaluation_mode(self.compiler.model), torch.no_grad():
             result = self.run("evaluate", batch.leaves, batch.tree)
+        self._buffers.make_alike_if_due()
         return pytree.tree_map(self.rows_of_all, result)
 
     def handed_out(self, result: Any) -> Any:
@@ -293,6 +302,7 @@ class GraphRunner:
         leaves = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
         read = dynamo.leaves_behind(leaves)
         result = self._started(result)
+        self._buffers.follow(result)
 
         def versions() -> list[int]:
             return [parameter._version for parameter in read]
@@ -315,7 +325,7 @@ class GraphRunner:
         """
         watch = self.compiler.watch if entry else None
         word = None if watch is None else watch.word()
-        mean, same = _Mean.apply(value, self._group, self.compiler.ranks.shape.data_size, word)
+        mean, same = mean_over_ranks(value, self._group, self.compiler.ranks.shape.data_size, word)
         if watch is not None and not same:
             raise watch.differ(f"{entry} runs other graphs on some ranks than on others")
         return mean
@@ -382,19 +392,3 @@ class _Backend:
         runner = self._runner()
         assert runner is not None, "its model is gone"
         return runner.compile(graph, examples, self._backward)
-
-
-class _Mean(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, value: torch.Tensor, group: str, ranks: int, word: int | None):
-        if ranks == 1:
-            return value.clone(), True
-        if word is None:
-            return torch_internals.sum_over_group(value, group) / ranks, True
-        both = torch.stack([value.double(), value.new_tensor(word, dtype=torch.float64)])
-        total = torch_internals.sum_over_group(both, group)
-        return (total[0] / ranks).to(value.dtype), total[1].item() == word * ranks
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor, _: Any):
-        return gradient, None, None, None

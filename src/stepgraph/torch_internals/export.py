@@ -1,8 +1,6 @@
 """dynamo's capture of a whole module."""
 
 import contextlib
-import re
-import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -11,14 +9,14 @@ import torch._dynamo.config as _dynamo_config
 import torch._dynamo.functional_export as _functional_export
 from torch import fx, nn
 
-from stepgraph.torch_internals import flex, python_values
+from stepgraph.torch_internals import assigned_buffers, flex, python_values
 
 
 class Exported(NamedTuple):
     """A module as dynamo captured it.
 
-    ``names``: flat names of parameters -> the module's own. ``assigned``: by dynamo's names, the modules
-    whose code puts other buffers in place of theirs, which the graph does not do. ``heard``: what it read
+    ``names``: flat names of parameters -> the module's own. ``assigned``: the buffers that the code
+    puts others in place of, which the graph does not do. ``heard``: what it read
     and changed in Python.
     """
 
@@ -36,26 +34,20 @@ def export_graph(module: nn.Module, args: tuple) -> Exported:
     """
     settings: dict[str, Any] = {"allow_rnn": True}
     if hasattr(_dynamo_config, "side_effect_replay_policy"):
-        settings["side_effect_replay_policy"] = "warn"  # the one way to hear of them
+        settings["side_effect_replay_policy"] = "silent"  # they are heard, and written
+    # What code in a checkpointed region changes is changed once: where it first runs.
+    settings["skip_fwd_side_effects_in_bwd_under_checkpoint"] = True
     with (
         _keeping_compiled_code(),
         python_values.listening() as heard,
         flex.differentiable_on_host(),
+        assigned_buffers.written_in_place() as assigned,
         _dynamo_config.patch(settings),
-        warnings.catch_warnings(record=True) as caught,
     ):
-        warnings.simplefilter("always")
         captured = _functional_export._dynamo_graph_capture_for_export(module)(*args)
     _name_insides_alike(captured)
-    assigned = []
-    for one in caught:
-        if "certain side effects happened" in str(one.message):
-            assigned += re.findall(r'"([^"]*)\._buffers"', str(one.message))
-        else:
-            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
-    return Exported(
-        captured, dict(captured.meta["dynamo_flat_name_to_original_fqn"]), assigned, heard
-    )
+    names = dict(captured.meta["dynamo_flat_name_to_original_fqn"])
+    return Exported(captured, names, [*map(python_values.readable, assigned)], heard)
 
 
 def _name_insides_alike(captured: fx.GraphModule) -> None:

@@ -68,3 +68,26 @@ def test_what_is_kept_are_tensors(program, memory):
     parts = [node for node in program.operations() if node.target is operator.getitem]
     parts = [node for node in parts if node.meta["name"] in recomputed]
     assert all(node.args[0].meta["name"] in recomputed for node in parts)
+
+
+class OneLayer(torch.nn.Module):
+    """Projections of queries, keys and values look alike, and are no blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.projections = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        heads = [p(x).view(2, 4, 2, 4).transpose(1, 2) for p in self.projections[:3]]
+        attended = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        return (x + self.projections[3](attended.transpose(1, 2).flatten(2))).square().mean()
+
+
+def test_one_layer_is_one_block_whose_inputs_alone_are_kept():
+    program = captured(OneLayer(), torch.randn(2, 4, 8))
+    decision = decide(program, "full")
+    assert "no block repeats" in decision.notes[0]
+    kept = {n.meta["name"] for n in program.operations("forward")} - decision.recompute.keys()
+    assert kept == {"mean"}
+    with pytest.raises(MemoryPolicyError, match="no block of this model repeats"):
+        decide(program, "layers:2")

@@ -4,7 +4,8 @@ The forward is read as a text whose letters are (operator, shape, dtype); repeat
 stretch that equals itself shifted by one period. Periods are tried among the distances at which
 letters recur; the one that covers most of the text wins, the smallest on a tie. Within the freedom
 that a repetition leaves (it may begin anywhere in its period), blocks are split where the fewest bytes
-cross: at the residual stream.
+cross: at the residual stream. Each reads what the one before it made: the projections of queries, keys and
+values look alike, too, but stand side by side.
 """
 
 import itertools
@@ -48,9 +49,20 @@ def find_blocks(program: Program) -> list[Block]:
             key=lambda o: sum(crossing[start + o + k * period] for k in range(count + 1)),  # noqa: B023
         )
         first = start + offset
-        blocks += [Block(first + k * period, first + (k + 1) * period) for k in range(count)]
+        found_now = [Block(first + k * period, first + (k + 1) * period) for k in range(count)]
+        if _chained(found_now, nodes):
+            blocks += found_now
         stretches += [(low, start), (start + covered, high)]
     return sorted(blocks, key=lambda block: block.start)
+
+
+def _chained(blocks: list[Block], nodes: list[fx.Node]) -> bool:
+    for one, other in itertools.pairwise(blocks):
+        made = set(nodes[one.start : one.stop])
+        reads = (node.all_input_nodes for node in nodes[other.start : other.stop])
+        if made.isdisjoint(itertools.chain.from_iterable(reads)):
+            return False
+    return True
 
 
 def _letter(node: fx.Node) -> tuple:

@@ -28,6 +28,10 @@ from stepgraph.program.program import Program
 from stepgraph.program.randomness import RANDOM
 
 OWN_LOSS = "loss: the mean over data-parallel ranks of each one's own"
+OWN_NUMBERS = (
+    f"{OWN_LOSS}, as far as it is made of numbers that code reads from tensors (.item(), .tolist(), "
+    "how many are selected)"
+)
 OWN_RESULT = (
     "evaluate: a result is each data-parallel rank's own, floating-point numbers their mean"
 )

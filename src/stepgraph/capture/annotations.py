@@ -36,8 +36,11 @@ def annotate(node: fx.Node, root: re.Pattern) -> None:
         kept["module"] = root.sub("", path) if root.match(path) else ""
         if metadata.get("stack_trace"):
             kept["source"] = source_line(metadata["stack_trace"])
-        if "recompute" in metadata and "RECOMPUTE" in str(metadata["recompute"]):
+        if "seq_nr" in metadata:
+            kept["sequence"] = metadata["seq_nr"]
+        if metadata.get("recompute") is not None:
             kept["checkpoint"] = metadata.get("ac_graph_id", 0)
+            kept["region_policy"] = metadata["recompute"].name.lower()
     node.meta = kept
 
 

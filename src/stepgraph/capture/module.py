@@ -141,6 +141,7 @@ def capture(
         try:
             with other_device.told_of(device_type):
                 captured, flat_names, assigned, heard = export_graph(module, tuple(batch.tensors))
+            check_assigned_buffers(assigned)
             values = values_of(heard, compares, micro_batches)
             if says_difference and asks_for_device(heard.codes, device_type):
                 notes += difference_notes(captured, module, batch.tensors, device_type)
@@ -177,9 +178,6 @@ def capture(
     check_types(program, compute_dtype)
     for note in notes:
         program.note(note)
-    if training:
-        written = {role.name for role in program.outputs if isinstance(role, roles.NewBuffer)}
-        check_assigned_buffers(assigned, written)
     taken = {role.name for role in program.inputs if isinstance(role, roles.Outside)}
     values = replace(values, tensors=tuple(one for one in outside if one.name in taken))
     return program, Results(result_tree, constants, numbers), values

@@ -59,25 +59,22 @@ def check_parameter_hooks(model: nn.Module) -> None:
             )
 
 
-def check_assigned_buffers(modules: list[str], written: set[str]) -> None:
-    """Refuses to capture a forward whole that puts other buffers in place of a module's.
+def check_assigned_buffers(buffers: list[str]) -> None:
+    """Refuses to capture a forward whole that puts buffers in place of others, which cannot hold them.
 
     Args:
-        modules: whose buffers the code assigns, by dynamo's names; ``self.seen += 1`` does so, too.
-        written: names of the buffers that the captured step writes.
+        buffers: as the code would write them.
 
     Raises:
-        GraphBreakError: names a module none of whose buffers is written.
+        GraphBreakError: names them.
     """
-    for source in modules:
-        quoted = re.findall(r"'([^']+)'\]", source)
-        path = ".".join(n for n in quoted if n not in ("self", "_export_root", "_modules", "model"))
-        if not any(name.rpartition(".")[0] == path for name in written):
-            raise GraphBreakError(
-                f"the forward puts a buffer in place of one of {path or 'the model'}",
-                why="a captured step would go on with the old one",
-                do="write into the buffer: self.buffer.copy_(...), or mul_ and add_",
-            )
+    if buffers:
+        raise GraphBreakError(
+            f"the forward puts another buffer in place of {', '.join(buffers)}",
+            why="it has another shape or type, or is a tensor that the model holds elsewhere as well; a "
+            "captured step would go on with the old one",
+            do="write into the buffer: self.buffer.copy_(...), or mul_ and add_",
+        )
 
 
 def operator_error(error: Exception) -> CaptureError | None:

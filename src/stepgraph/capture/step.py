@@ -12,6 +12,7 @@ from stepgraph.capture.counters import SharedCounters
 from stepgraph.capture.module import BatchSpec, LossFunction, capture
 from stepgraph.capture.optimizer import FunctionalOptimizer, functionalize_optimizer
 from stepgraph.capture.python_values import PythonValues
+from stepgraph.capture.regions import written_in_regions
 from stepgraph.capture.update import given_gradients, parameters_without_gradient
 from stepgraph.errors import CaptureError
 from stepgraph.planning.decisions import Normalisation
@@ -47,7 +48,8 @@ class Captured:
     """Global programs by name, and what runtime needs beside them.
 
     ``reduces_each``: gradients are reduced, in a type of their own, for every micro-batch. ``tree`` is the
-    structure of what the loss callable returns; ``values``: what was read from Python.
+    structure of what the loss callable returns; ``values``: what was read from Python; ``remarks``: what is
+    to be known, and nothing falls back.
     """
 
     programs: dict[str, Program]
@@ -58,6 +60,7 @@ class Captured:
     tree: Any = None
     notes: list[str] = field(default_factory=list)
     values: PythonValues = PythonValues()
+    remarks: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class Capture:
         reduces_each = reduces_each and settings.micro_batches > 1
         joint, _, values = self._captured("step", micro_batches=settings.micro_batches)
         joint = self._simplified(joint, accumulate=settings.micro_batches > 1)
-        notes = parameters_without_gradient(source.model, joint)
+        notes, remarks = parameters_without_gradient(source.model, joint), written_in_regions(joint)
         optimizer = None if source.optimizer is None else self._functional(joint)
         programs: dict[str, Program] = {}
         normalisation = None
@@ -125,6 +128,7 @@ class Capture:
             reduces_each,
             notes=notes,
             values=values,
+            remarks=remarks,
         )
 
     def evaluation(self, as_module: bool = False) -> Captured:
@@ -142,10 +146,13 @@ class Capture:
         joint, tree, values = self._captured("gradients", as_module=as_module)
         joint = self._simplified(joint, accumulate=False)
         notes = parameters_without_gradient(self.source.model, joint)
+        remarks = written_in_regions(joint)
         joint = self.driver.through(
             self.roads.reduced, joint, masters=self._masters(), precision=self.settings.precision
         )
-        return Captured({"gradients": joint}, tree=tree, notes=notes, values=values)
+        return Captured(
+            {"gradients": joint}, tree=tree, notes=notes, values=values, remarks=remarks
+        )
 
     def update(self, names: Sequence[str]) -> Captured:
         """Clipping and optimizer alone, of the parameters that have a gradient: ``update``."""

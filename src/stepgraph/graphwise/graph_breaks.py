@@ -17,15 +17,17 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph import torch_internals
-from stepgraph.analysis.sums import OWN_LOSS
+from stepgraph.analysis.sums import OWN_LOSS, OWN_NUMBERS
 from stepgraph.capture.loss import check_loss, forgotten_loss, loss_of
 from stepgraph.capture.mixed_types import mixed_types_error
 from stepgraph.capture.module import default_loss, in_dtype
 from stepgraph.capture.refusals import check_hooks
 from stepgraph.errors import CaptureError, PlanError, StepgraphError, UsageError
+from stepgraph.graphwise.backend import Backend
+from stepgraph.graphwise.buffers_of_ranks import BuffersOfRanks
 from stepgraph.graphwise.compiled_autograd import WholeBackward
 from stepgraph.graphwise.graph_compiler import GraphCompiler
-from stepgraph.graphwise.mean import Mean
+from stepgraph.graphwise.means import mean_over_ranks
 from stepgraph.graphwise.parts import MIXED
 from stepgraph.graphwise.sharded_modules import Gathering, gather_where_read
 from stepgraph.placement.presets.named import for_own_update, stored_parameter
@@ -46,10 +48,6 @@ log = logging.getLogger("stepgraph")
 # How often a piece of code may be compiled for one kind of batch: in training, in evaluation, for layers
 # that differ in a number. dynamo runs it as Python from then on.
 VARIANTS = 8
-OWN_NUMBERS = (
-    f"{OWN_LOSS}, as far as it is made of numbers that code reads from tensors (.item(), .tolist(), "
-    "how many are selected)"
-)
 PLACEMENTS = ("ddp", "zero1", "zero2", "zero3", "zero3-keep")
 
 
@@ -101,11 +99,14 @@ class GraphRunner:
         # Parameters are told by their markers; a reference to one would keep it from being converted.
         tensors = [x for x in held if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)]
         self.graphs.known.update((x, Replicate()) for x in tensors)
+        self._buffers = BuffersOfRanks(
+            compiler.model, size, self._group, ranks.rank, self.graphs.known, compiler.report
+        )
         self._hooks = hooks.module_modes(compiler.model, with_training=False)
         self._warm: set[str] = set()
         self._met = self._was_warm = False
         self._codes: set = set()
-        self._backends: list[_Backend] = []
+        self._backends: list[Backend] = []
         self._modes: set[weakref.ref] = set()
         weakref.finalize(self, dynamo.drop_compiled, self._codes, self._backends, self._modes)
         self._whole: WholeBackward | None = None
@@ -117,8 +118,8 @@ class GraphRunner:
         limit = self.compiler.max_shapes * VARIANTS
         return dynamo.compile_apart(self._function, self._backend(False), limit, False)
 
-    def _backend(self, backward: bool) -> _Backend:
-        self._backends.append(_Backend(self, backward))
+    def _backend(self, backward: bool) -> Backend:
+        self._backends.append(Backend(self, backward))
         return self._backends[-1]
 
     def change(self, lowering: str, whole_backward: bool) -> None:
@@ -205,13 +206,16 @@ class GraphRunner:
         pairs, _ = flatten_with_paths(pytree.tree_unflatten(list(leaves), tree))
         self._entry, self.graphs.evaluates = entry, entry == "evaluate"
         self._follow_hooks(entry)
+        self._buffers.make_alike_if_due()
         before, self._gathering.active = self._gathering.active, True
         read = dynamo.breaks_by_reading()
         try:
-            result = self._compiled(self.compiler.model, pytree.tree_unflatten(cast, tree))
+            with dynamo.running_regions_once():
+                result = self._compiled(self.compiler.model, pytree.tree_unflatten(cast, tree))
             self._warm.add(entry)
             if self.compiler.ranks.shape.data_size > 1 and dynamo.breaks_by_reading() > read:
                 self.compiler.report([OWN_NUMBERS])
+            self._buffers.changed()
             self.compiler.report(self.graphs.notes)
             return result
         except torch_internals.DynamoError as error:
@@ -298,6 +302,7 @@ class GraphRunner:
         """What the callable returns for the global batch, in evaluation mode."""
         with evaluation_mode(self.compiler.model), torch.no_grad():
             result = self.run("evaluate", batch.leaves, batch.tree)
+        self._buffers.make_alike_if_due()
         return pytree.tree_map(self.rows_of_all, result)
 
     def handed_out(self, result: Any) -> Any:
@@ -305,6 +310,7 @@ class GraphRunner:
         leaves = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
         read = dynamo.leaves_behind(leaves)
         result = self._started(result, read)
+        self._buffers.follow(result)
 
         def versions() -> list[int]:
             return [parameter._version for parameter in read]
@@ -327,7 +333,7 @@ class GraphRunner:
         """
         watch = self.compiler.watch if entry else None
         word = None if watch is None else watch.word()
-        mean, same = Mean.apply(value, self._group, self.compiler.ranks.shape.data_size, word)
+        mean, same = mean_over_ranks(value, self._group, self.compiler.ranks.shape.data_size, word)
         if watch is not None and not same:
             raise watch.differ(f"{entry} runs other graphs on some ranks than on others")
         return mean
@@ -381,19 +387,3 @@ class GraphRunner:
             self.compiler.programs[key] = program
             self.compiler.plan = self.compiler.plan.with_decisions(key, decided)
         return compiled
-
-
-class _Backend:
-    """What dynamo is given, and keeps: it holds the runner weakly.
-
-    It may outlive the runner, hollow; what it compiled then is never run again.
-    """
-
-    def __init__(self, runner: GraphRunner, backward: bool) -> None:
-        self._runner, self._backward = weakref.ref(runner), backward
-        self.region = -1
-
-    def __call__(self, graph: torch.fx.GraphModule, examples: Any) -> Callable:
-        runner = self._runner()
-        assert runner is not None, "its model is gone"
-        return runner.compile(graph, examples, self._backward)

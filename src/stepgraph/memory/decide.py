@@ -1,20 +1,19 @@
 """Whether each forward value is kept for the backward, or recomputed there: in which block.
 
-Values that cross from one block to another are always kept. Whatever the
-policy, regions under ``torch.utils.checkpoint`` are recomputed, and parameters that were gathered for
-the forward (zero3) are gathered again for the backward instead of being kept; so are activations that
-ranks hold in parts (sequence-parallel norms). What ranks added up or exchanged is kept.
+Values that cross from one block to another are kept. Whatever the policy, regions under
+``torch.utils.checkpoint`` are recomputed, but for what a policy of their own keeps; parameters that were
+gathered for the forward (zero3) are gathered again for the backward instead of being kept; so are
+activations that ranks hold in parts (sequence-parallel norms). What ranks added up or exchanged is kept.
 """
-
-import operator
-from collections.abc import Iterable
 
 from torch import fx
 
 from stepgraph import torch_internals
 from stepgraph.analysis.blocks import Block, find_blocks
 from stepgraph.errors import MemoryPolicyError
+from stepgraph.memory import regions_of_code
 from stepgraph.memory.presets import NONE, parse_policy
+from stepgraph.memory.regions_of_code import not_crossing
 from stepgraph.operators import table as operators
 from stepgraph.operators.views import is_view
 from stepgraph.planning.decisions import MemoryDecision
@@ -55,7 +54,7 @@ def decide(program: Program, policy: str, gather_again: bool = True) -> MemoryDe
     recompute: dict[str, int] = {}
     notes: list[str] = []
     nodes = list(program.operations(FORWARD))
-    regions: list[list[fx.Node]] = list(_checkpoint_regions(nodes))
+    regions: list[list[fx.Node]] = regions_of_code.find(nodes)
     taken = {node for region in regions for node in region}
     if every:
         blocks = find_blocks(program)
@@ -69,8 +68,9 @@ def decide(program: Program, policy: str, gather_again: bool = True) -> MemoryDe
             notes.append("memory 'full': no block repeats, the whole forward is one block")
         for block in blocks[every - 1 :: every]:
             regions.append([n for n in nodes[block.start : block.stop] if n not in taken])
+    notes += regions_of_code.notes(nodes)
     for number, region in enumerate(regions):
-        for node in _not_crossing(region, program):
+        for node in not_crossing(region, program):
             recompute[meta(node)["name"]] = number
     for name in _gathered(program, gather_again):
         recompute.setdefault(name, -1)
@@ -82,48 +82,6 @@ def decide_for_graph(program: Program, policy: str, gather_again: bool) -> Memor
     if parse_policy(policy)[0] == "layers" and not find_blocks(program):
         policy = NONE
     return decide(program, policy, gather_again)
-
-
-def _checkpoint_regions(nodes: list[fx.Node]) -> Iterable[list[fx.Node]]:
-    regions: dict[int, list[fx.Node]] = {}
-    for node in nodes:
-        region = meta(node).get("checkpoint")
-        if region is not None:
-            regions.setdefault(region, []).append(node)
-    return regions.values()
-
-
-def _not_crossing(region: list[fx.Node], program: Program) -> list[fx.Node]:
-    """Values of a region that no other part of the forward reads, and that are not results.
-
-    Communicated activations are kept: recomputing is not to communicate them twice. So is what a
-    generator drew: it would draw something else.
-    """
-    inside = set(region)
-    results = set(program.results)
-    dropped: dict[fx.Node, None] = {}
-    for node in region:
-        # A part of a tuple goes with it: what is kept for the backward are tensors.
-        of_kept = node.target is operator.getitem and node.args[0] not in dropped
-        if (
-            not of_kept
-            and node not in results
-            and not is_collective(node)
-            and node.target is not torch_internals.WAIT
-            and not _draws(node)
-            and all(user in inside or meta(user).get("phase") != FORWARD for user in node.users)
-        ):
-            dropped[node] = None
-    return list(dropped)
-
-
-def _draws(node: fx.Node) -> bool:
-    """Whether a generator decides the result; attention has the tag for a dropout that is not asked for."""
-    if not operators.of(node.target).draws:
-        return False
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    asked = dict(zip(names, node.args, strict=False)) | node.kwargs
-    return "dropout_p" not in names or bool(asked.get("dropout_p", 0.0))
 
 
 def _gathered(program: Program, parameters_too: bool) -> list[str]:

@@ -19,6 +19,8 @@ class Metadata(TypedDict):
         source: the source line, where capture knew it.
         placements: one for each result, None for what is no tensor; placed programs only.
         checkpoint: the number of its region, under ``torch.utils.checkpoint``.
+        sequence: autograd's number of the operation, the same in its backward; as captured.
+        region_policy: what the region's own policy says of it: ``must_save``, ``prefer_recompute``, ...
         recomputed_from: the stable name of the forward operation that it repeats.
         casts_parameter: it gives a parameter the type that the model computes in.
         accumulates: it adds a micro-batch's gradient to those of the earlier ones.
@@ -39,6 +41,8 @@ class Metadata(TypedDict):
     source: NotRequired[str]
     placements: tuple[Placements | None, ...]
     checkpoint: NotRequired[int]
+    sequence: NotRequired[int]
+    region_policy: NotRequired[str]
     recomputed_from: NotRequired[str]
     casts_parameter: NotRequired[bool]
     accumulates: NotRequired[bool]

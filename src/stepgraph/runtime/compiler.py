@@ -313,6 +313,7 @@ class Compiler:
         notes = [note for program in made.programs.values() for note in program.notes]
         self.report([*captured.notes, *dict.fromkeys(notes)])
         self.report(about_outside(captured.values.tensors), falls_back=False)
+        self.report(captured.remarks, falls_back=False)
         lowered: dict[str, LoweredProgram] = {}
         for name, program in made.programs.items():
             self.state.prepare(program, captured.optimizer, self.max_grad_norm)

@@ -1,8 +1,6 @@
 """dynamo's capture of a whole module."""
 
 import contextlib
-import re
-import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -12,14 +10,14 @@ import torch._dynamo.functional_export as _functional_export
 from torch import fx, nn
 from torch._dynamo.output_graph import OutputGraph
 
-from stepgraph.torch_internals import flex, python_values
+from stepgraph.torch_internals import assigned_buffers, flex, python_values
 
 
 class Exported(NamedTuple):
     """A module as dynamo captured it.
 
-    ``names``: flat names of parameters -> the module's own. ``assigned``: by dynamo's names, the modules
-    whose code puts other buffers in place of theirs, which the graph does not do. ``heard``: what it read
+    ``names``: flat names of parameters -> the module's own. ``assigned``: the buffers that the code
+    puts others in place of, which the graph does not do. ``heard``: what it read
     and changed in Python.
     """
 
@@ -39,26 +37,31 @@ def export_graph(module: nn.Module, args: tuple) -> Exported:
     if hasattr(_dynamo_config, "trace_autograd_ops"):
         settings["trace_autograd_ops"] = True
     if hasattr(_dynamo_config, "side_effect_replay_policy"):
-        settings["side_effect_replay_policy"] = "warn"  # the one way to hear of them
+        settings["side_effect_replay_policy"] = "silent"  # they are heard, and written
+    # What code in a checkpointed region changes is changed once: where it first runs.
+    settings["skip_fwd_side_effects_in_bwd_under_checkpoint"] = True
     with (
         _keeping_compiled_code(),
         python_values.listening() as heard,
         flex.differentiable_on_host(),
         _gradients_within(),
+        assigned_buffers.written_in_place() as assigned,
         _dynamo_config.patch(settings),
-        warnings.catch_warnings(record=True) as caught,
     ):
-        warnings.simplefilter("always")
         captured = _functional_export._dynamo_graph_capture_for_export(module)(*args)
-    assigned = []
-    for one in caught:
-        if "certain side effects happened" in str(one.message):
-            assigned += re.findall(r'"([^"]*)\._buffers"', str(one.message))
-        else:
-            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
-    return Exported(
-        captured, dict(captured.meta["dynamo_flat_name_to_original_fqn"]), assigned, heard
-    )
+    _name_insides_alike(captured)
+    names = dict(captured.meta["dynamo_flat_name_to_original_fqn"])
+    return Exported(captured, names, [*map(python_values.readable, assigned)], heard)
+
+
+def _name_insides_alike(captured: fx.GraphModule) -> None:
+    """Module paths inside the graph's own graphs (checkpointed regions) become what they are outside.
+
+    torch's export takes its own root out of the paths of the outermost graph alone (2.13).
+    """
+    for part in captured.modules():
+        if isinstance(part, fx.GraphModule) and part is not captured:
+            _functional_export.clean_nn_module_stack_and_source_fn(part)
 
 
 @contextlib.contextmanager

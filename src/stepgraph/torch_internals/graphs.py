@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch._dynamo.config as _dynamo_config
 from functorch.compile import make_boxed_func
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
@@ -184,6 +185,16 @@ def compile_apart(function: Callable, backend: Callable, limit: int, fullgraph: 
     compiled = torch.compile(function, **options)
     backend.region = getattr(compiled, "_isolate_recompiles_id", -1)  # type: ignore[attr-defined]
     return compiled
+
+
+@contextlib.contextmanager
+def running_regions_once() -> Iterator[None]:
+    """What is captured in it of code under ``torch.utils.checkpoint`` may change things, once.
+
+    It would break the graph otherwise, and change them again when the region is recomputed.
+    """
+    with _dynamo_config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
+        yield
 
 
 def leaves_behind(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -41,6 +41,7 @@ _CONSTANTS = {
     "DICT_KEYS_MATCH",
     "CLOSURE_MATCH",
 }
+_OF_STATE = re.compile(r"\b_(buffers|parameters)\b")
 _OF_CLASSES_AND_LIBRARIES = re.compile(r"dict\(type\(|__mro__|^G\[|^dict\.__getitem__\(G\[")
 
 
@@ -197,7 +198,7 @@ def _changes_of(effects: Any) -> Iterator[Change]:
     read = {guard.name for guard in graph.guards}
     for variable in effects._get_modified_vars():
         source = getattr(variable, "source", None)
-        if source is None or not _is_expression(source):
+        if source is None or not is_expression(source):
             continue  # made within the code
         kind = variable.mutation_type
         if not isinstance(kind, (AttributeMutationExisting, ValueMutationExisting)):
@@ -214,13 +215,14 @@ def _changes_of(effects: Any) -> Iterator[Change]:
                 continue  # state of the program, not of Python
             full = f"{source.name}.{name}"
             yield Change(readable(full), holder, name, held.get(name), *_value(new), full in read)
-        if isinstance(kind, ValueMutationExisting) and not isinstance(holder, nn.Module):
+        state = isinstance(holder, nn.Module) or _OF_STATE.search(source.name)
+        if isinstance(kind, ValueMutationExisting) and not state:
             path = readable(source.name)
-            if "._buffers" not in path and "._parameters" not in path:
-                yield Change(path, holder, "", holder, *_value(variable), source.name in read)
+            yield Change(path, holder, "", holder, *_value(variable), source.name in read)
 
 
-def _is_expression(source: Any) -> bool:
+def is_expression(source: Any) -> bool:
+    """Whether what dynamo knows of where a value came from is an expression."""
     try:
         return bool(source.name)
     except NotImplementedError:
@@ -249,6 +251,7 @@ _STEPS: list[tuple[str, str | Callable]] = [
     (r"L\['self'\]\._modules\['_export_root'\]\.?", ""),
     (r"(?:\.__dict__\['_modules'\]|\._modules)\['(\w+)'\]", r".\1"),
     (r"\b_modules\['(\w+)'\]", r"\1"),
+    (r"(?:\.__dict__\['_buffers'\]|\._buffers)\['(\w+)'\]", r".\1"),
     (r"G\['__import_(\w+)'\]", lambda m: m[1].replace("_dot_", ".")),
     (r"G\['(\w+)'\]", r"\1"),
 ]

@@ -8,6 +8,8 @@ from stepgraph.program.metadata import meta, set_meta
 from stepgraph.program.program import BACKWARD, FORWARD, Program
 from stepgraph.program.record import program_pass
 
+_OF_THE_ORIGINAL = {"name", "checkpoint", "region_policy", "sequence"}
+
 
 @program_pass(
     reads="the stable names in a :class:`MemoryDecision`",
@@ -53,7 +55,7 @@ def _copy_before(
             stack.pop()
             with graph.inserting_before(reader):
                 copy = graph.node_copy(node, lambda a: copies.get(a, a))
-            kept = {k: v for k, v in meta(node).items() if k not in ("name", "checkpoint")}
+            kept = {k: v for k, v in meta(node).items() if k not in _OF_THE_ORIGINAL}
             again = {"phase": BACKWARD, "recomputed_from": meta(node)["name"]}
             set_meta(copy, kept | again)
             copies[node] = copy

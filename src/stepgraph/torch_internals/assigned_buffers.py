@@ -1,0 +1,117 @@
+"""Buffers that a module's code puts others in place of: ``self.mean = 0.9 * self.mean + new``.
+
+dynamo knows the assignment, and its export leaves it out of the graph. What was assigned is written into
+the old buffer instead, as the last thing that the graph does: the graph is then the whole of the forward.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.variables.base import ValueMutationExisting, VariableTracker
+from torch._dynamo.variables.tensor import TensorVariable
+
+from stepgraph.torch_internals.python_values import is_expression
+
+TABLES = ("._buffers", ".__dict__['_buffers']")  # how dynamo reached a module's
+
+
+@contextlib.contextmanager
+def written_in_place() -> Iterator[list[str]]:
+    """Within it, torch's export captures assignments to buffers.
+
+    Yields:
+        dynamo's names of the buffers of which they could not be: another shape, or a tensor that lives
+        elsewhere as well.
+    """
+    left: list[str] = []
+    compile_subgraph = OutputGraph.compile_subgraph
+
+    def compiled(graph: OutputGraph, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        _write_assigned(graph, tx, left)
+        return compile_subgraph(graph, tx, *args, **kwargs)
+
+    OutputGraph.compile_subgraph = compiled  # type: ignore[method-assign]
+    try:
+        yield left
+    finally:
+        OutputGraph.compile_subgraph = compile_subgraph  # type: ignore[method-assign]
+
+
+def _write_assigned(graph: OutputGraph, tx: Any, left: list[str]) -> None:
+    taken = {_storage(value) for value in _inputs_of(graph)}
+    pairs: list[tuple[Any, Any]] = []
+    for table in graph.side_effects._get_modified_vars():
+        source = getattr(table, "source", None)
+        existing = isinstance(table.mutation_type, ValueMutationExisting)
+        if source is None or not existing or not is_expression(source):
+            continue
+        if not source.name.endswith(TABLES):
+            continue
+        old, new = _by_name(table.original_items), _by_name(table.items)
+        for name in dict.fromkeys(itertools.chain(old, new)):
+            before, after = old.get(name), new.get(name)
+            if before is after:
+                continue
+            pair = _tensor(before), _tensor(after)
+            if None in pair or not _alike(*pair):
+                left.append(f"{source.name}['{name}']")
+                continue
+            if _is_same(*pair):
+                continue  # it was changed in place
+            if _storage(_value(pair[1])) in taken:
+                left.append(f"{source.name}['{name}']")
+                continue
+            taken.add(_storage(_value(pair[1])))
+            pairs.append(pair)
+    _keep_returned(tx, {_storage(_value(before)) for before, _ in pairs})
+    for before, after in pairs:
+        before.call_method(tx, "copy_", [after.call_method(tx, "detach", [], {})], {})
+
+
+def _keep_returned(tx: Any, written: set[int]) -> None:
+    """What the forward returns of the old buffers is what was in them."""
+    returned = getattr(tx.stack[-1] if tx.stack else None, "items", [])
+    for leaves in returned[:1] if isinstance(returned, list) else ():
+        for index, leaf in enumerate(getattr(leaves, "items", ())):
+            tensor = _tensor(leaf)
+            if tensor is not None and _storage(_value(tensor)) in written:
+                leaves.items[index] = tensor.call_method(tx, "clone", [], {})
+
+
+def _inputs_of(graph: OutputGraph) -> Iterator[torch.Tensor]:
+    for node in graph.graph.nodes:
+        value = node.meta.get("example_value")
+        if node.op in ("placeholder", "get_attr") and isinstance(value, torch.Tensor):
+            yield value
+
+
+def _by_name(items: Any) -> dict[str, VariableTracker]:
+    return {getattr(key, "vt", key).as_python_constant(): value for key, value in items.items()}
+
+
+def _tensor(variable: VariableTracker | None) -> Any:
+    realized = None if variable is None else variable.realize()
+    return realized if isinstance(realized, TensorVariable) else None
+
+
+def _value(variable: Any) -> torch.Tensor:
+    return variable.as_proxy().node.meta["example_value"]
+
+
+def _alike(before: Any, after: Any) -> bool:
+    old, new = _value(before), _value(after)
+    return (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
+
+
+def _is_same(before: Any, after: Any) -> bool:
+    old, new = _value(before), _value(after)
+    where = (old.stride(), old.storage_offset()), (new.stride(), new.storage_offset())
+    return _storage(old) == _storage(new) and where[0] == where[1]
+
+
+def _storage(value: torch.Tensor) -> int:
+    return value.untyped_storage()._cdata

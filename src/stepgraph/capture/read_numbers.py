@@ -96,7 +96,9 @@ def keep_as_tensors(graph: fx.GraphModule) -> set[int]:
             elif read and not isinstance(value, _SYMBOLS):
                 _hand_over(node, value, read)
         if numbers:
-            module.graph.eliminate_dead_code()
+            for node in reversed(module.graph.nodes):
+                if node in numbers and not node.users:
+                    module.graph.erase_node(node)
             module.recompile()
     return returned
 

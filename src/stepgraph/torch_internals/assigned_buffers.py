@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import fx
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.variables.base import ValueMutationExisting, VariableTracker
 from torch._dynamo.variables.tensor import TensorVariable
@@ -42,7 +43,7 @@ def written_in_place() -> Iterator[list[str]]:
 
 
 def _write_assigned(graph: OutputGraph, tx: Any, left: list[str]) -> None:
-    taken = {_storage(value) for value in _inputs_of(graph)}
+    taken = {_storage(node.meta["example_value"]) for node in _inputs_of(graph)}
     pairs: list[tuple[Any, Any]] = []
     for table in graph.side_effects._get_modified_vars():
         source = getattr(table, "source", None)
@@ -69,7 +70,28 @@ def _write_assigned(graph: OutputGraph, tx: Any, left: list[str]) -> None:
             pairs.append(pair)
     _keep_returned(tx, {_storage(_value(before)) for before, _ in pairs})
     for before, after in pairs:
-        before.call_method(tx, "copy_", [after.call_method(tx, "detach", [], {})], {})
+        value = _value(before)
+        buffer = next(
+            (n for n in _inputs_of(graph) if _storage(n.meta["example_value"]) == _storage(value)),
+            None,
+        )
+        if buffer is None:
+            before.call_method(tx, "copy_", [after.call_method(tx, "detach", [], {})], {})
+            continue
+        _read_a_copy(buffer)
+        new = after.call_method(tx, "detach", [], {}).as_proxy().node
+        graph.graph.call_method("copy_", (buffer, new)).meta.update(new.meta)
+
+
+def _read_a_copy(buffer: fx.Node) -> None:
+    """What reads a buffer reads what was in it, in the backward too, when another is written into it."""
+    readers = list(buffer.users)
+    if readers:
+        with buffer.graph.inserting_after(buffer):
+            copy = buffer.graph.call_method("clone", (buffer,))
+        copy.meta["example_value"] = buffer.meta["example_value"]
+        for reader in readers:
+            reader.replace_input_with(buffer, copy)
 
 
 def _keep_returned(tx: Any, written: set[int]) -> None:
@@ -82,11 +104,11 @@ def _keep_returned(tx: Any, written: set[int]) -> None:
                 leaves.items[index] = tensor.call_method(tx, "clone", [], {})
 
 
-def _inputs_of(graph: OutputGraph) -> Iterator[torch.Tensor]:
+def _inputs_of(graph: OutputGraph) -> Iterator[fx.Node]:
     for node in graph.graph.nodes:
         value = node.meta.get("example_value")
         if node.op in ("placeholder", "get_attr") and isinstance(value, torch.Tensor):
-            yield value
+            yield node
 
 
 def _by_name(items: Any) -> dict[str, VariableTracker]:

@@ -165,8 +165,8 @@ def _trace_rule(optimizer, group: dict[str, Any], like: torch.Tensor) -> UpdateR
     raise OptimizerError(
         f"{type(optimizer).__name__}.step() cannot be made functional",
         why=f"{type(first_error).__name__}: {str(first_error)[:400]}",
-        do="use a torch.optim optimizer whose step is tensor arithmetic, or optimizer=None and "
-        "step it yourself",
+        do="use a torch.optim optimizer whose step is arithmetic of dense tensors, or optimizer=None "
+        "and step it yourself",
     ) from first_error
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 from torch.nn import functional
 
-from stepgraph.capture import flex_calls
+from stepgraph.capture import embeddings, flex_calls
 from stepgraph.operators.attention import attend
 from stepgraph.torch_internals import flex
 
@@ -48,8 +48,10 @@ def canonicalise(graph: fx.GraphModule) -> list[str]:
     Returns:
         notes on what could not be.
     """
-    irregular = 0
+    irregular, any_sparse = 0, False
     for module in [m for m in graph.modules() if isinstance(m, fx.GraphModule)]:
+        sparse = embeddings.settle(module.graph)
+        any_sparse = any_sparse or sparse
         found = [node for node in module.graph.nodes if node.target in CANONICAL]
         for node in found:
             node.target = CANONICAL[node.target]
@@ -60,6 +62,7 @@ def canonicalise(graph: fx.GraphModule) -> list[str]:
             node.target = flex.spelt_out
             if arguments is not None:
                 node.target, node.args = flex_calls.attend, arguments
-        if found or calls:
+        if found or calls or sparse:
             module.recompile()
-    return [FLEX_IS_SPELT_OUT.format(irregular)] if irregular else []
+    notes = [embeddings.DENSE] if any_sparse else []
+    return notes + ([FLEX_IS_SPELT_OUT.format(irregular)] if irregular else [])

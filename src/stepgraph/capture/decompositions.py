@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from stepgraph import torch_internals
+from stepgraph.capture.masked_writes import MASKED_WRITES
 from stepgraph.torch_internals import operators as private
 
 aten = torch.ops.aten
@@ -57,4 +58,4 @@ def decomposition_table() -> dict[Any, Callable]:
     for op in LOSSES:
         if function := torch_internals.decomposition(op):
             table[op] = function
-    return table
+    return table | MASKED_WRITES

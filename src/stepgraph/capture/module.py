@@ -296,6 +296,8 @@ def _describe(
             case ("plain", index):
                 leaf = tensor_leaves[index]
                 return roles.UserInput(leaf, batch.paths[leaf])
+            case ("tangent", ("mutation", source)):
+                raise _written(input_role(source))
             case ("tangent", ("output", index)):
                 return roles.Tangent() if result is None else roles.ResultTangent(index)
         raise CaptureError(f"an input of the captured graph is not understood: {description}")
@@ -342,10 +344,7 @@ def _output_role(description, input_role, result) -> roles.Output | None:
         case ("mutation", source):
             written = input_role(source)
             if not isinstance(written, roles.Buffer):
-                raise CaptureError(
-                    f"the forward pass writes into {roles.label(written)} in place",
-                    do="write into a buffer, or into a copy, instead",
-                )
+                raise _written(written)
             return roles.NewBuffer(written.name)
         case ("grad", source):
             role = input_role(source)
@@ -353,6 +352,13 @@ def _output_role(description, input_role, result) -> roles.Output | None:
                 return roles.InputGrad(role.index)
             return roles.Grad(role.name) if isinstance(role, roles.Param) else None
     raise CaptureError(f"a result of the captured graph is not understood: {description}")
+
+
+def _written(role: roles.Input) -> CaptureError:
+    return CaptureError(
+        f"the forward pass writes into {roles.label(role)} in place",
+        do="write into a buffer, or into a copy, instead",
+    )
 
 
 def _set_results(graph: fx.Graph, results: list[fx.Node]) -> None:

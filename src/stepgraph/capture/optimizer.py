@@ -26,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from stepgraph import torch_internals
+from stepgraph.capture.masked_writes import MASKED_WRITES
 from stepgraph.capture.passes.drop_identities import IDENTITIES, copies_alike
 from stepgraph.errors import OptimizerError
 
@@ -164,8 +165,8 @@ def _trace_rule(optimizer, group: dict[str, Any], like: torch.Tensor) -> UpdateR
     raise OptimizerError(
         f"{type(optimizer).__name__}.step() cannot be made functional",
         why=f"{type(first_error).__name__}: {str(first_error)[:400]}",
-        do="use a torch.optim optimizer whose step is tensor arithmetic, or optimizer=None and "
-        "step it yourself",
+        do="use a torch.optim optimizer whose step is arithmetic of dense tensors, or optimizer=None "
+        "and step it yourself",
     ) from first_error
 
 
@@ -309,7 +310,8 @@ def _select_first(first, later, n_states: int, fake_mode, examples) -> fx.GraphM
 
 
 def _trace(function, examples: list[torch.Tensor]) -> fx.GraphModule:
-    graph = make_fx(torch.func.functionalize(function, remove="mutations"))(*examples)
+    functional = torch.func.functionalize(function, remove="mutations")
+    graph = make_fx(functional, decomposition_table=MASKED_WRITES)(*examples)
     for node in list(graph.graph.nodes):
         if copies_alike(node):
             node.replace_all_uses_with(node.args[1])
@@ -367,11 +369,16 @@ _MIRRORED = {
 
 # Operators whose `value=` / `alpha=` torch takes only as a number, written out with tensors.
 _SPELT_OUT: dict[str, Callable[..., torch.Tensor]] = {
-    "add": lambda x, y, alpha: x + y * alpha,
-    "sub": lambda x, y, alpha: x - y * alpha,
-    "addcmul": lambda x, a, b, value: x + value * a * b,
-    "addcdiv": lambda x, a, b, value: x + value * (a / b),
+    "add": lambda x, y, alpha: x + _as_in(x, y) * alpha,
+    "sub": lambda x, y, alpha: x - _as_in(x, y) * alpha,
+    "addcmul": lambda x, a, b, value: x + value * _as_in(x, a) * b,
+    "addcdiv": lambda x, a, b, value: x + value * (_as_in(x, a) / b),
 }
+
+
+def _as_in(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """In the type in which torch's kernel computes: a 0-dim number would not widen a bfloat16 tensor."""
+    return y.to(torch.result_type(x, y))
 
 
 def _group_with(group: dict[str, Any], leaf, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from stepgraph.cost.work import size_in_bytes
 from stepgraph.operators.own import is_own
 from stepgraph.operators.sharding import Rules, Strategy
+from stepgraph.placement.presets.whole_matrices import whole_in_update
 from stepgraph.program import roles
 from stepgraph.program.layout import InnerShard
 from stepgraph.program.metadata import meta
@@ -89,6 +90,7 @@ class Walk:
         self.from_batch: set[fx.Node] = set()
         self.sharded_for_some: dict[fx.Node, Placement] = {}  # constants of the batch's shape
         self.casts: dict[fx.Node, Placement] = {}
+        self.whole = whole_in_update(program)
         for role, node, value in program.input_rows:
             if isinstance(role, roles.ResultTangent):
                 continue  # when the result is placed
@@ -145,6 +147,11 @@ class Walk:
             wanted = self.given[node].inputs
             if is_own(node.target) and len(self.rules.strategies(node, wanted)) == 1:
                 self.unruled[meta(node)["name"]] = str(node.target)
+            return
+        if node in self.whole:
+            made = meta(node)["val"]
+            results = len(made) if isinstance(made, (tuple, list)) else 1
+            self._choose(node, Strategy((REPLICATE,) * len(arguments), (REPLICATE,) * results))
             return
         if meta(node).get("casts_parameter"):
             # Where the parameter is stored; readers find it as they would the parameter.

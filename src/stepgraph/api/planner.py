@@ -14,8 +14,10 @@ from torch import nn
 from stepgraph import torch_internals
 from stepgraph.capture.module import BatchSpec, LossFunction
 from stepgraph.capture.step import Captured, Source
+from stepgraph.contest import Entrant, enter, predicted, rivals, taken
 from stepgraph.cost.device import Device
 from stepgraph.cost.memory import CATEGORIES, memory_timeline
+from stepgraph.cost.predict import Prediction
 from stepgraph.errors import BatchError, BudgetError, MemoryPolicyError, UsageError, near_misses
 from stepgraph.memory.decide import candidates
 from stepgraph.pipeline import Made, apply, capture_of, foresee, make
@@ -52,6 +54,7 @@ class Attempt:
     peak: int
     budget: int
     largest: tuple[str, int]
+    predicted: Prediction | None = None
 
     @property
     def fits(self) -> bool:
@@ -175,7 +178,7 @@ class Planner:
         gaps = [decided.placement.optimality_gap for decided in plan.decisions.values()]
         gap = max((gap for gap in gaps if gap is not None), default=None)
         notes = [*captured.notes, *plan.notes, *(n for p in programs.values() for n in p.notes)]
-        predicted = foresee(
+        predicted = best.predicted or foresee(
             programs, self.device, plan.lowering, self.settings.micro_batches, keep=False
         )
         best.plan = replace(
@@ -256,7 +259,21 @@ class Planner:
         if best is None:
             assert too_small is not None
             raise too_small
-        return best
+        return self._best_of(best, plan, programs, budget)
+
+    def _best_of(
+        self, own: Attempt, plan: Plan, programs: Mapping[str, Program], budget: int
+    ) -> Attempt:
+        """A solver's answer, or that of a preset which is simulated beside it."""
+        names = rivals(programs, plan)
+        if not names:
+            return own
+        self.stage("simulation")
+        entrants = [Entrant(AUTO, own.made, predicted(own.made, self.device))]
+        for name in names:
+            entrants += enter(name, programs, plan, self.target, self.device)
+        best = taken(entrants, budget)
+        return replace(_attempt(best.made, budget), predicted=best.predicted)
 
 
 @contextlib.contextmanager

@@ -15,8 +15,9 @@ from stepgraph.capture.module import BatchSpec, LossFunction
 from stepgraph.capture.python_values import PythonValues
 from stepgraph.capture.refusals import check_hooks, check_parameter_hooks
 from stepgraph.capture.step import Capture, Captured, Source
+from stepgraph.contest import make_best
 from stepgraph.errors import ChangingValueError, StrictError, UsageError, name_a_few
-from stepgraph.pipeline import Made, capture_of, make
+from stepgraph.pipeline import Made, capture_of
 from stepgraph.placement.decide import reduces_each_micro_batch
 from stepgraph.planning.plan import Plan
 from stepgraph.planning.request import StepSettings
@@ -349,7 +350,7 @@ class Compiler:
             if same is not None:
                 raise _SameProgram(same, captured.values)
             where = (self.ranks.target, self.ranks.rank)
-            return captured, make(
+            return captured, make_best(
                 captured.programs, self.plan, *where, driver=driver, strict=self.strict
             )
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import highspy
 import numpy as np
 
-from stepgraph.placement.solver.choices import Problem, Reader, Solution, descend
+from stepgraph.placement.solver.choices import Problem, Reader, Solution, descend, improve
 from stepgraph.placement.solver.formulation import Formulation
 
 _CHEAP = (
@@ -56,11 +56,17 @@ class _Search:
         self.blocks, self.scale = formulation.blocks, formulation.scale
 
     def run(self) -> Solution:
-        """The relaxation and its branches, rounded; where that certifies too little, HiGHS' cuts too."""
+        """The relaxation and its branches, rounded; where that certifies too little, HiGHS' cuts too.
+
+        No other option of one block would make the best that is found cheaper.
+        """
         found = self._branched()
-        if found is not None and found.gap <= self.enough:
+        if found is None or found.gap > self.enough:
+            found = self._cut(found)
+        if self.problem.running_cost:
             return found
-        return self._cut(found)
+        chosen = improve(self.problem, found.chosen)
+        return replace(found, chosen=chosen, cost=self.problem.cost(chosen))
 
     def _branched(self) -> Solution | None:
         """Branches on what the relaxation divides, the lowest bound first.

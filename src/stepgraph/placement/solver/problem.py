@@ -115,7 +115,7 @@ class Model:
         least: dict[fx.Node, float] = {}
         for groups in share(found, self.asked.apart):
             first = groups[0]
-            options = self.ways.of(first)
+            options = self.ways.of(first, len(groups))
             if not self.asked.free:
                 options = [o for o in options if all(self._is_allowed(g, o) for g in groups)]
             inside = self.ways.inside(first, options)

@@ -199,7 +199,8 @@ class Planner:
         for policy in policies:
             try:
                 once = last and policies == (policy,) and not first.request.memory_budget
-                attempt = self._try(first.under(memory=policy), programs, budget, once)
+                given_up = policy != policies[-1]
+                attempt = self._try(first.under(memory=policy), programs, budget, once, given_up)
             except (MemoryPolicyError, BudgetError) as error:
                 if asked != AUTO or (best is None and policy == policies[-1]):
                     raise
@@ -224,8 +225,20 @@ class Planner:
         best.plan = replace(best.plan, notes=(*best.plan.notes, *notes))
         return best
 
-    def _try(self, plan: Plan, programs: Mapping[str, Program], budget: int, once: bool) -> Attempt:
-        """One memory policy; a solver is given less room until what it does not count fits as well."""
+    def _try(
+        self,
+        plan: Plan,
+        programs: Mapping[str, Program],
+        budget: int,
+        once: bool,
+        given_up: bool,
+    ) -> Attempt:
+        """One memory policy; a solver is given less room until what it does not count fits as well.
+
+        Args:
+            once: the programs are not needed again.
+            given_up: as soon as it is seen that it does not fit: there is another policy.
+        """
         limits, limit = Limits(budget), None
         best: Attempt | None = None
         too_small: BudgetError | None = None
@@ -242,6 +255,8 @@ class Planner:
                     keep=not (once and not plan.request.searches),
                 )
             except BudgetError as error:
+                if given_up:
+                    raise
                 too_small = error
                 limit = limits.raised_to(error.least or 0)
                 if limit is not None:

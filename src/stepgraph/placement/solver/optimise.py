@@ -16,9 +16,10 @@ import numpy as np
 from stepgraph.placement.solver.choices import Problem, Reader, Solution, descend, improve
 from stepgraph.placement.solver.formulation import Formulation
 
-_CHEAP = (
-    2_000_000_000  # steps of the simplex times columns, for branches of the relaxation: seconds
-)
+# Steps of the simplex times columns, for branches of the relaxation: seconds. Within a memory limit, which
+# divides the relaxation far from any choice, branches soon find nothing better, certified or not.
+_CHEAP, _CHEAP_IN_LIMIT = 2_000_000_000, 300_000_000
+_PATIENCE = 0.1  # part of them after which what is enough is the goal
 _WHOLE = 1e-6  # what differs less from 0 or 1 is that
 _OPTIMAL = highspy.HighsModelStatus.kOptimal
 
@@ -32,7 +33,7 @@ class InfeasibleError(Exception):
 
 
 def solve(
-    problem: Problem, seconds: float = 60.0, goal: float = 1e-3, enough: float = 5e-3
+    problem: Problem, seconds: float = 60.0, goal: float = 1e-3, enough: float = 1e-2
 ) -> Solution:
     """Finds a cheap choice and a bound.
 
@@ -61,7 +62,8 @@ class _Search:
         No other option of one block would make the best that is found cheaper.
         """
         found = self._branched()
-        if found is None or found.gap > self.enough:
+        limited = self.problem.memory_limit is not None
+        if found is None or (found.gap > self.enough and not limited):
             found = self._cut(found)
         if self.problem.running_cost:
             return found
@@ -84,7 +86,9 @@ class _Search:
         self._is_feasible(highs)
         if highs.getModelStatus() != _OPTIMAL:
             return None
-        left = _CHEAP // len(self.program.costs)
+        limited = self.problem.memory_limit is not None
+        left = (_CHEAP_IN_LIMIT if limited else _CHEAP) // len(self.program.costs)
+        hasty = (1 - _PATIENCE) * left
         values = np.asarray(highs.getSolution().col_value)
         best, chosen = self._rounded(values)
         fixed: dict[int, float] = {}
@@ -93,7 +97,8 @@ class _Search:
         closed = np.inf  # the lowest bound of what is not looked at further
         while waiting:
             bound, _, below, values = waiting[0]
-            enough = best * self.scale * (1 - self.goal)
+            goal = self.goal if left > hasty else max(self.goal, self.enough)
+            enough = best * self.scale * (1 - goal)
             if min(bound, closed) >= enough:
                 break
             heapq.heappop(waiting)
@@ -188,7 +193,7 @@ class _Search:
         if self.problem.memory_limit is None:
             return np.inf
         left = max(1.0, self.deadline - time.monotonic())
-        return solve(_of_memory(self.problem), left, 1e-6, 1e-6).cost
+        return solve(_of_memory(self.problem), left, 1e-2, 5e-2).cost
 
 
 def _of_memory(problem: Problem) -> Problem:

@@ -19,11 +19,11 @@ from stepgraph.cost.device import Device
 from stepgraph.cost.memory import CATEGORIES, memory_timeline
 from stepgraph.cost.predict import Prediction
 from stepgraph.errors import BatchError, BudgetError, MemoryPolicyError, UsageError, near_misses
-from stepgraph.memory.decide import candidates
+from stepgraph.memory.decide import candidates, decide
 from stepgraph.pipeline import Made, apply, capture_of, foresee, make
 from stepgraph.placement.decide import reduces_each_micro_batch
 from stepgraph.placement.presets.named import check_preset
-from stepgraph.placement.solver.held_bytes import Limits
+from stepgraph.placement.solver.held_bytes import Limits, whole_bytes
 from stepgraph.planning.decisions import Table
 from stepgraph.planning.fingerprint import fingerprint_of, type_of
 from stepgraph.planning.plan import Plan
@@ -92,6 +92,8 @@ class Planner:
         model: on any device, the meta device included; it is not changed.
         example: a batch of the global shape, a pytree; real, fake or meta tensors.
         stage: called with the name of each stage of :data:`STAGES` as it begins.
+        refused: memory policies that did not fit -> (bytes that a rank holds at least, on which mesh);
+            planners of the same step with as many rows a rank may share it.
     """
 
     model: nn.Module
@@ -102,6 +104,7 @@ class Planner:
     settings: StepSettings
     stage: Callable[[str], None] = lambda name: None
     driver: PassDriver = field(default_factory=PassDriver)
+    refused: dict[str, tuple[int, MeshShape]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._captured: Captured | None = None
@@ -169,6 +172,18 @@ class Planner:
             self._captured.reduces_each = reduces
         return self._captured
 
+    def whole_bytes(self, mesh: MeshShape, memory: str) -> tuple[int, int]:
+        """Bytes that all ranks hold together at least: of parameters and states, and for the backward.
+
+        Under the memory policy that keeps least of those that one stands for.
+        """
+        step = self.captured(AUTO, mesh).programs["step"]
+        found = []
+        for policy in candidates(memory):
+            with contextlib.suppress(MemoryPolicyError):
+                found.append(whole_bytes(step, decide(step, policy).recompute))
+        return min(found, default=(0, 0))
+
     def _plan(self, first: Plan, last: bool) -> Attempt:
         captured = self.captured(first.placement, first.mesh)
         self.stage("enumeration")
@@ -197,14 +212,20 @@ class Planner:
         best: Attempt | None = None
         tried: list[str] = []
         for policy in policies:
+            given_up = policy != policies[-1]
+            if given_up and self._holds(policy, first.mesh) > budget:
+                tried.append(f"{policy} did not fit a like mesh")
+                continue
             try:
                 once = last and policies == (policy,) and not first.request.memory_budget
-                given_up = policy != policies[-1]
                 attempt = self._try(first.under(memory=policy), programs, budget, once, given_up)
             except (MemoryPolicyError, BudgetError) as error:
                 if asked != AUTO or (best is None and policy == policies[-1]):
                     raise
                 tried.append(f"{policy} is not possible here ({error.what})")
+                least = error.least if isinstance(error, BudgetError) else 0
+                if least and first.request.searches:
+                    self.refused[policy] = least, first.mesh
                 continue
             if not first.request.searches:  # another memory policy changes no preset's placements
                 plan = attempt.plan
@@ -224,6 +245,12 @@ class Planner:
             notes = [f"it does not fit: the peak is {peak}, of {of}"]
         best.plan = replace(best.plan, notes=(*best.plan.notes, *notes))
         return best
+
+    def _holds(self, policy: str, mesh: MeshShape) -> float:
+        """Bytes that a rank holds at least, from another mesh of as many ranks; 0: not known."""
+        least, other = self.refused.get(policy, (0, mesh))
+        alike = other.world_size == mesh.world_size
+        return alike * least * min(1.0, mesh.data_size / other.data_size)
 
     def _try(
         self,

@@ -23,7 +23,12 @@ def first_limit(budget: int | None, capacity: int) -> int:
 
 
 def least_bytes(program: Program, ranks: int, recomputed: Collection[str]) -> int:
-    """Bytes that a rank holds at least, however values are sharded; found without a solver.
+    """Bytes that a rank holds at least, however values are sharded; found without a solver."""
+    return sum(whole_bytes(program, recomputed)) // ranks
+
+
+def whole_bytes(program: Program, recomputed: Collection[str]) -> tuple[int, int]:
+    """Bytes that all ranks hold together at least: of parameters and states, and for the backward.
 
     Args:
         program: global.
@@ -34,11 +39,12 @@ def least_bytes(program: Program, ranks: int, recomputed: Collection[str]) -> in
         for node in needed_by_backward(program, recomputed)
         if viewed(node) is None and meta(node)["name"] not in recomputed
     )
-    total = sum(stored_bytes(meta(node)["val"]) for node in kept)
-    for role, _, value in program.input_rows:
-        if isinstance(role, (roles.Param, roles.OptimizerState)):
-            total += math.prod(value.shape) * value.dtype.itemsize
-    return total // ranks
+    stored = (
+        math.prod(value.shape) * value.dtype.itemsize
+        for role, _, value in program.input_rows
+        if isinstance(role, (roles.Param, roles.OptimizerState))
+    )
+    return sum(stored), sum(stored_bytes(meta(node)["val"]) for node in kept)
 
 
 class Limits:

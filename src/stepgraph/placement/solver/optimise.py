@@ -19,6 +19,8 @@ from stepgraph.placement.solver.formulation import Formulation
 # Steps of the simplex times columns, for branches of the relaxation: seconds. Within a memory limit, which
 # divides the relaxation far from any choice, branches soon find nothing better, certified or not.
 _CHEAP, _CHEAP_IN_LIMIT = 2_000_000_000, 300_000_000
+# Steps to a relaxation that fits a limit; where more are needed it is seen first whether anything fits.
+_DOUBTFUL = 20_000
 _PATIENCE = 0.1  # part of them after which what is enough is the goal
 _WHOLE = 1e-6  # what differs less from 0 or 1 is that
 _OPTIMAL = highspy.HighsModelStatus.kOptimal
@@ -61,8 +63,8 @@ class _Search:
 
         No other option of one block would make the best that is found cheaper.
         """
-        found = self._branched()
         limited = self.problem.memory_limit is not None
+        found = self.branched(_CHEAP_IN_LIMIT if limited else _CHEAP)
         if found is None or (found.gap > self.enough and not limited):
             found = self._cut(found)
         if self.problem.running_cost:
@@ -70,11 +72,14 @@ class _Search:
         chosen = improve(self.problem, found.chosen)
         return replace(found, chosen=chosen, cost=self.problem.cost(chosen))
 
-    def _branched(self) -> Solution | None:
+    def branched(self, cheap: int) -> Solution | None:
         """Branches on what the relaxation divides, the lowest bound first.
 
         Little is divided: identical layers decide together. So it takes a few branches, each some steps of
         the simplex from where another ended; HiGHS' own search prepares for more, which takes longer.
+
+        Args:
+            cheap: steps of the simplex times columns.
 
         Returns:
             the best found; None: nothing was in time.
@@ -82,12 +87,19 @@ class _Search:
         highs = self._highs()
         highs.setOptionValue("solve_relaxation", True)
         highs.setOptionValue("time_limit", np.inf)  # a busy machine must not decide otherwise
+        limit = self.problem.memory_limit
+        highs.setOptionValue("simplex_iteration_limit", _DOUBTFUL if limit else highspy.kHighsIInf)
         highs.run()
+        if highs.getModelStatus() == highspy.HighsModelStatus.kIterationLimit:
+            least = self._least_memory()
+            if limit is not None and least.bound > limit:
+                raise InfeasibleError(least.cost)
+            highs.setOptionValue("simplex_iteration_limit", highspy.kHighsIInf)
+            highs.run()
         self._is_feasible(highs)
         if highs.getModelStatus() != _OPTIMAL:
             return None
-        limited = self.problem.memory_limit is not None
-        left = (_CHEAP_IN_LIMIT if limited else _CHEAP) // len(self.program.costs)
+        left = cheap // len(self.program.costs)
         hasty = (1 - _PATIENCE) * left
         values = np.asarray(highs.getSolution().col_value)
         best, chosen = self._rounded(values)
@@ -186,14 +198,14 @@ class _Search:
 
     def _is_feasible(self, highs: highspy.Highs) -> None:
         if highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
-            raise InfeasibleError(self._least_memory())
+            limited = self.problem.memory_limit is not None
+            raise InfeasibleError(self._least_memory().cost if limited else np.inf)
 
-    def _least_memory(self) -> float:
-        """The smallest number of bytes that any choice takes; infinite: there is no choice."""
-        if self.problem.memory_limit is None:
-            return np.inf
+    def _least_memory(self) -> Solution:
+        """A choice that takes few bytes, as its cost, and a bound that no choice is below."""
         left = max(1.0, self.deadline - time.monotonic())
-        return solve(_of_memory(self.problem), left, 1e-2, 5e-2).cost
+        search = _Search(_of_memory(self.problem), left, 1e-2, 1e-2)
+        return search.branched(0) or search.run()
 
 
 def _of_memory(problem: Problem) -> Problem:

@@ -61,7 +61,7 @@ from stepgraph.placement.solver.held_bytes import first_limit
 from stepgraph.planning.decisions import Decisions, PlacementDecision
 from stepgraph.planning.facts import ValueFacts, gather_facts
 from stepgraph.planning.plan import Plan
-from stepgraph.planning.request import StepSettings
+from stepgraph.planning.request import AUTO, StepSettings
 from stepgraph.planning.target import Target
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.program import Program
@@ -243,7 +243,7 @@ def _through_rooms(
     program = placement.apply(program, decided.placement, mesh, micro_batches, PLACED, driver)
     kept = decided.memory
     if kept is None:
-        kept = decide_memory(program, request.memory, gathers_again(request.placement, mesh))
+        kept = decide_memory(program, request.memory, gathers_again(plan.decides, mesh))
         decided = replace(decided, memory=kept)
     program = memory.apply(program, kept, REMEMBERED, driver)
     if with_facts:
@@ -273,13 +273,14 @@ def form(program: Program, plan: Plan, driver: PassDriver) -> Program:
     """Operations whose rules keep them whole, written as such that can be sharded on this mesh."""
     decided = (d for key, d in plan.decisions.items() if key.split("#")[0] == program.name)
     known = next((d.placement.views_apart for d in decided), None)
-    views_apart = wants_views_apart(plan.placement) if known is None else known
+    views_apart = wants_views_apart(plan.decides) if known is None else known
     return driver.through(FORMED, program, mesh=plan.mesh, views_apart=views_apart)
 
 
 def _decide_placement(program: Program, plan: Plan, limit: int | None) -> PlacementDecision:
     request = plan.request
-    device = find_device(request.device) if request.searches else None
+    policy = plan.decides
+    device = find_device(request.device) if policy == AUTO else None
     recomputed: Mapping[str, int] = {}
     if device is not None:
         limit = limit or first_limit(request.memory_budget, device.capacity)
@@ -287,7 +288,7 @@ def _decide_placement(program: Program, plan: Plan, limit: int | None) -> Placem
     return decide_placement(
         program,
         request.mesh,
-        request.placement,
+        policy,
         known_inputs=plan.inputs(),
         device=device,
         constraints=request.constraints,

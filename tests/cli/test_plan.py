@@ -31,7 +31,7 @@ def planned(monkeypatch):
     seen = []
     answers = {}
 
-    def run_jobs(options, jobs, stage):
+    def run_jobs(options, jobs, stage, say):
         stage("capture")
         seen.append((options, jobs))
         default = attempt(llama_plan())
@@ -127,16 +127,81 @@ def test_jobs_with_one_global_batch_share_a_capture(monkeypatch):
             made.append(tuple(example["input_ids"].shape))
 
         def plan(self, mesh, placement, memory, budget, *, last):
-            return (str(mesh), placement, last)
+            asked.append((str(mesh), placement, last))
+            return attempt(llama_plan())
+
+    asked, said = [], []
+    monkeypatch.setattr(plan_commands, "Planner", FakePlanner)
+    named = ("auto",)
+    options = plan_commands.PlanOptions(
+        "llama-tiny", named, 16, seq=64, plan="zero3", memory="none"
+    )
+    jobs = plan_commands.list_jobs(options)
+    found = plan_commands.run_jobs(options, jobs, print, said.append)
+    assert made == [(32, 64), (16, 64), (8, 64), (4, 64)]
+    assert len(found) == len(said) == len(jobs) and " tokens/s, peak " in said[0]
+    assert [row[:2] for row in asked] == [(str(job.mesh), job.placement) for job in jobs]
+    assert sum(last for _, _, last in asked) == len(made)
+    assert plan_commands.count_stages(jobs) == len(made) + 3 * len(jobs)
+
+
+def search(monkeypatch, stored, kept, peaks):
+    """``--mesh auto`` on 16 ranks with 100 bytes each: meshes in the order planned, and what is said."""
+    asked, said = [], []
+
+    class FakePlanner:
+        def __init__(self, *args, **options):
+            pass
+
+        def whole_bytes(self, mesh, memory):
+            assert str(mesh) == "dp=2,tp=8"  # the first to be captured: it holds least
+            return stored, kept
+
+        def plan(self, mesh, placement, memory, budget, *, last):
+            asked.append(str(mesh))
+            peak = peaks(mesh)
+            if peak is None:
+                raise BudgetError("too much")
+            plan = llama_plan(memory="full")
+            return Attempt(plan, Made(plan), peak, budget, ("activations", 5))
 
     monkeypatch.setattr(plan_commands, "Planner", FakePlanner)
-    options = plan_commands.PlanOptions("llama-tiny", ("auto",), ranks=16, seq=64, plan="zero3")
+    options = plan_commands.PlanOptions(
+        "llama-tiny", ("auto",), 16, seq=64, plan="auto", memory_budget="100b"
+    )
     jobs = plan_commands.list_jobs(options)
-    found = plan_commands.run_jobs(options, jobs, print)
-    assert made == [(32, 64), (16, 64), (8, 64), (4, 64)]
-    assert [row[:2] for row in found] == [(str(job.mesh), job.placement) for job in jobs]
-    assert sum(last for _, _, last in found) == len(made)
-    assert plan_commands.count_stages(jobs) == len(made) + 3 * len(jobs)
+    found = plan_commands.run_jobs(options, jobs, lambda name: None, said.append)
+    return asked, said, found
+
+
+def test_meshes_that_are_chosen_come_most_promising_first(monkeypatch):
+    asked, said, found = search(monkeypatch, 16 * 8, 16 * 2, lambda mesh: 8 + 6 * mesh.data_size)
+    # With room: least tensor parallelism first. 8 + 6 * 16 is above 100, and still tried.
+    assert asked == ["dp=16", "replicate=2,shard=8", "dp=8,tp=2", "replicate=2,shard=4,tp=2",
+                     "dp=4,tp=4", "replicate=2,shard=2,tp=4", "dp=2,tp=8"]  # fmt: skip
+    assert len(said) == len(found) == 7 and "which does not fit" in said[0]
+
+
+def test_meshes_that_cannot_fit_are_not_planned(monkeypatch):
+    # 8 + 20 * data ranks at least: dp=16 holds 328 bytes, of the 125 that a solver may hold.
+    asked, said, found = search(
+        monkeypatch, 16 * 8, 16 * 2 * 20, lambda mesh: 8 + 22 * mesh.data_size
+    )
+    assert asked[0] == "dp=2,tp=8" and "dp=16" not in asked
+    assert any(line.startswith("dp=16  auto: does not fit, it holds ") for line in said)
+    assert len(found) == len(asked)
+
+
+def test_a_peak_goes_by_those_of_meshes_that_were_planned(monkeypatch):
+    # They hold little and take much: temporaries, say.
+    asked, said, _ = search(monkeypatch, 16 * 8, 16 * 2 * 7, lambda mesh: 8 + 30 * mesh.data_size)
+    assert "dp=2,tp=8" in asked and "dp=8,tp=2" not in asked
+    assert any("left out: by the meshes above a rank would take" in line for line in said)
+
+
+def test_where_nothing_fits_the_last_error_is_raised(monkeypatch):
+    with pytest.raises(BudgetError, match="too much"):
+        search(monkeypatch, 16 * 8, 16 * 2, lambda mesh: None)
 
 
 def test_what_does_not_fit_is_a_failure_with_its_reason(planned, tmp_path):

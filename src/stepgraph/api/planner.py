@@ -15,14 +15,16 @@ from stepgraph import torch_internals
 from stepgraph.capture.module import BatchSpec, LossFunction
 from stepgraph.capture.outside_tensors import about_outside
 from stepgraph.capture.step import Captured, Source
+from stepgraph.contest import Entrant, enter, predicted, rivals, taken
 from stepgraph.cost.device import Device
 from stepgraph.cost.memory import CATEGORIES, memory_timeline
+from stepgraph.cost.predict import Prediction
 from stepgraph.errors import BatchError, BudgetError, MemoryPolicyError, UsageError, near_misses
-from stepgraph.memory.decide import candidates
+from stepgraph.memory.decide import candidates, decide
 from stepgraph.pipeline import Made, apply, capture_of, foresee, make
 from stepgraph.placement.decide import reduces_each_micro_batch
 from stepgraph.placement.presets.named import check_preset
-from stepgraph.placement.solver.held_bytes import Limits
+from stepgraph.placement.solver.held_bytes import Limits, whole_bytes
 from stepgraph.planning.decisions import Table
 from stepgraph.planning.fingerprint import fingerprint_of, type_of
 from stepgraph.planning.plan import Plan
@@ -53,6 +55,7 @@ class Attempt:
     peak: int
     budget: int
     largest: tuple[str, int]
+    predicted: Prediction | None = None
 
     @property
     def fits(self) -> bool:
@@ -90,6 +93,8 @@ class Planner:
         model: on any device, the meta device included; it is not changed.
         example: a batch of the global shape, a pytree; real, fake or meta tensors.
         stage: called with the name of each stage of :data:`STAGES` as it begins.
+        refused: memory policies that did not fit -> (bytes that a rank holds at least, on which mesh);
+            planners of the same step with as many rows a rank may share it.
     """
 
     model: nn.Module
@@ -100,6 +105,7 @@ class Planner:
     settings: StepSettings
     stage: Callable[[str], None] = lambda name: None
     driver: PassDriver = field(default_factory=PassDriver)
+    refused: dict[str, tuple[int, MeshShape]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._captured: Captured | None = None
@@ -167,6 +173,18 @@ class Planner:
             self._captured.reduces_each = reduces
         return self._captured
 
+    def whole_bytes(self, mesh: MeshShape, memory: str) -> tuple[int, int]:
+        """Bytes that all ranks hold together at least: of parameters and states, and for the backward.
+
+        Under the memory policy that keeps least of those that one stands for.
+        """
+        step = self.captured(AUTO, mesh).programs["step"]
+        found = []
+        for policy in candidates(memory):
+            with contextlib.suppress(MemoryPolicyError):
+                found.append(whole_bytes(step, decide(step, policy).recompute))
+        return min(found, default=(0, 0))
+
     def _plan(self, first: Plan, last: bool) -> Attempt:
         captured = self.captured(first.placement, first.mesh)
         self.stage("enumeration")
@@ -181,7 +199,7 @@ class Planner:
             *plan.notes,
             *(n for p in programs.values() for n in p.notes),
         ]
-        predicted = foresee(
+        predicted = best.predicted or foresee(
             programs, self.device, plan.lowering, self.settings.micro_batches, keep=False
         )
         best.plan = replace(
@@ -200,13 +218,20 @@ class Planner:
         best: Attempt | None = None
         tried: list[str] = []
         for policy in policies:
+            given_up = policy != policies[-1]
+            if given_up and self._holds(policy, first.mesh) > budget:
+                tried.append(f"{policy} did not fit a like mesh")
+                continue
             try:
                 once = last and policies == (policy,) and not first.request.memory_budget
-                attempt = self._try(first.under(memory=policy), programs, budget, once)
+                attempt = self._try(first.under(memory=policy), programs, budget, once, given_up)
             except (MemoryPolicyError, BudgetError) as error:
                 if asked != AUTO or (best is None and policy == policies[-1]):
                     raise
                 tried.append(f"{policy} is not possible here ({error.what})")
+                least = error.least if isinstance(error, BudgetError) else 0
+                if least and first.request.searches:
+                    self.refused[policy] = least, first.mesh
                 continue
             if not first.request.searches:  # another memory policy changes no preset's placements
                 plan = attempt.plan
@@ -227,8 +252,26 @@ class Planner:
         best.plan = replace(best.plan, notes=(*best.plan.notes, *notes))
         return best
 
-    def _try(self, plan: Plan, programs: Mapping[str, Program], budget: int, once: bool) -> Attempt:
-        """One memory policy; a solver is given less room until what it does not count fits as well."""
+    def _holds(self, policy: str, mesh: MeshShape) -> float:
+        """Bytes that a rank holds at least, from another mesh of as many ranks; 0: not known."""
+        least, other = self.refused.get(policy, (0, mesh))
+        alike = other.world_size == mesh.world_size
+        return alike * least * min(1.0, mesh.data_size / other.data_size)
+
+    def _try(
+        self,
+        plan: Plan,
+        programs: Mapping[str, Program],
+        budget: int,
+        once: bool,
+        given_up: bool,
+    ) -> Attempt:
+        """One memory policy; a solver is given less room until what it does not count fits as well.
+
+        Args:
+            once: the programs are not needed again.
+            given_up: as soon as it is seen that it does not fit: there is another policy.
+        """
         limits, limit = Limits(budget), None
         best: Attempt | None = None
         too_small: BudgetError | None = None
@@ -245,6 +288,8 @@ class Planner:
                     keep=not (once and not plan.request.searches),
                 )
             except BudgetError as error:
+                if given_up:
+                    raise
                 too_small = error
                 limit = limits.raised_to(error.least or 0)
                 if limit is not None:
@@ -262,7 +307,21 @@ class Planner:
         if best is None:
             assert too_small is not None
             raise too_small
-        return best
+        return self._best_of(best, plan, programs, budget)
+
+    def _best_of(
+        self, own: Attempt, plan: Plan, programs: Mapping[str, Program], budget: int
+    ) -> Attempt:
+        """A solver's answer, or that of a preset which is simulated beside it."""
+        names = rivals(programs, plan)
+        if not names:
+            return own
+        self.stage("simulation")
+        entrants = [Entrant(AUTO, own.made, predicted(own.made, self.device))]
+        for name in names:
+            entrants += enter(name, programs, plan, self.target, self.device)
+        best = taken(entrants, budget)
+        return replace(_attempt(best.made, budget), predicted=best.predicted)
 
 
 @contextlib.contextmanager

@@ -9,8 +9,7 @@ from torch.nn import functional
 
 from stepgraph.capture.annotations import source_line
 from stepgraph.errors import CaptureError
-from stepgraph.torch_internals.export import stack_trace
-from stepgraph.torch_internals.python_values import readable
+from stepgraph.torch_internals.export import module_path, stack_trace
 
 CALLS = {
     functional.embedding: inspect.signature(functional.embedding),
@@ -56,8 +55,7 @@ def _say_dense(node: fx.Node) -> None:
 
 
 def _renormalises(node: fx.Node, limit: Any) -> CaptureError:
-    modules = list((node.meta.get("nn_module_stack") or {}).values())
-    path = readable(str(modules[-1][0])).removeprefix("L['self'].") if modules else ""
+    path = module_path(node)
     return CaptureError(
         f"an embedding writes into its table before it reads it (max_norm={limit})",
         where=path or source_line(stack_trace(node) or "") or None,

@@ -1,7 +1,7 @@
 """``stepgraph plan``: one model, several meshes and placements, one capture a batch."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,25 @@ from stepgraph.cli.options import example
 from stepgraph.cli.progress import Stages
 from stepgraph.cost.device import Device
 from stepgraph.cost.devices import find_device
-from stepgraph.errors import MeshError, UsageError
+from stepgraph.errors import BudgetError, MeshError, UsageError
+from stepgraph.memory.decide import candidates
 from stepgraph.placement.presets.named import check_preset
+from stepgraph.placement.solver.held_bytes import first_limit
 from stepgraph.planning.request import AUTO, Precision, StepSettings
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.mesh_roles import Role
-from stepgraph.report.text import comparison, plan_page, plan_summary, ranked
+from stepgraph.report.text import (
+    comparison,
+    one_line,
+    plan_page,
+    plan_summary,
+    ranked,
+    show_bytes,
+)
 from stepgraph.runtime.ranks import parse_mesh
 
+_ROOM = 2.0  # a step's peak over what it holds at least, where memory is no concern
+_SURELY = 1.1  # of the limit: a peak by that of another mesh is about right
 _POSITIVE = click.IntRange(min=1)
 
 
@@ -71,10 +82,9 @@ def plan_command(as_json: bool, **given: Any) -> None:
     options = PlanOptions(**given)
     jobs = list_jobs(options)
     with Stages(count_stages(jobs)) as stages:
-        attempts = run_jobs(options, jobs, stages.begin)
+        attempts = run_jobs(options, jobs, stages.begin, stages.say)
     best = _best(attempts)
-    # What was asked for in so many words is shown, though it does not fit the device.
-    refused = not best.fits and (options.memory == AUTO or options.memory_budget is not None)
+    refused = not best.fits and options.refuses
     if len(attempts) > 1:
         _show_many(attempts, as_json)
     if refused:
@@ -138,6 +148,11 @@ class PlanOptions:
     output: str | None = None
     html: str | None = None
 
+    @property
+    def refuses(self) -> bool:
+        """Whether what does not fit is no answer: it was not asked for in so many words."""
+        return self.memory == AUTO or self.memory_budget is not None
+
 
 @dataclass(frozen=True)
 class Job:
@@ -181,33 +196,126 @@ def count_stages(jobs: Sequence[Job]) -> int:
 
 
 def run_jobs(
-    options: PlanOptions, jobs: Sequence[Job], stage: Callable[[str], None]
+    options: PlanOptions,
+    jobs: Sequence[Job],
+    stage: Callable[[str], None],
+    say: Callable[[str], None],
 ) -> list[Attempt]:
-    """Plans in the order of the jobs; jobs with a global batch in common share a capture."""
+    """Plans, jobs with a global batch in common after one capture; says what each comes to once it is done.
+
+    Meshes that were chosen here come most promising first, without those that cannot fit.
+
+    Returns:
+        what could be planned, in the order of the jobs.
+
+    Raises:
+        BudgetError: nothing fits anywhere.
+    """
     device = find_device(options.device)
     budget = parse_size(options.memory_budget)
     model = build_on_meta(find_model(options.model))
     optimizer = make_optimizer("adamw", model)
-    found: dict[Job, Attempt] = {}
-    for size in dict.fromkeys(job.mesh.data_size for job in jobs):
-        ids = torch.empty(
-            options.batch_per_rank * size, options.seq, dtype=torch.int64, device="meta"
-        )
-        planner = Planner(
-            model,
-            {"input_ids": ids, "labels": ids},
-            language_model_loss,
-            optimizer,
-            device,
-            StepSettings(name_of(optimizer), precision=Precision(torch.bfloat16)),
-            stage=stage,
-        )
-        mine = [job for job in jobs if job.mesh.data_size == size]
-        for job in mine:
-            found[job] = planner.plan(
-                job.mesh, job.placement, options.memory, budget, last=job is mine[-1]
+    planners: dict[int, Planner] = {}
+    refused: dict[str, tuple[int, MeshShape]] = {}
+
+    def planner_of(size: int) -> Planner:
+        if size not in planners:
+            shape = options.batch_per_rank * size, options.seq
+            ids = torch.empty(shape, dtype=torch.int64, device="meta")
+            planners[size] = Planner(
+                model,
+                {"input_ids": ids, "labels": ids},
+                language_model_loss,
+                optimizer,
+                device,
+                StepSettings(name_of(optimizer), precision=Precision(torch.bfloat16)),
+                stage=stage,
+                refused=refused,
             )
-    return [found[job] for job in jobs]
+        return planners[size]
+
+    todo, stored, limit = list(jobs), 0, first_limit(budget, device.capacity)
+    if AUTO in options.mesh and len(jobs) > 1 and options.refuses:
+        smallest = min(jobs, key=lambda job: job.mesh.data_size).mesh
+        whole = planner_of(smallest.data_size).whole_bytes(smallest, options.memory)
+        todo = most_promising_first(jobs, smallest, whole, limit, say)
+        stored = whole[0] // smallest.world_size
+    found: dict[Job, Attempt] = {}
+    too_small: BudgetError | None = None
+    for number, job in enumerate(todo):
+        size = job.mesh.data_size
+        last = all(other.mesh.data_size != size for other in todo[number + 1 :])
+        peak = peak_like(found, job, stored, candidates(options.memory)[-1]) if stored else 0.0
+        try:
+            if peak > _SURELY * limit:
+                size_text = show_bytes(round(peak))
+                raise BudgetError(f"left out: by the meshes above a rank would take {size_text}")
+            attempt = planner_of(size).plan(
+                job.mesh, job.placement, options.memory, budget, last=last
+            )
+        except BudgetError as error:
+            too_small = error
+            say(f"{job.mesh}  {job.placement}: {error.what}")
+        else:
+            found[job] = attempt
+            if len(jobs) > 1:
+                say(one_line(attempt.plan, attempt.fits))
+        if last:
+            planners.pop(size, None)
+    if not found:
+        assert too_small is not None
+        raise too_small
+    return [found[job] for job in jobs if job in found]
+
+
+def peak_like(found: Mapping[Job, Attempt], job: Job, stored: int, memory: str) -> float:
+    """A peak by those of meshes of as many ranks under a memory policy; 0: there is none to go by.
+
+    But for what is stored, a rank takes as much as it has rows.
+
+    Args:
+        stored: bytes of parameters and states of a rank.
+    """
+    return max(
+        (
+            stored + (attempt.peak - stored) * job.mesh.data_size / other.mesh.data_size
+            for other, attempt in found.items()
+            if other.placement == job.placement and attempt.plan.memory == memory
+        ),
+        default=0.0,
+    )
+
+
+def most_promising_first(
+    jobs: Sequence[Job],
+    known: MeshShape,
+    whole: tuple[int, int],
+    limit: int,
+    say: Callable[[str], None],
+) -> list[Job]:
+    """Jobs without those that cannot fit, however their values are sharded; those with room first.
+
+    Of these the ones with the least tensor parallelism, which communicates most; of the others those with
+    most of it, which hold least.
+
+    Args:
+        known: a mesh, for which ``whole`` are the bytes of states, and for the backward, of all ranks.
+        limit: bytes of a rank.
+    """
+    stored, kept = whole
+    ranks = known.world_size
+    least = {job: (stored + kept * job.mesh.data_size / known.data_size) / ranks for job in jobs}
+
+    def order(job: Job) -> tuple[int, int]:
+        tensor = ranks // job.mesh.data_size
+        return (0, tensor) if _ROOM * least[job] <= limit else (1, -tensor)
+
+    possible = [job for job in jobs if least[job] <= limit]
+    for job in jobs if possible else ():
+        if job not in possible:
+            size = show_bytes(round(least[job]))
+            say(f"{job.mesh}  {job.placement}: does not fit, it holds {size} a rank at least")
+    return sorted(possible or jobs, key=order)
 
 
 # -- which meshes to try

@@ -71,6 +71,10 @@ class _Shown:
     def __exit__(self, *error: Any) -> None:
         self.stack.close()
 
+    def say(self, text: str) -> None:
+        """A line on standard error, above the bar."""
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
     def show_bar(self, description: str, total: int | None, *more: TextColumn) -> None:
         """Shows a bar, ``more`` between it and the time."""
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), *more)
@@ -111,10 +115,6 @@ class Watch(_Shown):
         else:
             self.console.print("compiling the first step")
         return self
-
-    def say(self, text: str) -> None:
-        """A line on standard error, above the bar."""
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def step(self, done: StepMetrics) -> None:
         """Shows and records a step."""

@@ -86,7 +86,7 @@ def _explain_one(plan: Plan, key: str, decision: PlacementDecision, name: str) -
         wanted = decision.operations[name].inputs
         rows.append(("reads", "its arguments as " + ", ".join(map(show, wanted))))
     rows += [("read as", text) for text in map(_show_reads, facts.reads)]
-    rows += _chosen(decision, name)
+    rows += _chosen(decision, name, plan.placement)
     rows += _memory(plan, key, name)
     rows += _schedule(plan, key, name)
     rows += [("moves", text) for text in map(_show_moves, facts.moves)]
@@ -146,8 +146,10 @@ def _show_moves(moves: Moves) -> str:
     )
 
 
-def _chosen(decision: PlacementDecision, name: str) -> list[tuple[str, str]]:
+def _chosen(decision: PlacementDecision, name: str, policy: str) -> list[tuple[str, str]]:
     reason = decision.reasons.get(name)
+    if reason is None and decision.preset != policy:
+        return [("chosen", f"by {policy}: the preset {decision.preset} costs least as a whole")]
     if reason is None:
         return [("chosen", f"by the preset {decision.preset}, which has no alternatives")]
     instead = "there was no other choice"

@@ -68,6 +68,12 @@ class Plan(Frozen):
         return self.request.placement
 
     @property
+    def decides(self) -> str:
+        """Which policy places programs: of a search that took a preset's answer, that preset."""
+        taken = (decided.placement.preset for decided in self.decisions.values())
+        return next(taken, self.placement) if self.request.searches else self.placement
+
+    @property
     def memory(self) -> str:
         """Name of the memory policy."""
         return self.request.memory

@@ -227,6 +227,16 @@ def comparison(rows: Sequence[tuple[Plan, bool]]) -> str:
     return "\n".join(lines)
 
 
+def one_line(plan: Plan, fits: bool) -> str:
+    """A plan with its prediction, as one of several that are being made."""
+    predicted = plan.predicted
+    assert predicted is not None
+    speed, what = tokens_per_second(plan), _work(plan)[1]
+    peak = f"peak {show_bytes(predicted.peak_bytes)}{'' if fits else ', which does not fit'}"
+    named = f"{plan.mesh}  {plan.placement}, memory {plan.memory}"
+    return f"{named}: {predicted.step_ms:,.1f} ms, {speed:,.0f} {what}/s, {peak}"
+
+
 def ranked(rows: Sequence[tuple[Plan, bool]]) -> list[tuple[Plan, bool]]:
     """Those that fit first, the fastest first."""
     return sorted(rows, key=lambda row: (not row[1], -tokens_per_second(row[0])))

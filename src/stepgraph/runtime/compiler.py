@@ -15,8 +15,9 @@ from stepgraph.capture.module import BatchSpec, LossFunction
 from stepgraph.capture.outside_tensors import about_outside
 from stepgraph.capture.refusals import check_hooks, check_parameter_hooks
 from stepgraph.capture.step import Capture, Captured, Source
+from stepgraph.contest import make_best
 from stepgraph.errors import ChangingValueError, StepgraphError, StrictError, UsageError, name_a_few
-from stepgraph.pipeline import Made, capture_of, make
+from stepgraph.pipeline import Made, capture_of
 from stepgraph.placement.decide import reduces_each_micro_batch
 from stepgraph.planning.plan import Plan
 from stepgraph.planning.request import StepSettings
@@ -343,7 +344,9 @@ class Compiler:
                 raise SameProgram(same, captured.values)
             where = (self.ranks.target, self.ranks.rank)
             with doing(f"planning ({self.plan.placement} on {self.ranks.shape})"):
-                made = make(captured.programs, self.plan, *where, driver=driver, strict=self.strict)
+                made = make_best(
+                    captured.programs, self.plan, *where, driver=driver, strict=self.strict
+                )
             return captured, made
 
         if not self.plan.request.searches or self.ranks.shape.world_size == 1:

@@ -104,6 +104,12 @@ def example_value(node: fx.Node) -> Any:
     return node.meta.get("example_value")
 
 
+def module_path(node: fx.Node) -> str:
+    """The innermost module whose code makes a call, in a graph of dynamo's, as the model's code names it."""
+    modules = list((node.meta.get("nn_module_stack") or {}).values())
+    return python_values.readable(str(modules[-1][0])).removeprefix("L['self'].") if modules else ""
+
+
 def stack_trace(node: fx.Node) -> str | None:
     """Where the user's code makes a call, in a graph of dynamo's."""
     return node.meta.get("stack_trace")

@@ -2,7 +2,11 @@
 
 import pytest
 
-from stepgraph.placement.solver.held_bytes import Limits
+from stepgraph.memory.decide import decide
+from stepgraph.placement.solver.held_bytes import Limits, least_bytes, whole_bytes
+from tests.placement.planned import TOYS, global_step, place
+from tests.placement.solver.test_automatic import chain
+from tests.support import adamw
 
 
 def search(budget, peak_of, least=0.0, first=None):
@@ -38,3 +42,16 @@ def test_nothing_is_asked_for_that_cannot_be():
 def test_too_small_a_limit_is_raised_once():
     assert search(50, lambda held: held, least=120, first=60)[0] is None
     assert Limits(100).raised_to(0) is None or Limits(100).raised_to(0) == 0
+
+
+@pytest.mark.parametrize("memory", ["none", "full"])
+def test_no_placement_holds_less_than_what_is_held_at_least(memory):
+    model, batch = chain(8, 16, 16, 8)
+    program = global_step(model, batch, "dp=2,tp=2", adamw(model))
+    recomputed = decide(program, memory).recompute
+    stored, kept = whole_bytes(program, recomputed)
+    parameters = sum(p.numel() * 4 for p in model.parameters())
+    assert stored >= 3 * parameters and (kept > 0) == (memory == "none")
+    planned = place(program, "dp=2,tp=2", TOYS["balanced"], memory=memory)
+    held = planned.model.problem.memory(planned.solution.chosen)
+    assert least_bytes(program, 4, recomputed) == (stored + kept) // 4 <= held

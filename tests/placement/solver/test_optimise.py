@@ -116,6 +116,24 @@ def test_a_solution_costs_what_the_cheapest_of_all_choices_costs(seed, limited):
         assert problem.memory(solution.chosen) <= problem.memory_limit
 
 
+@settings(max_examples=60)
+@given(seed=st.integers(0, 2**32), limited=st.booleans())
+def test_no_other_option_of_one_block_is_cheaper_than_what_was_chosen(seed, limited):
+    """Counted as the whole counts, with what runs beside other work; and what is named fits."""
+    problem = drawn(seed, limited)
+    try:
+        chosen = solve(problem, goal=0.5, enough=0.5).chosen
+    except InfeasibleError:
+        return
+    for number, (own, other, its_cost) in enumerate(runners_up(problem, chosen)):
+        assert its_cost >= own
+        if other is not None:
+            instead = [*chosen[:number], other, *chosen[number + 1 :]]
+            assert problem.fits(instead)
+            more = problem.cost(instead) - problem.cost(chosen)
+            assert its_cost - own == pytest.approx(max(0.0, more), abs=1e-6)
+
+
 def test_branches_of_the_relaxation_suffice_where_a_limit_divides_it(monkeypatch):
     """What is cheap is large, and the relaxation takes a part of it: no rounding is the best choice."""
     chance = random.Random(0)

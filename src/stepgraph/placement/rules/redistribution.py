@@ -13,7 +13,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph import torch_internals
-from stepgraph.cost.collectives import Group, collective_seconds, links
+from stepgraph.cost.collectives import Group, collective_seconds, links, merged_seconds
 from stepgraph.cost.devices import Device
 from stepgraph.program.collectives import KINDS, SHARD_OF, redistribute
 from stepgraph.program.layout import (
@@ -210,15 +210,17 @@ class Moves:
         have: Placements,
         want: Placements,
         strides: tuple[int, ...] | None = None,
+        merged: bool = False,
     ) -> Cost:
         """Time on one rank, of all steps one after the other; infinite where there is no way.
 
         Args:
             shape, strides: of the whole value; without strides it is contiguous.
+            merged: small collectives run together with those of other such values.
         """
         if have == want:
             return Cost(0.0)
-        key = (shape, dtype, have, want, strides or dense_strides(shape))
+        key = (shape, dtype, have, want, strides or dense_strides(shape), merged)
         if key not in self._known:
             try:
                 self._known[key] = self._add_up(*key)
@@ -233,6 +235,7 @@ class Moves:
         have: Placements,
         want: Placements,
         strides: tuple[int, ...],
+        merged: bool,
     ) -> Cost:
         if any(not can_become(p, q) for p, q in zip(have, want, strict=True)):
             return Cost(math.inf)
@@ -250,7 +253,10 @@ class Moves:
             if target in KINDS:
                 size = max(before.bytes, after.bytes)
                 group = self.groups[args[-1]]
-                seconds = float(collective_seconds(KINDS[target], size, group))
+                if merged:
+                    seconds = merged_seconds(KINDS[target], size, group, self.device)
+                else:
+                    seconds = float(collective_seconds(KINDS[target], size, group))
                 last = (0.0, seconds) if group.crosses else (seconds, 0.0)
                 wires = (wires[0] + last[0], wires[1] + last[1])
             elif target in _COPIES:

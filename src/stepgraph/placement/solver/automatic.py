@@ -28,6 +28,7 @@ from stepgraph.placement.presets.named import record
 from stepgraph.placement.presets.walk import REPLICATE, Kind, Walk
 from stepgraph.placement.solver.choices import Solution, runners_up
 from stepgraph.placement.solver.constraints import Constraints
+from stepgraph.placement.solver.held_bytes import least_bytes
 from stepgraph.placement.solver.optimise import InfeasibleError, solve
 from stepgraph.placement.solver.problem import Choice, Model
 from stepgraph.placement.solver.storages import Storage
@@ -73,6 +74,8 @@ def decide_automatically(
     asked = Constraints(constraints or {}, program, mesh, known or {})
     pins = {**_pins(program, mesh), **asked.inputs}
     limit = None if memory_limit is None else float(memory_limit)
+    if limit is not None and limit < (least := least_bytes(program, mesh.world_size, recomputed)):
+        raise _too_small(least, limit, mesh)
     model = Model(program, mesh, device, pins, asked, limit, recomputed)
     for choice in model.choices:
         if not len(choice.block.cost):
@@ -90,20 +93,24 @@ def decide_automatically(
                 why="a value that is pinned cannot become what its readers can take",
                 do="drop one of them; what an operation can do is in its rules",
             ) from error
-        too_small = BudgetError(
-            f"parameters, gradients, optimizer states and activations take {error.least / 2**30:.2f} GiB a "
-            "rank at least",
-            where=f"mesh {mesh}",
-            why=f"{(memory_limit or 0) / 2**30:.2f} GiB are left for them",
-            do="give a larger budget, or more ranks",
-        )
-        too_small.least = math.ceil(error.least)
-        raise too_small from error
+        raise _too_small(error.least, limit or 0.0, mesh) from error
     decision = PlacementDraft(AUTO, optimality_gap=solution.gap, views_apart=True)
     decision.held_bytes = int(model.problem.memory(solution.chosen))
     record(program, _walks(program, mesh, model, solution, pins), decision)
     decision.reasons = _reasons(model, solution)
     return decision.decision()
+
+
+def _too_small(least: float, limit: float, mesh: MeshShape) -> BudgetError:
+    error = BudgetError(
+        f"parameters, gradients, optimizer states and activations take {least / 2**30:.2f} GiB a "
+        "rank at least",
+        where=f"mesh {mesh}",
+        why=f"{limit / 2**30:.2f} GiB are left for them",
+        do="give a larger budget, or more ranks",
+    )
+    error.least = math.ceil(least)
+    return error
 
 
 def _pins(program: Program, mesh: MeshShape) -> dict[Any, Placements]:

@@ -5,7 +5,7 @@ has a cost. A link is a value: its producer's option says how it is placed, each
 wanted, and a matrix what every change costs. A change is paid once however many readers want it.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -169,19 +169,95 @@ def used_of(link: Link, option: dict[Block, int]) -> tuple[int, set[int], set[in
 def runners_up(problem: Problem, chosen: Sequence[int]) -> list[tuple[float, int | None, float]]:
     """Per block what its option costs with all that touches it, the next best option, and what that costs.
 
-    The others' choices stay as they are.
+    The others' choices stay as they are; what does not fit the memory limit is no option. Behind
+    :func:`improve` no other costs less.
     """
-    option = dict(zip(problem.blocks, chosen, strict=True))
-    touching = _touching(problem)
+    now = _Chosen(problem, chosen)
     found: list[tuple[float, int | None, float]] = []
     for block in problem.blocks:
-        cost = _of_options(block, touching[block], option)
-        own = float(cost[option[block]])
-        cost[option[block]] = np.inf
-        best = int(np.argmin(cost))
-        other = best if np.isfinite(cost[best]) else None
-        found.append((own, other, float(cost[best])))
+        own = now.own(block)
+        more = now.more(block)
+        more[now.option[block]] = np.inf
+        other = next(now.fitting(block, more), None)
+        its_cost = np.inf if other is None else own + max(0.0, float(more[other]))
+        found.append((own, other, its_cost))
     return found
+
+
+def improve(problem: Problem, chosen: Sequence[int]) -> list[int]:
+    """Moves one block at a time to what fits and makes the whole cheapest, until nothing does."""
+    now = _Chosen(problem, chosen)
+    least = 1e-9 * max(problem.cost(chosen), 1e-12)
+    moved = True
+    while moved:
+        moved = False
+        for block in problem.blocks:
+            if len(block.cost) == 1:
+                continue
+            more = now.more(block)
+            best = next(now.fitting(block, np.where(more < -least, more, np.inf)), None)
+            if best is not None:
+                now, moved = now.moved(block, best), True
+    return now.chosen
+
+
+class _Chosen:
+    """One option per block; says what another option of one of them would change."""
+
+    def __init__(self, problem: Problem, chosen: Sequence[int]) -> None:
+        self.problem = problem
+        self.option = dict(zip(problem.blocks, chosen, strict=True))
+        self._touching = _touching(problem)
+        moments = (len(x.later) for x in (*problem.links, *problem.blocks) if x.later is not None)
+        self._beside = np.zeros(max(moments, default=1))
+        for link in problem.links:
+            made, forward, backward = used_of(link, self.option)
+            self._beside = self._beside + link.beside(made, forward | backward)[1]
+        for block, o in self.option.items():
+            if block.later is not None:
+                self._beside = self._beside - block.later * float(block.cost[o])
+
+    @property
+    def chosen(self) -> list[int]:
+        """In order of the blocks."""
+        return [self.option[block] for block in self.problem.blocks]
+
+    def own(self, block: Block) -> float:
+        """What a block's option costs with all that touches it."""
+        found = float(block.cost[self.option[block]])
+        for link in self._touching[block]:
+            found += link.cost_of(*used_of(link, self.option))
+        return found
+
+    def more(self, block: Block) -> np.ndarray:
+        """What the whole would cost more under each option of a block, the others as they are."""
+        cost = block.cost.astype(float)
+        beside = np.zeros((len(cost), len(self._beside)))
+        if block.later is not None:
+            beside -= cost[:, None] * block.later
+        for link in self._touching[block]:
+            changed, runs, longer = _around(link, block, self.option)
+            cost, beside = cost + (changed - runs), beside + longer
+        here = self.option[block]
+        rest = self._beside - beside[here]
+        whole = cost + np.maximum((rest + beside).max(axis=1), 0.0)
+        return whole - whole[here]
+
+    def fitting(self, block: Block, more: np.ndarray) -> Iterator[int]:
+        """Options whose cost is finite and that fit, the cheapest first."""
+        for o in np.argsort(more, kind="stable"):
+            if not np.isfinite(more[o]):
+                return
+            if self.problem.memory_limit is not None:
+                option = self.option | {block: int(o)}
+                if not self.problem.fits([option[b] for b in self.problem.blocks]):
+                    continue
+            yield int(o)
+
+    def moved(self, block: Block, option: int) -> "_Chosen":
+        """The same with another option for one block."""
+        now = self.option | {block: option}
+        return _Chosen(self.problem, [now[b] for b in self.problem.blocks])
 
 
 def _touching(problem: Problem) -> dict[Block, list[Link]]:
@@ -222,14 +298,21 @@ def _of_options(block: Block, links: Sequence[Link], option: dict[Block, int]) -
     """What each option of a block costs with all that touches it, the others as they are."""
     cost = block.cost.astype(float)
     for link in links:
-        cost = cost + _around(link, block, option)
+        cost = cost + _around(link, block, option)[0]
     return cost
 
 
-def _around(link: Link, block: Block, option: dict[Block, int]) -> np.ndarray:
-    """What a link costs for each option of one of its blocks, the others as they are."""
-    costs = np.empty(len(block.cost))
-    known: dict[tuple, float] = {}
+def _around(
+    link: Link, block: Block, option: dict[Block, int]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | float]:
+    """What a link costs for each option of one of its blocks, the others as they are.
+
+    Returns:
+        its cost, which part of that runs beside other work, and how much more is left of that after each
+        moment: a row an option.
+    """
+    rows: list[tuple[float, float, np.ndarray | float]] = []
+    known: dict[tuple, tuple[float, float, np.ndarray | float]] = {}
     for o in range(len(block.cost)):
         made = int(link.makes[o if link.producer is block else option[link.producer]])
         wanted: tuple[list[int], list[int]] = ([], [])
@@ -239,6 +322,8 @@ def _around(link: Link, block: Block, option: dict[Block, int]) -> np.ndarray:
                 wanted[phase].append(q)
         key = (made, *map(tuple, wanted))
         if key not in known:
-            known[key] = link.cost_of(made, *wanted)
-        costs[o] = known[key]
-    return costs
+            beside = link.beside(made, {*wanted[0], *wanted[1]})
+            known[key] = link.cost_of(made, *wanted), *beside
+        rows.append(known[key])
+    costs, runs, longer = zip(*rows, strict=True)
+    return np.array(costs), np.array(runs), 0.0 if link.later is None else np.array(longer)

@@ -1,6 +1,14 @@
 """How much a solver may hold, so that the peak of what it finds uses a budget."""
 
 import math
+from collections.abc import Collection
+
+from stepgraph.cost.work import stored_bytes
+from stepgraph.operators.views import viewed
+from stepgraph.placement.solver.dataflow import needed_by_backward
+from stepgraph.program import roles
+from stepgraph.program.metadata import meta
+from stepgraph.program.program import Program
 
 # A solver adds up gradients, activations and the largest step, which are not all alive at once.
 OVERCOUNT = 1.25
@@ -12,6 +20,31 @@ def first_limit(budget: int | None, capacity: int) -> int:
     Within a budget all of it is to be used; below the device's capacity it is enough to fit at once.
     """
     return capacity if budget is None else int(OVERCOUNT * budget)
+
+
+def least_bytes(program: Program, ranks: int, recomputed: Collection[str]) -> int:
+    """Bytes that a rank holds at least, however values are sharded; found without a solver."""
+    return sum(whole_bytes(program, recomputed)) // ranks
+
+
+def whole_bytes(program: Program, recomputed: Collection[str]) -> tuple[int, int]:
+    """Bytes that all ranks hold together at least: of parameters and states, and for the backward.
+
+    Args:
+        program: global.
+        recomputed: stable names of forward operations that are not kept for the backward.
+    """
+    kept = (
+        node
+        for node in needed_by_backward(program, recomputed)
+        if viewed(node) is None and meta(node)["name"] not in recomputed
+    )
+    stored = (
+        math.prod(value.shape) * value.dtype.itemsize
+        for role, _, value in program.input_rows
+        if isinstance(role, (roles.Param, roles.OptimizerState))
+    )
+    return sum(stored), sum(stored_bytes(meta(node)["val"]) for node in kept)
 
 
 class Limits:

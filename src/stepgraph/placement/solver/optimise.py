@@ -13,12 +13,15 @@ from dataclasses import replace
 import highspy
 import numpy as np
 
-from stepgraph.placement.solver.choices import Problem, Reader, Solution, descend
+from stepgraph.placement.solver.choices import Problem, Reader, Solution, descend, improve
 from stepgraph.placement.solver.formulation import Formulation
 
-_CHEAP = (
-    2_000_000_000  # steps of the simplex times columns, for branches of the relaxation: seconds
-)
+# Steps of the simplex times columns, for branches of the relaxation: seconds. Within a memory limit, which
+# divides the relaxation far from any choice, branches soon find nothing better, certified or not.
+_CHEAP, _CHEAP_IN_LIMIT = 2_000_000_000, 300_000_000
+# Steps to a relaxation that fits a limit; where more are needed it is seen first whether anything fits.
+_DOUBTFUL = 20_000
+_PATIENCE = 0.1  # part of them after which what is enough is the goal
 _WHOLE = 1e-6  # what differs less from 0 or 1 is that
 _OPTIMAL = highspy.HighsModelStatus.kOptimal
 
@@ -32,7 +35,7 @@ class InfeasibleError(Exception):
 
 
 def solve(
-    problem: Problem, seconds: float = 60.0, goal: float = 1e-3, enough: float = 5e-3
+    problem: Problem, seconds: float = 60.0, goal: float = 1e-3, enough: float = 1e-2
 ) -> Solution:
     """Finds a cheap choice and a bound.
 
@@ -56,17 +59,27 @@ class _Search:
         self.blocks, self.scale = formulation.blocks, formulation.scale
 
     def run(self) -> Solution:
-        """The relaxation and its branches, rounded; where that certifies too little, HiGHS' cuts too."""
-        found = self._branched()
-        if found is not None and found.gap <= self.enough:
-            return found
-        return self._cut(found)
+        """The relaxation and its branches, rounded; where that certifies too little, HiGHS' cuts too.
 
-    def _branched(self) -> Solution | None:
+        No other option of one block would make the best that is found cheaper.
+        """
+        limited = self.problem.memory_limit is not None
+        found = self.branched(_CHEAP_IN_LIMIT if limited else _CHEAP)
+        if found is None or (found.gap > self.enough and not limited):
+            found = self._cut(found)
+        if self.problem.running_cost:
+            return found
+        chosen = improve(self.problem, found.chosen)
+        return replace(found, chosen=chosen, cost=self.problem.cost(chosen))
+
+    def branched(self, cheap: int) -> Solution | None:
         """Branches on what the relaxation divides, the lowest bound first.
 
         Little is divided: identical layers decide together. So it takes a few branches, each some steps of
         the simplex from where another ended; HiGHS' own search prepares for more, which takes longer.
+
+        Args:
+            cheap: steps of the simplex times columns.
 
         Returns:
             the best found; None: nothing was in time.
@@ -74,11 +87,20 @@ class _Search:
         highs = self._highs()
         highs.setOptionValue("solve_relaxation", True)
         highs.setOptionValue("time_limit", np.inf)  # a busy machine must not decide otherwise
+        limit = self.problem.memory_limit
+        highs.setOptionValue("simplex_iteration_limit", _DOUBTFUL if limit else highspy.kHighsIInf)
         highs.run()
+        if highs.getModelStatus() == highspy.HighsModelStatus.kIterationLimit:
+            least = self._least_memory()
+            if limit is not None and least.bound > limit:
+                raise InfeasibleError(least.cost)
+            highs.setOptionValue("simplex_iteration_limit", highspy.kHighsIInf)
+            highs.run()
         self._is_feasible(highs)
         if highs.getModelStatus() != _OPTIMAL:
             return None
-        left = _CHEAP // len(self.program.costs)
+        left = cheap // len(self.program.costs)
+        hasty = (1 - _PATIENCE) * left
         values = np.asarray(highs.getSolution().col_value)
         best, chosen = self._rounded(values)
         fixed: dict[int, float] = {}
@@ -87,7 +109,8 @@ class _Search:
         closed = np.inf  # the lowest bound of what is not looked at further
         while waiting:
             bound, _, below, values = waiting[0]
-            enough = best * self.scale * (1 - self.goal)
+            goal = self.goal if left > hasty else max(self.goal, self.enough)
+            enough = best * self.scale * (1 - goal)
             if min(bound, closed) >= enough:
                 break
             heapq.heappop(waiting)
@@ -175,14 +198,14 @@ class _Search:
 
     def _is_feasible(self, highs: highspy.Highs) -> None:
         if highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
-            raise InfeasibleError(self._least_memory())
+            limited = self.problem.memory_limit is not None
+            raise InfeasibleError(self._least_memory().cost if limited else np.inf)
 
-    def _least_memory(self) -> float:
-        """The smallest number of bytes that any choice takes; infinite: there is no choice."""
-        if self.problem.memory_limit is None:
-            return np.inf
+    def _least_memory(self) -> Solution:
+        """A choice that takes few bytes, as its cost, and a bound that no choice is below."""
         left = max(1.0, self.deadline - time.monotonic())
-        return solve(_of_memory(self.problem), left, 1e-6, 1e-6).cost
+        search = _Search(_of_memory(self.problem), left, 1e-2, 1e-2)
+        return search.branched(0) or search.run()
 
 
 def _of_memory(problem: Problem) -> Problem:

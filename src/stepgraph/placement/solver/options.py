@@ -22,13 +22,19 @@ from stepgraph.operators.views import viewed
 from stepgraph.placement.rules.coded import Coded
 from stepgraph.placement.rules.redistribution import Cost, Moves
 from stepgraph.placement.rules.vocabulary import LOCAL_FORMS, rows_sharded
-from stepgraph.placement.solver.dataflow import needed_by_backward, values_that_vary
+from stepgraph.placement.solver.dataflow import (
+    decided_here,
+    needed_by_backward,
+    values_that_vary,
+)
 from stepgraph.placement.solver.groups import Group
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program, tensor_arguments
 
 REPLICATE = Replicate()
 _SMALL = 32 * 2**20  # bytes
+# Of a rank's share of a step's FLOPs: so many may be done again on ranks that could divide them.
+_REPEATED = 0.005
 
 # Per option the changes of placement inside a group: which of its operations' result, and what it costs.
 Inside = list[list[tuple[int, Cost]]]
@@ -42,7 +48,7 @@ class Options:
         moves: of the mesh and the device.
         recomputed: stable names of forward operations that are not kept for the backward.
         free: nobody asked for anything. Then there is less to choose from: dimensions that hold rows of the
-            batch are sharded alike, small constants are whole.
+            batch are sharded alike, small constants are whole, products are divided as far as can be.
     """
 
     def __init__(
@@ -53,9 +59,17 @@ class Options:
         self.needed = needed_by_backward(program, recomputed)
         self._varying = values_that_vary(program)
         self._recomputed = frozenset(recomputed)
+        self._flops = {
+            node: node_flops(node) for node in program.operations() if decided_here(node)
+        }
+        self._notable = _REPEATED * sum(self._flops.values()) / self.mesh.world_size
 
-    def of(self, group: Group) -> list[tuple[int, ...]]:
-        """Options on the whole mesh: one per dimension, where every value is sharded evenly."""
+    def of(self, group: Group, count: int = 1) -> list[tuple[int, ...]]:
+        """Options on the whole mesh: one per dimension, where every value is sharded evenly.
+
+        Args:
+            count: groups that are decided alike.
+        """
         sizes, every = self.mesh.sizes, np.arange(len(group.options))[:, None]
         single = [np.flatnonzero(self._fit(group, every, (size,))) for size in sizes]
         grid = np.meshgrid(*single, indexing="ij")
@@ -66,6 +80,8 @@ class Options:
             found = found[(found[:, data] == found[:, data[:1]]).all(axis=1)]
         if len(sizes) > 1:
             found = found[self._fit(group, found, sizes)]
+        if self._free:
+            found = found[self._divides(group, found, count)]
         options = [tuple(map(int, option)) for option in found]
         if self._free and self._is_small_constant(group):
             whole = [
@@ -122,6 +138,23 @@ class Options:
                 good &= rows[options].sum(axis=1) < 2
         return good
 
+    def _divides(self, group: Group, options: np.ndarray, count: int) -> np.ndarray:
+        """Which of many options divide the FLOPs of a group about as far as any does.
+
+        A cost model that is wrong about the time of a call would have each rank compute all.
+        """
+        work = np.zeros(len(options))
+        for node in group.nodes:
+            if flops := self._flops[node]:
+                work += count * flops / self._parts(node, group, options)
+        return work <= work.min(initial=np.inf) + self._notable
+
+    def _parts(self, node: fx.Node, group: Group, options: np.ndarray) -> np.ndarray:
+        """Over how many ranks each option divides an operation."""
+        ways = [option[node] for option in group.options]
+        divided = [any(isinstance(p, Shard) for p in (*w.inputs, *w.outputs)) for w in ways]
+        return np.where(np.array(divided)[options], np.array(self.mesh.sizes), 1).prod(axis=1)
+
     def _node_seconds(
         self, node: fx.Node, group: Group, options: Sequence[tuple[int, ...]]
     ) -> np.ndarray:
@@ -129,9 +162,8 @@ class Options:
         if runs_no_kernel(node) or not options:
             return np.zeros(max(1, len(options)))
         ways = [option[node] for option in group.options]
-        picked, sizes = np.array(options), np.array(self.mesh.sizes)
-        divided = [any(isinstance(p, Shard) for p in (*w.inputs, *w.outputs)) for w in ways]
-        parts = np.where(np.array(divided)[picked], sizes, 1).prod(axis=1)
+        picked = np.array(options)
+        parts = self._parts(node, group, picked)
         reads, writes = meta(node)["traffic"]
         result = np.zeros(len(options))
         for i, value in enumerate(results_of(node)):
@@ -145,7 +177,7 @@ class Options:
         if (told := own.cost_of(node)) is not None:
             moved = told[1] / parts
         starts = meta(node).get("starts", True)
-        return self.device.seconds(node_flops(node) / parts, moved, matmul_dtype(node), starts)
+        return self.device.seconds(self._flops[node] / parts, moved, matmul_dtype(node), starts)
 
     def _is_kept(self, node: fx.Node) -> bool:
         stays = node in self.needed and meta(node)["name"] not in self._recomputed

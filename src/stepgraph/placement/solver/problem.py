@@ -115,7 +115,7 @@ class Model:
         least: dict[fx.Node, float] = {}
         for groups in share(found, self.asked.apart):
             first = groups[0]
-            options = self.ways.of(first)
+            options = self.ways.of(first, len(groups))
             if not self.asked.free:
                 options = [o for o in options if all(self._is_allowed(g, o) for g in groups)]
             inside = self.ways.inside(first, options)
@@ -265,13 +265,16 @@ class Model:
         wires, last = (np.zeros((2, *once.shape)) for _ in range(2))
         stays = node in self.ways.needed
         apart = _UNFUSED if is_saved_inside(node) else 0.0
+        is_gradient = any(isinstance(wants, str) for *_, wants in readers)
+        merged = is_gradient
+        shape, strides = tuple(value.shape), value.stride()
         rows = sorted({index[p] for p in made})
         columns = sorted({index[p, _NONE] for *_, ps in wanted for p in ps})
         for p in rows:
             have, paid = every[p]
             for q in columns:
                 want, _ = every[q]
-                cost = self.moves.cost(tuple(value.shape), value.dtype, have, want, value.stride())
+                cost = self.moves.cost(shape, value.dtype, have, want, strides, merged)
                 if want in paid:
                     once[p, q] = 0.0
                     continue
@@ -284,7 +287,6 @@ class Model:
         hidden: Hidden = {}
         if meta(node).get("phase") == BACKWARD_PHASE:
             once, again = once + again, np.zeros_like(again)  # it is read in one phase alone
-            is_gradient = any(w == "gradient" for *_, w in readers)
             hidden = self.hiding.of_backward(nodes, last, wires, is_gradient)
         elif node in self._group_of and any(isinstance(x, Partial) for p, _ in made for x in p):
             own = self._group_of[node].nodes

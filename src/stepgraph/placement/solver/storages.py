@@ -100,7 +100,8 @@ class Storages:
             for size, *state in self.states.get(name, ()):
                 used += size * (part if tuple(state) == tuple(shape) else math.prod(state))
             seconds = self._update_seconds(name, part / max(1, math.prod(shape)))
-            seconds += self.moves.cost(shape, value.dtype, storage.updated, storage.stored).seconds
+            gathered = storage.updated, storage.stored
+            seconds += self.moves.cost(shape, value.dtype, *gathered, merged=True).seconds
             for cast in casts:
                 moved = own + own // itemsize * meta(cast)["val"].dtype.itemsize
                 seconds += self.device.seconds(0.0, moved, value.dtype)

@@ -1,0 +1,176 @@
+"""``auto`` is never worse than a preset: presets are simulated too, and the best of all is taken."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from stepgraph.cost.device import Device
+from stepgraph.cost.devices import find_device
+from stepgraph.cost.predict import Prediction
+from stepgraph.errors import StepgraphError, UsageError
+from stepgraph.pipeline import Made, foresee, make
+from stepgraph.placement.decide import reduces_each_micro_batch
+from stepgraph.placement.presets.beside_data import BESIDE_DATA
+from stepgraph.placement.presets.data_parallel import PRESETS
+from stepgraph.placement.presets.named import check_preset
+from stepgraph.planning.decisions import Decisions, PlacementDecision, Reason, Table
+from stepgraph.planning.plan import Plan
+from stepgraph.planning.request import AUTO
+from stepgraph.planning.target import Target
+from stepgraph.program.driver import PassDriver
+from stepgraph.program.layout import MeshShape, Placements, show
+from stepgraph.program.program import Program
+
+# Simulating a preset takes as long as capturing does: of a step of more operations none is, and what the
+# solver has certified stands alone.
+MANY = 2500
+_SAME = 1e-9  # a preset that differs by less is not taken
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """One answer to a request, and what a step takes under it."""
+
+    name: str
+    made: Made
+    predicted: Prediction
+
+
+def make_best(
+    programs: Mapping[str, Program],
+    plan: Plan,
+    target: Target,
+    rank: int = 0,
+    *,
+    driver: PassDriver | None = None,
+    strict: bool = False,
+) -> Made:
+    """:func:`stepgraph.pipeline.make`; where placements are searched for, the best of all answers.
+
+    What a plan holds already is not decided again.
+    """
+    made = make(programs, plan, target, rank, driver=driver, strict=strict)
+    names = rivals(programs, plan)
+    if not names:
+        return made
+    device = find_device(plan.request.device)
+    entrants = [Entrant(AUTO, made, predicted(made, device))]
+    for name in names:
+        entrants += enter(name, programs, plan, target, device, rank, strict)
+    budget = plan.request.memory_budget or device.capacity
+    return taken(entrants, budget).made
+
+
+def rivals(programs: Mapping[str, Program], plan: Plan) -> list[str]:
+    """Presets that are simulated beside a solver's answer; none where there is nothing to search.
+
+    Those that reduce gradients for every micro-batch are captured otherwise, and left out.
+    """
+    request = plan.request
+    searched = request.searches and not plan.decisions and not request.constraints
+    if not searched or "step" not in programs or request.mesh.world_size == 1:
+        return []
+    if len(programs["step"].graph.nodes) > MANY:
+        return []
+    found = []
+    for name in _names(request.mesh):
+        try:
+            check_preset(name, request.mesh)
+        except UsageError:
+            continue
+        if request.step.micro_batches == 1 or not reduces_each_micro_batch(name, request.mesh):
+            found.append(name)
+    return found
+
+
+def _names(mesh: MeshShape) -> list[str]:
+    """Presets of the data-parallel dimensions, with each way along those beside them."""
+    beside = [kind.words for role, kind in BESIDE_DATA.items() if role in mesh.roles]
+    ways = (
+        [""] if not beside else ["+".join(words[:n]) for words in beside for n in (1, len(words))]
+    )
+    # zero2 is zero1 but for micro-batches, and then it reduces for each of them.
+    data = (
+        [n for n in PRESETS if n != "zero2"]
+        if any(role.divides_batch for role in mesh.roles)
+        else [""]
+    )
+    return ["+".join(filter(None, (way, name))) for way in dict.fromkeys(ways) for name in data]
+
+
+def enter(
+    name: str,
+    programs: Mapping[str, Program],
+    plan: Plan,
+    target: Target,
+    device: Device,
+    rank: int = 0,
+    strict: bool = False,
+) -> list[Entrant]:
+    """A preset's answer to a request; none where it cannot place a program."""
+    preset = replace(plan, request=replace(plan.request, placement=name))
+    try:
+        made = make(programs, preset, target, rank, with_facts=True, strict=strict)
+    except StepgraphError:
+        return []
+    made.plan = replace(made.plan, request=plan.request)
+    return [Entrant(name, made, predicted(made, device))]
+
+
+def predicted(made: Made, device: Device) -> Prediction:
+    """What a step takes under an answer."""
+    request = made.plan.request
+    return foresee(made.programs, device, request.lowering, request.step.micro_batches)
+
+
+def taken(entrants: Sequence[Entrant], budget: int) -> Entrant:
+    """Of answers, the solver's first, the one that takes least time of those that fit.
+
+    Its plan says what others take.
+
+    Args:
+        budget: bytes of a rank; where nothing fits, the smallest peak counts.
+    """
+    own = entrants[0]
+
+    def rank(entrant: Entrant) -> tuple[int, float]:
+        handicap = 1 + _SAME * (entrant is not own)
+        over = max(0, entrant.predicted.peak_bytes - budget)
+        return over, entrant.predicted.step_ms * handicap
+
+    ranked = sorted(entrants, key=rank)
+    best = ranked[0]
+    if len(ranked) == 1:
+        return best
+    plan = best.made.plan
+    shown = ", ".join(
+        f"{'its own' if e is own else e.name} {e.predicted.step_ms:.4g} ms" for e in ranked[:4]
+    )
+    of = "its own placements" if best is own else f"those of the preset {best.name}"
+    note = f"auto: {of}, the cheapest of {len(ranked)} that were simulated ({shown})"
+    decisions = plan.decisions
+    if best is not own:
+        decisions = Table({key: _with_reasons(key, d, best, own) for key, d in decisions.items()})
+    best.made.plan = replace(plan, decisions=decisions, notes=(*plan.notes, note))
+    return best
+
+
+def _with_reasons(key: str, decided: Decisions, best: Entrant, own: Entrant) -> Decisions:
+    """A preset's decisions, with what a solver would have chosen where that is something else.
+
+    Both were chosen as a whole, so each costs what a whole step costs.
+    """
+    other = own.made.plan.decisions[key].placement
+    theirs = _lives(other)
+    reasons = {
+        name: Reason(text, best.predicted.step_ms, theirs[name], own.predicted.step_ms)
+        for name, text in _lives(decided.placement).items()
+        if theirs.get(name, text) != text and own.predicted.step_ms >= best.predicted.step_ms
+    }
+    return replace(decided, placement=replace(decided.placement, reasons=reasons))
+
+
+def _lives(decision: PlacementDecision) -> dict[str, str]:
+    """Where parameters are stored and results of operations are, as text."""
+    placed: dict[str, Placements | None] = {n: o.outputs[0] for n, o in decision.operations.items()}
+    placed |= {name: p for name, p in decision.inputs.items() if name.startswith("Param(")}
+    return {name: show(p) for name, p in placed.items() if p is not None}

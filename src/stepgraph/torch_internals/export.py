@@ -105,7 +105,7 @@ def example_value(node: fx.Node) -> Any:
 
 
 def module_path(node: fx.Node) -> str:
-    """The innermost module whose code makes a call, in a graph of dynamo's, as the model's code names it."""
+    """The innermost module whose code makes a call, as the model's code names it."""
     modules = list((node.meta.get("nn_module_stack") or {}).values())
     return python_values.readable(str(modules[-1][0])).removeprefix("L['self'].") if modules else ""
 

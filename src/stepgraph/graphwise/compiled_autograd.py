@@ -15,6 +15,7 @@ import torch
 from stepgraph import torch_internals
 from stepgraph.errors import CaptureError, StepgraphError, UsageError
 from stepgraph.torch_internals import graphs as dynamo
+from stepgraph.torch_internals import pytree
 from stepgraph.torch_internals.hooks import gradient_hooks
 
 
@@ -44,20 +45,26 @@ class WholeBackward:
         self._reached: list[tuple] = []
         self._task: int | None = None
 
-    def start(
-        self, values: list[torch.Tensor], leaves: Sequence[torch.Tensor] = ()
-    ) -> list[torch.Tensor]:
-        """The same values, from which a backward goes through one graph.
+    def start_from(self, result: Any, behind: Sequence[torch.Tensor]) -> Any:
+        """A result of the forward, a backward from which is one graph.
 
         Args:
-            leaves: to whose ``.grad`` it adds. Autograd is told of them, so that a backward for some of
+            behind: to whose ``.grad`` it adds. Autograd is told of them, so that a backward for some of
                 them comes here as well, to be refused; not of those with hooks, which it would call twice.
         """
+        leaves, tree = pytree.tree_flatten(result)
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        told = [leaf for leaf in behind if not gradient_hooks(leaf)]
+        values = self._start([leaves[i] for i in places], told)
+        for index, value in zip(places, values, strict=True):
+            leaves[index] = value
+        return pytree.tree_unflatten(leaves, tree)
+
+    def _start(self, values: list[torch.Tensor], told: list[torch.Tensor]) -> list[torch.Tensor]:
         wanted = [i for i, value in enumerate(values) if value.requires_grad]
         if not wanted:
             return values
         anchor = torch.zeros((), requires_grad=True)
-        told = [leaf for leaf in leaves if not gradient_hooks(leaf)]
         started = _Start.apply(self, [values[i] for i in wanted], anchor, *told)
         for index, value in zip(wanted, started, strict=True):
             values[index] = value

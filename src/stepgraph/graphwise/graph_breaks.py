@@ -29,6 +29,7 @@ from stepgraph.graphwise.compiled_autograd import WholeBackward
 from stepgraph.graphwise.graph_compiler import GraphCompiler
 from stepgraph.graphwise.means import mean_over_ranks
 from stepgraph.graphwise.parts import MIXED
+from stepgraph.graphwise.rows_by_data import RowsByData
 from stepgraph.graphwise.sharded_modules import Gathering, gather_where_read
 from stepgraph.placement.presets.named import for_own_update, stored_parameter
 from stepgraph.program import roles
@@ -103,6 +104,8 @@ class GraphRunner:
             compiler.model, size, self._group, ranks.rank, self.graphs.known, compiler.report
         )
         self._hooks = hooks.module_modes(compiler.model, with_training=False)
+        self._by_data = RowsByData(size, compiler.watch, compiler.report)
+        self._gathering.reads = self._by_data.reads
         self._warm: set[str] = set()
         self._met = self._was_warm = False
         self._codes: set = set()
@@ -133,17 +136,6 @@ class GraphRunner:
             self._whole = None
         elif self._whole is None:
             self._whole = WholeBackward(self._backend(True), self.compiler.max_shapes)
-
-    def _started(self, result: Any, behind: list[torch.Tensor]) -> Any:
-        """A backward from it is one graph where that was asked for."""
-        if self._whole is None:
-            return result
-        leaves, tree = pytree.tree_flatten(result)
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        values = self._whole.start([leaves[i] for i in places], behind)
-        for index, value in zip(places, values, strict=True):
-            leaves[index] = value
-        return pytree.tree_unflatten(leaves, tree)
 
     def _store_parameters(self) -> None:
         """As this road wants them stored: zero1 and zero2 keep parts, too."""
@@ -210,8 +202,9 @@ class GraphRunner:
         before, self._gathering.active = self._gathering.active, True
         read = dynamo.breaks_by_reading()
         try:
-            with dynamo.running_regions_once():
-                result = self._compiled(self.compiler.model, pytree.tree_unflatten(cast, tree))
+            run = self._function if self._by_data.found else self._compiled
+            with dynamo.running_regions_once(), self._by_data.looking():
+                result = run(self.compiler.model, pytree.tree_unflatten(cast, tree))
             self._warm.add(entry)
             if self.compiler.ranks.shape.data_size > 1 and dynamo.breaks_by_reading() > read:
                 self.compiler.report([OWN_NUMBERS])
@@ -309,7 +302,8 @@ class GraphRunner:
         """What a caller gets: a backward from it is an error if a parameter behind it was written since."""
         leaves = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
         read = dynamo.leaves_behind(leaves)
-        result = self._started(result, read)
+        if self._whole is not None and not self._by_data.found:
+            result = self._whole.start_from(result, read)
         self._buffers.follow(result)
 
         def versions() -> list[int]:
@@ -333,6 +327,8 @@ class GraphRunner:
         """
         watch = self.compiler.watch if entry else None
         word = None if watch is None else watch.word()
+        if watch is not None:
+            watch.runs(0)  # who waits here has come further than who waits for a parameter
         mean, same = mean_over_ranks(value, self._group, self.compiler.ranks.shape.data_size, word)
         if watch is not None and not same:
             raise watch.differ(f"{entry} runs other graphs on some ranks than on others")
@@ -364,6 +360,8 @@ class GraphRunner:
             self._codes.add(code)
         if (mode := dynamo.fake_mode_now()) is not None:
             self._modes.add(weakref.ref(mode))
+        if self._by_data.met() and not backward:
+            return self._by_data.as_it_stands(graph)
         # The first call of an entry point is its own warm-up, whatever others have compiled before.
         reason = dynamo.recompilation_reason() if self._entry in self._warm else None
         if reason is None and backward and self._was_warm:
@@ -376,6 +374,9 @@ class GraphRunner:
                 with doing(f"compiling graph {made + 1} of {self._entry}"):
                     compiled = self.graphs(graph, examples, backward)
             except torch_internals.GRAPH_BREAKS as error:
+                if isinstance(error, torch_internals.SIZE_BY_DATA) and not backward:
+                    self._by_data.find()
+                    return self._by_data.as_it_stands(graph)
                 # dynamo would run it uncompiled, in silence
                 raise CaptureError(
                     "a graph of the model cannot be compiled",

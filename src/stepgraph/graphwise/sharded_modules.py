@@ -26,6 +26,7 @@ class Gathering:
         reduce_dtype: of reductions; None: that of the computation.
         ranks, group, mesh_dim: over which ranks.
         active: the model's code is running; at other times a module shows its parameters as they are.
+        reads: told of parameters, by name, that code reads which is not compiled.
     """
 
     ranks: int
@@ -34,6 +35,7 @@ class Gathering:
     compute_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     active: bool = False
+    reads: Callable[[str], None] | None = None
 
 
 def gather_where_read(model: nn.Module, gathering: Gathering) -> None:
@@ -113,6 +115,8 @@ def _gathered(name: str, gathering: Gathering) -> Callable:
             dtype = gathering.compute_dtype
         reduced = gathering.reduce_dtype or dtype
         compiling = torch.compiler.is_compiling()
+        if not compiling and gathering.reads is not None:
+            gathering.reads(f"{name}{tuple(parameter.shape)}")
         part = parameter.to_local() if compiling else _Part.apply(parameter)
         in_parts = not parameter.placements[0].is_replicate()
         return UNSHARD(part, list(parameter.shape), dtype, reduced, in_parts, *how)

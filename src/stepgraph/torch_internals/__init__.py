@@ -48,6 +48,7 @@ GRAPH_BREAKS = (
     GuardOnDataDependentSymNode,
     UserError,  # a number that depends on data, where Python needs to know it
 )
+SIZE_BY_DATA = DynamicOutputShapeException
 DynamoError = TorchDynamoException
 
 

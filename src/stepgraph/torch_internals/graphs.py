@@ -197,6 +197,16 @@ def running_regions_once() -> Iterator[None]:
         yield
 
 
+def selections_by_data() -> int:
+    """How often dynamo has met an operation whose result has a size that the data decides."""
+    from torch._dynamo.utils import counters
+
+    met = counters["graph_break"].items()
+    return sum(
+        count for text, count in met if str(text).lower().startswith("dynamic shape operator")
+    )
+
+
 def leaves_behind(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors to whose ``.grad`` a backward from some values adds."""
     found, stack = [], [value.grad_fn for value in values if value.grad_fn is not None]

@@ -17,6 +17,7 @@ FLOORS = (
     {"planning", "cost", "analysis"},
     ROOMS,
     {"pipeline"},
+    {"contest"},
     {"graphwise", "runtime", "report"},
     {"equivalence"},
     {"api"},

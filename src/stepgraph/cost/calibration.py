@@ -30,7 +30,7 @@ _DTYPES = {
 _TYPICAL = {torch.float32: 4e10, torch.float64: 2e10, torch.bfloat16: 2e10, torch.float16: 1e10}
 
 # A core of a server, two ranks of which talk over the loopback device. There a small collective of any kind
-# takes about as long (an all-reduce is two passes, so each has half the latency), and what is reduced is sent
+# takes about as long (an all-reduce is two passes, each with half the latency), and what is reduced is sent
 # whole, whoever gets which part.
 UNCALIBRATED = Device(
     name=HOST,

@@ -43,7 +43,7 @@ class Regression(nn.Module):
         return nn.functional.mse_loss(self.body(x), y)
 
 
-def make(name: str, size: str) -> tuple[nn.Module, Any]:
+def build(name: str, size: str) -> tuple[nn.Module, Any]:
     """A model, the same on every rank, and the batch of all of them."""
     import transformers as hf
 
@@ -90,7 +90,7 @@ def measured(name: str, size: str, lowering: str, rounds: int, steps: int) -> di
     rank = int(os.environ["RANK"])
     engines, turns, found = {}, {}, {}
     for plan in ("auto", *PRESETS):
-        model, batch = make(name, size)
+        model, batch = build(name, size)
         own = pytree.tree_map(lambda t: t.chunk(RANKS)[rank], batch)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
         engine = stepgraph.Engine(model, optimizer=optimizer, plan=plan, lowering=lowering)

@@ -3,7 +3,7 @@
     python benchmarks/plan_quality.py [--ranks 8,64] [--json benchmarks/results/plan_quality.json]
 
 One capture serves all plans of one global batch. A preset that does not fit the device's memory is shown,
-and not compared. ``auto`` has no preset to fall back to: its number is that of its own solution. Models
+and not compared. ``auto`` takes a preset's answer where that is cheaper: ``answer`` says whose. Models
 have few layers, which costs neither side anything: layers repeat.
 """
 
@@ -97,6 +97,7 @@ def compare(model: str, mesh: str, memory: str) -> dict[str, Any]:
             "step_ms": predicted.step_ms,
             "peak_gib": predicted.peak_bytes / 2**30,
             "fits": attempt.fits,
+            "answer": attempt.plan.decisions["step"].placement.preset,
             "gap": predicted.optimality_gap,
             "cpu_s": time.process_time() - started,
         }

@@ -29,7 +29,9 @@ _DTYPES = {
 }
 _TYPICAL = {torch.float32: 4e10, torch.float64: 2e10, torch.bfloat16: 2e10, torch.float16: 1e10}
 
-# A core of a server, two ranks of which talk over the loopback device.
+# A core of a server, two ranks of which talk over the loopback device. There a small collective of any kind
+# takes about as long (an all-reduce is two passes, each with half the latency), and what is reduced is sent
+# whole, whoever gets which part.
 UNCALIBRATED = Device(
     name=HOST,
     matmul=_TYPICAL,
@@ -43,6 +45,7 @@ UNCALIBRATED = Device(
     half_flops=2e5,
     half_bytes=6e4,
     overlaps=False,
+    collectives={"all_reduce": Link(1e-4, 1.5e9), "reduce_scatter": Link(2e-4, 7.5e8)},
     source="typical of one core; this machine was not measured",
     error="this machine was not measured, so it may be several times off: stepgraph doctor --calibrate",
 )

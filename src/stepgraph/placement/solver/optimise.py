@@ -16,12 +16,12 @@ import numpy as np
 from stepgraph.placement.solver.choices import Problem, Reader, Solution, descend, improve
 from stepgraph.placement.solver.formulation import Formulation
 
-# Steps of the simplex times columns, for branches of the relaxation: seconds. Within a memory limit, which
-# divides the relaxation far from any choice, branches soon find nothing better, certified or not.
+# Steps of the simplex times columns, for branches of the relaxation: seconds. Where a memory limit binds, it
+# divides the relaxation far from any choice, and branches soon find nothing better, certified or not.
 _CHEAP, _CHEAP_IN_LIMIT = 2_000_000_000, 300_000_000
 # Steps to a relaxation that fits a limit; where more are needed it is seen first whether anything fits.
 _DOUBTFUL = 20_000
-_PATIENCE = 0.1  # part of them after which what is enough is the goal
+_PATIENCE, _IN_LIMIT = 0.1, 1e-2  # where it binds: part of them after which this gap is the goal
 _WHOLE = 1e-6  # what differs less from 0 or 1 is that
 _OPTIMAL = highspy.HighsModelStatus.kOptimal
 
@@ -35,7 +35,7 @@ class InfeasibleError(Exception):
 
 
 def solve(
-    problem: Problem, seconds: float = 60.0, goal: float = 1e-3, enough: float = 1e-2
+    problem: Problem, seconds: float = 60.0, goal: float = 1e-3, enough: float = 5e-3
 ) -> Solution:
     """Finds a cheap choice and a bound.
 
@@ -57,29 +57,29 @@ class _Search:
         formulation = Formulation(problem)
         self.program, self.options = formulation.program, formulation.options
         self.blocks, self.scale = formulation.blocks, formulation.scale
+        self.limit, self.binds = formulation.limit, False
 
     def run(self) -> Solution:
         """The relaxation and its branches, rounded; where that certifies too little, HiGHS' cuts too.
 
         No other option of one block would make the best that is found cheaper.
         """
-        limited = self.problem.memory_limit is not None
-        found = self.branched(_CHEAP_IN_LIMIT if limited else _CHEAP)
-        if found is None or (found.gap > self.enough and not limited):
+        found = self.branched()
+        if found is None or (found.gap > self.enough and not self.binds):
             found = self._cut(found)
         if self.problem.running_cost:
             return found
         chosen = improve(self.problem, found.chosen)
         return replace(found, chosen=chosen, cost=self.problem.cost(chosen))
 
-    def branched(self, cheap: int) -> Solution | None:
+    def branched(self, at_all: bool = True) -> Solution | None:
         """Branches on what the relaxation divides, the lowest bound first.
 
         Little is divided: identical layers decide together. So it takes a few branches, each some steps of
         the simplex from where another ended; HiGHS' own search prepares for more, which takes longer.
 
         Args:
-            cheap: steps of the simplex times columns.
+            at_all: False: the relaxation alone.
 
         Returns:
             the best found; None: nothing was in time.
@@ -99,9 +99,10 @@ class _Search:
         self._is_feasible(highs)
         if highs.getModelStatus() != _OPTIMAL:
             return None
-        left = cheap // len(self.program.costs)
-        hasty = (1 - _PATIENCE) * left
         values = np.asarray(highs.getSolution().col_value)
+        self.binds = limit is not None and self._reaches_limit(highs)
+        left = (_CHEAP_IN_LIMIT if self.binds else _CHEAP) // len(self.program.costs) * at_all
+        hasty = (1 - _PATIENCE) * left if self.binds else -np.inf
         best, chosen = self._rounded(values)
         fixed: dict[int, float] = {}
         numbers = itertools.count()  # no two branches are alike
@@ -109,7 +110,7 @@ class _Search:
         closed = np.inf  # the lowest bound of what is not looked at further
         while waiting:
             bound, _, below, values = waiting[0]
-            goal = self.goal if left > hasty else max(self.goal, self.enough)
+            goal = self.goal if left > hasty else max(self.goal, _IN_LIMIT)
             enough = best * self.scale * (1 - goal)
             if min(bound, closed) >= enough:
                 break
@@ -196,6 +197,11 @@ class _Search:
         self.program.pass_to(highs, self.options)
         return highs
 
+    def _reaches_limit(self, highs: highspy.Highs) -> bool:
+        """Whether the memory limit costs anything: the relaxation takes all of it."""
+        taken = highs.getSolution().row_value[self.limit]
+        return taken >= self.program.upper[self.limit] * (1 - 1e-3)
+
     def _is_feasible(self, highs: highspy.Highs) -> None:
         if highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
             limited = self.problem.memory_limit is not None
@@ -205,7 +211,7 @@ class _Search:
         """A choice that takes few bytes, as its cost, and a bound that no choice is below."""
         left = max(1.0, self.deadline - time.monotonic())
         search = _Search(_of_memory(self.problem), left, 1e-2, 1e-2)
-        return search.branched(0) or search.run()
+        return search.branched(at_all=False) or search.run()
 
 
 def _of_memory(problem: Problem) -> Problem:

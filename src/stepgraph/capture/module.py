@@ -251,12 +251,9 @@ def _read_from_outside(
     outside: Sequence[OutsideTensor], captured: fx.GraphModule
 ) -> dict[str, str]:
     """dynamo's flat names -> the code's own, of tensors that are not the model's."""
-    read = {}
-    for flat, tensor in [*captured.named_parameters(), *captured.named_buffers()]:
-        for one in outside:
-            if one.now is tensor:
-                read[flat] = one.name
-    return read
+    names = {id(one.now): one.name for one in outside}
+    held = [*captured.named_parameters(), *captured.named_buffers()]
+    return {flat: names[id(tensor)] for flat, tensor in held if id(tensor) in names}
 
 
 _GRADIENTS = (roles.Grad, roles.InputGrad)

@@ -17,6 +17,7 @@ from torch import nn
 
 from stepgraph.errors import name_a_few
 
+_LIBRARIES = {"torch", "transformers", "builtins", "numpy", "stepgraph"}
 _DEEP = 6  # how far from the callable, or from a module's attribute, a tensor may be
 
 
@@ -168,7 +169,7 @@ def _names_in(code: types.CodeType) -> set[str]:
 
 
 def _is_librarys(value: Any) -> bool:
-    """Whether it is of torch's, or of its own kind of object that nobody keeps tensors in."""
+    """Whether it is of a library's, where nobody keeps tensors of a loss's."""
     module = value.__name__ if isinstance(value, types.ModuleType) else None
     module = module or getattr(value, "__module__", None) or type(value).__module__
-    return str(module).partition(".")[0] in ("torch", "transformers", "builtins", "numpy")
+    return str(module).partition(".")[0] in _LIBRARIES

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from stepgraph import torch_internals
 from stepgraph.capture.outside_tensors import OutsideTensor
@@ -21,7 +22,7 @@ def lent_stand_ins(
     inputs: Sequence[torch.Tensor],
     compute_dtype: torch.dtype | None,
 ) -> Iterator[None]:
-    """Lends fake parameters, buffers and tensors from outside, and puts back the real ones.
+    """Lends fake parameters and buffers, and puts back the real ones; so of tensors from elsewhere.
 
     Args:
         inputs: fake tensors, whose mode is used.
@@ -45,8 +46,9 @@ def lent_stand_ins(
                     if tensor is not None:
                         replace(table, name, tensor, compute_dtype)
         for one in outside:
-            if isinstance(one.table, tuple):
-                continue  # it stays what it is, and is the same to dynamo
+            plain = one.found.device == device and not isinstance(one.found, DTensor)
+            if plain or isinstance(one.table, tuple):
+                continue  # dynamo takes it for what it is
             replace(one.table, one.key, one.found, None)
         for module in model.modules():  # recurrent networks keep their weights in a list as well
             for name, held in list(vars(module).items()):

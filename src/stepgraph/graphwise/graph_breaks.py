@@ -200,13 +200,16 @@ class GraphRunner:
         self._follow_hooks(entry)
         self._buffers.make_alike_if_due()
         before, self._gathering.active = self._gathering.active, True
-        read = dynamo.breaks_by_reading()
+        read = dynamo.graphs_ended(dynamo.BY_NUMBERS)
         try:
             run = self._function if self._by_data.found else self._compiled
             with dynamo.running_regions_once(), self._by_data.looking():
                 result = run(self.compiler.model, pytree.tree_unflatten(cast, tree))
             self._warm.add(entry)
-            if self.compiler.ranks.shape.data_size > 1 and dynamo.breaks_by_reading() > read:
+            if (
+                self.compiler.ranks.shape.data_size > 1
+                and dynamo.graphs_ended(dynamo.BY_NUMBERS) > read
+            ):
                 self.compiler.report([OWN_NUMBERS])
             self._buffers.changed()
             self.compiler.report(self.graphs.notes)

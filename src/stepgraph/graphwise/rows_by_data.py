@@ -36,13 +36,13 @@ class RowsByData:
         self, ranks: int, watch: Watch | None, report: Callable[[list[str]], None]
     ) -> None:
         self._ranks, self._watch, self._report = ranks, watch, report
-        self._before = dynamo.selections_by_data()
+        self._before = dynamo.graphs_ended(dynamo.BY_SIZES)
         self.found = False
 
     @contextmanager
     def looking(self) -> Iterator[None]:
         """While the model runs."""
-        self._before = dynamo.selections_by_data()
+        self._before = dynamo.graphs_ended(dynamo.BY_SIZES)
         try:
             yield
         finally:
@@ -50,7 +50,7 @@ class RowsByData:
 
     def met(self) -> bool:
         """Whether that is so by now."""
-        now = dynamo.selections_by_data() != self._before
+        now = dynamo.graphs_ended(dynamo.BY_SIZES) != self._before
         return self.found or (self._ranks > 1 and now)
 
     def find(self, found: bool = True) -> None:

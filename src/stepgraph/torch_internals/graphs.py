@@ -197,14 +197,17 @@ def running_regions_once() -> Iterator[None]:
         yield
 
 
-def selections_by_data() -> int:
-    """How often dynamo has met an operation whose result has a size that the data decides."""
-    from torch._dynamo.utils import counters
+# How dynamo begins to say why it ends a graph: a size is decided by data, or code reads a number.
+BY_SIZES = ("Dynamic shape operator",)
+BY_NUMBERS = (
+    *BY_SIZES, "Unsupported Tensor.item()", "Tensor.tolist()", "Data dependent operator",
+)  # fmt: skip
 
-    met = counters["graph_break"].items()
-    return sum(
-        count for text, count in met if str(text).lower().startswith("dynamic shape operator")
-    )
+
+def graphs_ended(reasons: tuple[str, ...]) -> int:
+    """How many graphs dynamo has ended in this process for some reasons (:data:`BY_SIZES`)."""
+    met = torch._dynamo.utils.counters["graph_break"].items()
+    return sum(times for reason, times in met if reason.startswith(reasons))
 
 
 def leaves_behind(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -320,15 +323,6 @@ def backward_now() -> int | None:
     """The number of the backward that autograd is running now, if it is."""
     task = torch._C._current_graph_task_id()
     return None if task == -1 else task
-
-
-_READS = ("Tensor.item()", "Tensor.tolist()", "Data dependent operator", "Dynamic shape operator")
-
-
-def breaks_by_reading() -> int:
-    """How many graphs dynamo has ended because code reads numbers or sizes from tensors."""
-    found = torch._dynamo.utils.counters["graph_break"].items()
-    return sum(times for reason, times in found if any(read in reason for read in _READS))
 
 
 def is_for_chosen_inputs(leaves: Sequence[torch.Tensor]) -> bool:

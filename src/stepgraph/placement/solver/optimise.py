@@ -16,8 +16,8 @@ import numpy as np
 from stepgraph.placement.solver.choices import Problem, Reader, Solution, descend, improve
 from stepgraph.placement.solver.formulation import Formulation
 
-# Steps of the simplex times columns, for branches of the relaxation: seconds. Where a memory limit binds, it
-# divides the relaxation far from any choice, and branches soon find nothing better, certified or not.
+# Steps of the simplex times columns, for branches of the relaxation: seconds. Where a memory limit binds,
+# it divides the relaxation far from any choice: branches soon find nothing better, certified or not.
 _CHEAP, _CHEAP_IN_LIMIT = 2_000_000_000, 300_000_000
 # Steps to a relaxation that fits a limit; where more are needed it is seen first whether anything fits.
 _DOUBTFUL = 20_000

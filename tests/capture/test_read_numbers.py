@@ -56,6 +56,11 @@ WHOLE = {
     "of a small type": lambda net, h: mean((h.bfloat16() * h.detach().max().item()).float()),
     "of another type": lambda net, h: mean(h.double()) * h.detach().max().item(),
     "in a region": in_a_region,
+    "of bytes": lambda net, h: mean(h) * (((h * 0 + 200).to(torch.uint8).max().item() + 100) / 256),
+    "of half": lambda net, h: mean(h) * (((h * 0 + 300).half().max().item() ** 2) / 2**16),
+    "of truth": lambda net, h: mean(h) * (1 + float(h.detach().sum() > 0)) * (h.sum() > -99).item(),
+    "twice": lambda net, h: mean((h.bfloat16() * h.max().item() * h.min().item()).float()),
+    "to a power": lambda net, h: mean(h) * (h > -99).sum().item() ** -1,
     "checked only": lambda net, h: mean(h) + 0 * torch.ones(1).sum().item(),
 }
 BROKEN = {

@@ -102,6 +102,29 @@ def test_an_evaluation_says_what_it_needs_and_training_goes_on():
     torch.testing.assert_close(other.evaluate(X), forces(net(), X).detach())
 
 
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2 * ctx.saved_tensors[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")
+def test_a_function_of_the_users_own_is_not_differentiated_twice():
+    def loss(model, x):
+        out = Square.apply(model(x)).mean()
+        (gradient,) = torch.autograd.grad(out, model[0].weight, create_graph=True)
+        return out + gradient.square().sum()
+
+    engine = stepgraph.Engine(net(), loss=loss, plan="ddp", lowering="eager")
+    with pytest.raises(CaptureError, match="Function is differentiated twice"):
+        engine.step(X)
+
+
 def test_graph_by_graph_a_gradient_of_a_gradient_is_a_clear_error():
     engine = stepgraph.Engine(net(True), loss=penalty, plan="ddp", lowering="eager")
     with pytest.raises(CaptureError, match="gradient of a gradient"):

@@ -212,3 +212,86 @@ def test_real_ranks_read_the_same_and_say_where_they_differ():
         assert losses == pytest.approx([first.item(), second.item()], rel=1e-5)
     with pytest.raises(Exception, match="'weight'.*differs between ranks"):
         launch(on_a_rank, True, ranks=2)
+
+
+class Teacher(nn.Module):
+    def __init__(self, value=0.5):
+        super().__init__()
+        self.head, self.drop = nn.Linear(6, 4), nn.Dropout(0.0)
+        with torch.no_grad():
+            self.head.weight.fill_(value)
+
+    def forward(self, x):
+        h = self.head(x)
+        return h * 2 if self.training else h
+
+
+class Holder:
+    def __init__(self):
+        self.teacher, self.table = Teacher(), {"p": GLOBAL.clone()}
+        self.table["q"] = self.table["p"]
+        self.listed, self.index = [GLOBAL.clone(), GLOBAL + 1], 1
+
+    def loss(self, model, batch):
+        soft = (model(batch[0]) - self.teacher(batch[0]).detach()).square()
+        h = soft * self.table["p"] + soft * self.table["q"].flip(0)
+        return (h * self.listed[self.index]).mean()
+
+
+def averaged(h):
+    for p in h.teacher.parameters():
+        p.data.mul_(0.5)
+
+
+def of_two(h):
+    h.table["q"] = GLOBAL * 3
+
+
+def another_teacher(h):
+    h.teacher = Teacher(-1.0)
+
+
+def another_list(h):
+    h.listed = [GLOBAL * 7, GLOBAL * 0.1]
+
+
+def another_index(h):
+    h.index = 1 - h.index
+
+
+@pytest.mark.parametrize(
+    "change",
+    [averaged, of_two, another_teacher, another_list, another_index, lambda h: h.teacher.eval()],
+)
+def test_whatever_changes_on_the_way_to_a_tensor_is_seen(change):
+    holder, own = Holder(), model()
+    twin = copy.deepcopy(own)
+    engine, optimizer = engine_of(own, holder.loss), sgd(twin)
+    assert_same_step(engine, twin, holder.loss, optimizer)
+    change(holder)
+    assert_same_step(engine, twin, holder.loss, optimizer)
+    if change is another_index:
+        change(holder)
+        assert_same_step(engine, twin, holder.loss, optimizer)
+
+
+@pytest.mark.parametrize("alias", [lambda p: p, lambda p: p.detach(), lambda p: p[:2]])
+@pytest.mark.parametrize("plan", ["ddp", "zero3"])
+def test_the_models_own_parameters_from_before_are_an_error_that_names_them(alias, plan):
+    own = model()
+    held = alias(own[0].weight)
+    engine = stepgraph.Engine(
+        own, loss=lambda m, b: F.cross_entropy(m(b[0]), b[1]) + held.square().sum(),
+        optimizer=sgd(own), plan=plan, lowering="eager",
+    )  # fmt: skip
+    with pytest.raises(UsageError, match=r"parameter '0\.weight', as it was before"):
+        engine.step((X, Y))
+
+
+def test_something_else_than_a_tensor_is_an_error():
+    holder, own = {"w": GLOBAL.clone()}, model()
+    engine = engine_of(own, lambda m, b: F.cross_entropy(m(b[0]), b[1], weight=holder["w"]))
+    engine.step((X, Y))
+    holder["w"] = 2.0
+    with pytest.raises((UsageError, TypeError), match="no tensor now|weight"):
+        engine.step((X, Y))

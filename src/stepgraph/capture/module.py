@@ -31,6 +31,7 @@ from stepgraph.capture.refusals import (
     check_parameter_hooks,
     graph_break_error,
     operator_error,
+    own_function_error,
 )
 from stepgraph.capture.results import Results, take_constants, unknown_result
 from stepgraph.capture.stand_ins import lent_stand_ins
@@ -39,7 +40,7 @@ from stepgraph.program import roles
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program, Value
 from stepgraph.torch_internals import custom_operators, effects, other_device, pytree
-from stepgraph.torch_internals.export import export_graph
+from stepgraph.torch_internals.export import differentiates_own_function, export_graph
 
 LossFunction = Callable[[nn.Module, Any], Any]
 
@@ -145,6 +146,8 @@ def capture(
             values = values_of(heard, compares, micro_batches)
             if says_difference and asks_for_device(heard.codes, device_type):
                 notes += difference_notes(captured, module, batch.tensors, device_type)
+            if differentiates_own_function(captured):
+                raise own_function_error(model)
             numbers = keep_as_tensors(captured)
             constants = take_constants(captured)
             notes += canonicalise(captured)

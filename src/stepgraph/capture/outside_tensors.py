@@ -18,25 +18,46 @@ from torch import nn
 from stepgraph.errors import name_a_few
 
 _LIBRARIES = {"torch", "transformers", "builtins", "numpy", "stepgraph"}
-_DEEP = 6  # how far from the callable, or from a module's attribute, a tensor may be
+_DEEP = 16  # links from the callable, or from a module's attribute, that are followed
+
+
+Link = tuple[Any, Any, Any]  # a mapping or list, a key in it, and what was found there
 
 
 @dataclass(frozen=True)
 class OutsideTensor:
-    """A tensor, by where the code finds it: what is there from call to call is what a program takes."""
+    """A tensor, by where the code finds it: what is there from call to call is what a program takes.
+
+    ``links``: how the code came there: what else must be as it was, or another tensor may be meant.
+    """
 
     name: str
     table: Any  # a mapping or list that has it under ``key``
     key: Any
     found: torch.Tensor
+    links: tuple[Link, ...] = ()
+    requires_grad: bool = False
 
     @property
     def now(self) -> Any:
         """What is there now."""
-        try:
-            return self.table[self.key]
-        except (LookupError, ValueError):  # a cell may be empty
-            return None
+        return _there(self.table, self.key)
+
+    def broken(self) -> str:
+        """What is no longer as it was on the way there, or nothing."""
+        for table, key, found in self.links:
+            if _there(table, key) is not found:
+                return f"the {type(found).__name__} {key!r}, on the way to {self.name}"
+        if getattr(self.now, "requires_grad", self.requires_grad) != self.requires_grad:
+            return f"{self.name}.requires_grad == {self.requires_grad}"
+        return ""
+
+
+def _there(table: Any, key: Any) -> Any:
+    try:
+        return table[key]
+    except (LookupError, ValueError):  # a cell may be empty
+        return None
 
 
 class _Cell:
@@ -67,84 +88,98 @@ def outside_tensors(loss: Callable, model: nn.Module) -> list[OutsideTensor]:
     functions that it calls; from modules: attributes that are not registered. In lists, dicts, objects and
     modules, some steps deep.
     """
-    found: list[OutsideTensor] = []
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    places: dict[int, list[tuple[str, Any, Any, tuple[Link, ...]]]] = {}
     seen: set[int] = {id(model)}
-    for name, table, key in [*_of_function(loss, seen), *_of_model(model, seen)]:
-        tensor = table[key]
-        if id(tensor) not in own:
-            own.add(id(tensor))
-            found.append(OutsideTensor(name, table, key, tensor))
+    for name, table, key, links in [*_of_function(loss, seen, ()), *_of_model(model, seen)]:
+        if id(table[key]) not in own:
+            places.setdefault(id(table[key]), []).append((name, table, key, links))
+    found: list[OutsideTensor] = []
     names: set[str] = set()
-    for index, one in enumerate(found):
-        if one.name in names:
-            found[index] = OutsideTensor(f"{one.name}.{index}", one.table, one.key, one.found)
-        names.add(found[index].name)
+    for index, several in enumerate(places.values()):
+        name, table, key, links = several[0]
+        if len(several) > 1:  # of one tensor in several places each must stay that
+            links = tuple(
+                link for _, t, k, before in several for link in (*before, (t, k, table[key]))
+            )
+        name = f"{name}.{index}" if name in names else name
+        names.add(name)
+        tensor = table[key]
+        found.append(OutsideTensor(name, table, key, tensor, links, tensor.requires_grad))
     return found
 
 
-Place = tuple[str, Any, Any]
+Place = tuple[str, Any, Any, tuple[Link, ...]]
 
 
 def _of_model(model: nn.Module, seen: set[int]) -> Iterator[Place]:
     for path, module in model.named_modules():
         seen.add(id(module))
-        yield from _of_module(module, f"{path}." if path else "", seen, _DEEP, own=True)
+        plain = {name for name in vars(module) if not name.startswith("_") and name != "training"}
+        yield from _of_entries(vars(module), f"{path}." if path else "", seen, (), plain)
 
 
 def _of_module(
-    module: nn.Module, prefix: str, seen: set[int], deep: int, own: bool = False
+    module: nn.Module, prefix: str, seen: set[int], links: tuple[Link, ...]
 ) -> Iterator[Place]:
     held = vars(module)
-    for table in () if own else (module._parameters, module._buffers, module._modules):
-        yield from _of_entries(table, prefix, seen, deep)
+    links = (*links, (held, "training", module.training))
+    for table in (module._parameters, module._buffers, module._modules):
+        yield from _of_entries(table, prefix, seen, links)
     plain = {name for name in held if not name.startswith("_") and name != "training"}
-    yield from _of_entries(held, prefix, seen, deep, plain)
+    yield from _of_entries(held, prefix, seen, links, plain)
 
 
 def _of_entries(
-    table: MutableMapping, prefix: str, seen: set[int], deep: int, names: set[str] | None = None
+    table: MutableMapping,
+    prefix: str,
+    seen: set[int],
+    links: tuple[Link, ...],
+    names: set[str] | None = None,
 ) -> Iterator[Place]:
     for name, value in list(table.items()):
         if names is None or name in names:
-            yield from _of_value(value, f"{prefix}{name}", table, name, seen, deep)
+            yield from _of_value(value, f"{prefix}{name}", table, name, seen, links)
 
 
 def _of_value(
-    value: Any, name: str, table: Any, key: Any, seen: set[int], deep: int
+    value: Any, name: str, table: Any, key: Any, seen: set[int], links: tuple[Link, ...]
 ) -> Iterator[Place]:
     if isinstance(value, torch.Tensor):
-        yield name, table, key
+        if table is not None and value.layout == torch.strided:
+            yield name, table, key, links
         return
-    if deep == 0 or id(value) in seen or isinstance(value, (type, str, bytes, int, float)):
+    if id(value) in seen or isinstance(value, (type, str, bytes, int, float)):
+        return
+    if len(links) > _DEEP:
         return
     seen.add(id(value))
+    if table is not None:
+        links = (*links, (table, key, value))
     if isinstance(value, nn.Module):
-        yield from _of_module(value, f"{name}.", seen, deep - 1)
+        yield from _of_module(value, f"{name}.", seen, links)
     elif isinstance(value, dict):
-        yield from _of_entries(value, f"{name}.", seen, deep - 1)
+        yield from _of_entries(value, f"{name}.", seen, links)
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
-            yield from _of_value(item, f"{name}.{index}", value, index, seen, deep - 1)
-    elif callable(value) and not hasattr(value, "__dict__"):
-        return
+            yield from _of_value(item, f"{name}.{index}", value, index, seen, links)
     elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-        yield from _of_function(value, seen, deep - 1)
+        yield from _of_function(value, seen, links)
     elif isinstance(getattr(value, "__dict__", None), dict) and not _is_librarys(value):
-        yield from _of_entries(vars(value), f"{name}.", seen, deep - 1)
+        yield from _of_entries(vars(value), f"{name}.", seen, links)
 
 
-def _of_function(function: Any, seen: set[int], deep: int = _DEEP) -> Iterator[Place]:
+def _of_function(function: Any, seen: set[int], links: tuple[Link, ...]) -> Iterator[Place]:
     if isinstance(function, functools.partial):
-        yield from _of_function(function.func, seen, deep)
-        yield from _of_value(list(function.args), "argument", None, None, seen, deep)
-        yield from _of_entries(function.keywords, "", seen, deep)
+        yield from _of_function(function.func, seen, links)
+        yield from _of_value(function.args, "argument", None, None, seen, links)
+        yield from _of_entries(function.keywords, "", seen, links)
         return
     if isinstance(function, types.MethodType):
-        yield from _of_value(function.__self__, "self", None, None, seen, deep)
+        yield from _of_value(function.__self__, "self", None, None, seen, links)
         function = function.__func__
     if not isinstance(function, types.FunctionType):
-        yield from _of_value(function, type(function).__name__, None, None, seen, deep)
+        yield from _of_value(function, type(function).__name__, None, None, seen, links)
         return
     if _is_librarys(function):
         return
@@ -153,14 +188,14 @@ def _of_function(function: Any, seen: set[int], deep: int = _DEEP) -> Iterator[P
             value = cell.cell_contents
         except ValueError:  # not filled yet
             continue
-        yield from _of_value(value, name, _Cell(cell), name, seen, deep)
+        yield from _of_value(value, name, _Cell(cell), name, seen, links)
     named = _names_in(function.__code__)
     for name in sorted(named & function.__globals__.keys()):
         value = function.__globals__[name]
         if not isinstance(value, types.ModuleType):
-            yield from _of_value(value, name, function.__globals__, name, seen, deep)
+            yield from _of_value(value, name, function.__globals__, name, seen, links)
         elif not _is_librarys(value):
-            yield from _of_entries(vars(value), f"{name}.", seen, deep, named)
+            yield from _of_entries(vars(value), f"{name}.", seen, links, named)
 
 
 def _names_in(code: types.CodeType) -> set[str]:

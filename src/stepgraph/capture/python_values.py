@@ -31,7 +31,14 @@ class PythonValues:
 
     def hold(self) -> bool:
         """Whether everything that was read is what it was; takes microseconds."""
-        return self.reads is None or self.reads.hold()
+        return self.reads is None or (
+            not any(one.broken() for one in self.tensors) and self.reads.hold()
+        )
+
+    def broken(self) -> str:
+        """The first that is not."""
+        found = next(filter(None, (one.broken() for one in self.tensors)), "")
+        return found or ("" if self.reads is None else self.reads.broken())
 
     def replay(self) -> None:
         """Changes what one run of the forward changes."""

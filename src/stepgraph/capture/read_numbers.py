@@ -31,8 +31,14 @@ def _bound(of_tensors: Callable, of_one: str) -> Callable:
     return chosen
 
 
+def _power(base: Any, exponent: Any) -> torch.Tensor:
+    if isinstance(exponent, int) and exponent < 0:
+        base = _floating(base)  # as Python's integers become
+    return base**exponent
+
+
 def _floating(number: torch.Tensor) -> torch.Tensor:
-    return number if number.is_floating_point() else number.to(torch.get_default_dtype())
+    return number if number.is_floating_point() else number.double()
 
 
 # What computes a number of numbers -> what does the same to 0-dim tensors.
@@ -40,10 +46,11 @@ _ARITHMETIC: dict[Any, Callable] = {
     **{
         same: same
         for same in (
-            operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.pow,
+            operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv,
             operator.mod, operator.neg, operator.pos, operator.abs,
         )
     },
+    operator.pow: _power,
     torch.sym_float: _floating,
     torch.sym_int: torch.Tensor.long,
     torch.sym_max: _bound(torch.maximum, "min"),
@@ -97,7 +104,8 @@ def keep_as_tensors(graph: fx.GraphModule) -> set[int]:
                 _hand_over(node, value, read)
         if numbers:
             for node in reversed(module.graph.nodes):
-                if node in numbers and not node.users:
+                symbol = node in numbers or isinstance(export.example_value(node), _SYMBOLS)
+                if symbol and not node.users:
                     module.graph.erase_node(node)
             module.recompile()
     return returned
@@ -111,7 +119,12 @@ def _keep(node: fx.Node) -> None:
 
 
 def _as_number(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(()).clone()
+    """As precise as a number in Python is."""
+    if tensor.is_floating_point():
+        dtype = torch.float64
+    else:
+        dtype = tensor.dtype if tensor.dtype == torch.bool else torch.int64
+    return tensor.detach().reshape(()).to(dtype).clone()
 
 
 def _only_asserted(node: fx.Node) -> bool:
@@ -135,6 +148,9 @@ def _hand_over(node: fx.Node, value: Any, read: set[fx.Node]) -> None:
     ):
         raise _break(node, "a number that depends on data is used where no tensor can be")
     if not value.is_floating_point():
+        if value.dtype != torch.bool:
+            for number in read:
+                _cast(node, number, value.dtype)
         return
     # A number is no less precise than float32, whatever the type of the tensors that it meets.
     dtype = torch.promote_types(value.dtype, torch.float32)
@@ -145,13 +161,18 @@ def _hand_over(node: fx.Node, value: Any, read: set[fx.Node]) -> None:
         )
     floating = [x for x in met if export.example_value(x).is_floating_point()]
     for number in (*read, *floating):
-        with node.graph.inserting_before(node):
-            cast = node.graph.call_method("to", (number, dtype))
-        node.replace_input_with(number, cast)
+        _cast(node, number, dtype)
     if dtype != value.dtype:
         with node.graph.inserting_after(node):
             result = node.graph.call_method("to", (node, value.dtype))
+        result.meta["example_value"] = value
         node.replace_all_uses_with(result, lambda user: user is not result)
+
+
+def _cast(reader: fx.Node, read: fx.Node, dtype: torch.dtype) -> None:
+    with reader.graph.inserting_before(reader):
+        cast = reader.graph.call_method("to", (read, dtype))
+    reader.replace_input_with(read, cast)
 
 
 def _break(node: fx.Node, why: str) -> GraphBreakError:

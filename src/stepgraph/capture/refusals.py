@@ -106,6 +106,16 @@ def double_backward_error(error: Exception) -> CaptureError | None:
     )
 
 
+def own_function_error(model: nn.Module) -> CaptureError:
+    """A gradient of a gradient, in code with an ``autograd.Function`` in it."""
+    return CaptureError(
+        "a torch.autograd.Function is differentiated twice (torch.autograd.grad with create_graph=True)",
+        where=type(model).__qualname__,
+        why="its backward is captured without a gradient of its own",
+        do="write the function with operations that torch differentiates, or take the gradient by hand",
+    )
+
+
 def graph_break_error(error: Exception) -> CaptureError:
     """The line of the user's code that dynamo could not capture, and why."""
     if (lacking := operator_error(error)) is not None:

@@ -20,6 +20,8 @@ def digest_of(programs: Mapping[str, Program]) -> int:
         for node in program.graph.nodes:
             line = f"{name} {node.op} {node.name} {node.target} {node.args} {node.kwargs}"
             digest = zlib.crc32(_HERE.sub("", line).encode(), digest)
+        roles = f"{program.inputs} {program.outputs}"
+        digest = zlib.crc32(roles.encode(), digest)
     return digest
 
 

@@ -162,7 +162,7 @@ class Compiler:
         Raises:
             ChangingValueError: it was another one too often.
         """
-        found = [one.values.reads.broken() for one in compiled if one.values.reads is not None]
+        found = [one.values.broken() for one in compiled]
         if len(compiled) < self.max_shapes:
             return f"{name}: a value that the code reads has changed: no longer {found[-1]}"
         raise ChangingValueError(

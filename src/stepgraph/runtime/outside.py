@@ -25,25 +25,38 @@ class OutsideTensors:
         self._brought: dict[str, tuple[torch.Tensor, int]] = {}
 
     def bring(self, tensors: Sequence[OutsideTensor]) -> None:
-        """Called by all ranks, before a program that takes these runs; microseconds where nothing changed.
+        """Called by all ranks, before a program that takes these runs.
+
+        They are copied each time: what is written through ``.data`` leaves no trace.
 
         Raises:
-            UsageError: ranks have different values.
+            UsageError: ranks have different values; something else is there now.
         """
         for one in tensors:
             now = one.now
+            if isinstance(now, torch.Tensor) and (own := self._state.before.name_of(now)):
+                raise UsageError(
+                    f"{one.name!r} is the model's parameter {own!r}, as it was before it was placed",
+                    why="a step changes the one that the model has now, and computes its gradient alone",
+                    do="reach it through the model: loss(model, batch) is given it",
+                )
+            if not isinstance(now, torch.Tensor):
+                raise UsageError(
+                    f"{one.name!r}, which the code reads from outside, is no tensor now, but {now!r}",
+                    do="keep a tensor there: its values may change",
+                )
             before = self._brought.get(one.name)
-            if before is None or before[0] is not now or before[1] != now._version:
-                self._copy(one.name, now)
-                self._brought[one.name] = now, now._version
+            new = before is None or before[0] is not now or before[1] != now._version
+            self._copy(one.name, now, new)
+            self._brought[one.name] = now, now._version
 
-    def _copy(self, name: str, now: torch.Tensor) -> None:
+    def _copy(self, name: str, now: torch.Tensor, compare: bool) -> None:
         state, role = self._state, roles.Outside(name)
         with torch.no_grad():
             whole = now.full_tensor() if isinstance(now, DTensor) else now.detach()
-            whole = whole.to(state.device).contiguous()
-            if state.ranks.shape.world_size > 1:
-                first = whole.clone()
+            whole = whole.to(state.device)
+            if compare and state.ranks.shape.world_size > 1:
+                first = whole.contiguous().clone()
                 agree_on(first, state.ranks)
                 differs = (first != whole).logical_and(first == first).any().float()
                 dist.all_reduce(differs)

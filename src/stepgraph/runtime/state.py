@@ -25,6 +25,7 @@ from stepgraph.runtime import optimizer_state
 from stepgraph.runtime.buffers import PlacesOfBuffers
 from stepgraph.runtime.ranks import Ranks, agree_on
 from stepgraph.torch_internals import dtensors, hooks
+from stepgraph.torch_internals.storages import Memory
 
 
 class State(optimizer_state.Stored):
@@ -48,6 +49,7 @@ class State(optimizer_state.Stored):
     ) -> None:
         super().__init__(model, optimizer, ranks, device)
         self.counters = SharedCounters(_while_alive(self, State._divide_counters))
+        self.before = Memory()  # of what the model was given with
         self._installed: dict[str, torch.Tensor] = {}  # what each parameter held when it was placed
         self.unfilled: dict[
             str, tuple[torch.Tensor, int]
@@ -87,6 +89,8 @@ class State(optimizer_state.Stored):
                 f"parameter {name!r} is a DTensor already",
                 do="give Engine the plain module: it shards by its own plan",
             )
+        if not tensor.is_meta:
+            self.before.remember(name, tensor)
         stored = stored_parameter(preset, tuple(tensor.shape), self.ranks.shape)
         value = Value(tuple(tensor.shape), tensor.dtype, stored)
         if tensor.is_meta:

@@ -63,7 +63,7 @@ def _write_assigned(graph: OutputGraph, tx: Any, left: list[str]) -> None:
                 continue
             if _is_same(*pair):
                 continue  # it was changed in place
-            if _storage(_value(pair[1])) in taken:
+            if _storage(_value(pair[1])) in taken or _is_shared(graph, source, name):
                 left.append(f"{source.name}['{name}']")
                 continue
             taken.add(_storage(_value(pair[1])))
@@ -104,6 +104,16 @@ def _keep_returned(tx: Any, written: set[int]) -> None:
                 leaves.items[index] = tensor.call_method(tx, "clone", [], {})
 
 
+def _is_shared(graph: OutputGraph, source: Any, name: str) -> bool:
+    """Whether modules have one buffer in common, of which an assignment changes the place of one alone."""
+    try:
+        own = eval(source.name, {"L": graph.local_scope, "G": graph.global_scope})[name]
+        modules = graph.local_scope["self"].modules()
+    except Exception:  # a kind of source that is no expression
+        return False
+    return sum(b is own for m in modules for b in m._buffers.values()) > 1
+
+
 def _inputs_of(graph: OutputGraph) -> Iterator[fx.Node]:
     for node in graph.graph.nodes:
         value = node.meta.get("example_value")
@@ -136,4 +146,4 @@ def _is_same(before: Any, after: Any) -> bool:
 
 
 def _storage(value: torch.Tensor) -> int:
-    return value.untyped_storage()._cdata
+    return value.untyped_storage()._cdata if value.layout == torch.strided else id(value)

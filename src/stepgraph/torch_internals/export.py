@@ -104,6 +104,18 @@ def example_value(node: fx.Node) -> Any:
     return node.meta.get("example_value")
 
 
+def differentiates_own_function(captured: fx.GraphModule) -> bool:
+    """Whether a graph wants gradients of gradients, and has an ``autograd.Function`` of the user's in it.
+
+    dynamo (2.13) keeps a function's backward without its gradient, so that they would be left out.
+    """
+    nodes = [
+        node for m in captured.modules() if isinstance(m, fx.GraphModule) for node in m.graph.nodes
+    ]
+    twice = any(n.target is torch.autograd.grad and n.kwargs.get("create_graph") for n in nodes)
+    return twice and any("autograd_function_apply" in str(n.target) for n in nodes)
+
+
 def module_path(node: fx.Node) -> str:
     """The innermost module whose code makes a call, as the model's code names it."""
     modules = list((node.meta.get("nn_module_stack") or {}).values())

@@ -31,7 +31,7 @@ _NOT_READ = {
 _NOT_THE_MODELS = re.compile(
     r"(G\['(__import_torch|pytree|ExportTracerOutput|__builtins|___unnamed)|__import__\('torch'\)"
     r"|L\['flat_args'\]|L\['self'\]\.in_spec|L\['self'\]\._modules\['_export_root'\]\.tree|dict\(G\['ExportTracerOutput|list\(dict\.keys\(G\['__import_torch"
-    r"|.*\.training$)"
+    r"|L\['self'\].*\['model'\].*\.training$)"
 )
 # Of classes and of what modules import, numbers count; that they are what they are is slow to look up.
 _CONSTANTS = {

@@ -1,0 +1,25 @@
+"""Which tensors share memory, whatever objects show it."""
+
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class Memory:
+    """Memory of tensors by name; it is not kept alive."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, tuple[Any, str]] = {}
+
+    def remember(self, name: str, tensor: torch.Tensor) -> None:
+        """Notes whose memory it is."""
+        storage = tensor.untyped_storage()
+        self._names[storage._cdata] = StorageWeakRef(storage), name
+
+    def name_of(self, tensor: torch.Tensor) -> str | None:
+        """Whose memory a tensor shows; None: nobody's, or that of one that is gone."""
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            return None
+        reference, name = self._names.get(tensor.untyped_storage()._cdata, (None, None))
+        return None if reference is None or reference.expired() else name

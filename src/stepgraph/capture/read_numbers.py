@@ -165,7 +165,7 @@ def _hand_over(node: fx.Node, value: Any, read: set[fx.Node]) -> None:
     if dtype != value.dtype:
         with node.graph.inserting_after(node):
             result = node.graph.call_method("to", (node, value.dtype))
-        result.meta["example_value"] = value
+        export.set_example_value(result, value)
         node.replace_all_uses_with(result, lambda user: user is not result)
 
 

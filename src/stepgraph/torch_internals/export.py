@@ -122,6 +122,11 @@ def module_path(node: fx.Node) -> str:
     return python_values.readable(str(modules[-1][0])).removeprefix("L['self'].") if modules else ""
 
 
+def set_example_value(node: fx.Node, value: Any) -> None:
+    """What a call returns that was added to a graph of dynamo's."""
+    node.meta["example_value"] = value
+
+
 def stack_trace(node: fx.Node) -> str | None:
     """Where the user's code makes a call, in a graph of dynamo's."""
     return node.meta.get("stack_trace")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,20 @@ HOST = usual_target("cpu")
 VOCABULARY = 37  # does not divide over 2, 3 or 4 ranks
 RANKS = (1, 2, 3, 4)
 ROWS = 12  # divides over 1, 2, 3 and 4 ranks, and into two micro-batches on 1, 2 and 3
+
+
+def plain_losses(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[tuple]
+) -> list[float]:
+    """What plain PyTorch's steps come to; the model returns its loss."""
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = model(*batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
 
 
 class Mlp(nn.Module):

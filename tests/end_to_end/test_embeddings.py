@@ -7,6 +7,7 @@ from torch import nn
 import stepgraph
 from stepgraph.errors import CaptureError, OptimizerError
 from tests.one_process import OneProcessRun
+from tests.support import plain_losses
 
 WORDS = 20
 KINDS = {"embedding": nn.Embedding, "bag": nn.EmbeddingBag}
@@ -34,13 +35,7 @@ def batch(step):
 
 
 def plain(model, optimizer, steps=3):
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = model(batch(step))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = plain_losses(model, optimizer, ((batch(step),) for step in range(steps)))
     return losses, {name: p.detach() for name, p in model.named_parameters()}
 
 

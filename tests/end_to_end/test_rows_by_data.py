@@ -9,6 +9,7 @@ import stepgraph
 from stepgraph.cli.launcher import launch
 from stepgraph.errors import LaunchError, RanksDifferError
 from stepgraph.runtime.watch import EXIT_CODE
+from tests.support import plain_losses
 
 ROWS, WIDTH, STEPS = 32, 6, 12
 
@@ -63,14 +64,7 @@ def batch(step):
 def plain(loss):
     model = Net(loss)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        value = model(batch(step))
-        value.backward()
-        optimizer.step()
-        losses.append(value.item())
-    return losses
+    return plain_losses(model, optimizer, ((batch(step),) for step in range(STEPS)))
 
 
 def trained(loss, plan="zero3"):

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import stepgraph
 from stepgraph.cli.launcher import launch
+from tests.support import plain_losses
 
 ROWS, WIDTH, STEPS = 8, 6, 3
 
@@ -76,13 +77,7 @@ def plain(write):
     """Plain PyTorch, without regions."""
     model = Net(write)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = model(*batch(step))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = plain_losses(model, optimizer, map(batch, range(STEPS)))
     return losses, dict(model.named_buffers())
 
 

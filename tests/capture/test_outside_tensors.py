@@ -83,6 +83,15 @@ def test_what_is_there_now_is_what_a_program_takes():
     assert one.now is weight
 
 
+class ByGlobal(nn.Module):
+    def forward(self, x):
+        return x * WEIGHT
+
+
+def test_what_the_code_of_a_module_names():
+    assert names(len, nn.Sequential(ByGlobal(), ByGlobal())) == ["WEIGHT"]
+
+
 def test_rings_end():
     ring = []
     ring += [ring, torch.ones(1)]

@@ -85,8 +85,8 @@ def outside_tensors(loss: Callable, model: nn.Module) -> list[OutsideTensor]:
     """Every tensor that the loss callable or the model may reach and that is not the model's own.
 
     From the callable: what it closes over, the globals that it names, its object and arguments bound to it,
-    functions that it calls; from modules: attributes that are not registered. In lists, dicts, objects and
-    modules, some steps deep.
+    functions that it calls; from modules: attributes that are not registered, what their forward
+    names. In lists, dicts, objects and modules, some steps deep.
     """
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     places: dict[int, list[tuple[str, Any, Any, tuple[Link, ...]]]] = {}
@@ -117,6 +117,8 @@ def _of_model(model: nn.Module, seen: set[int]) -> Iterator[Place]:
         seen.add(id(module))
         plain = {name for name in vars(module) if not name.startswith("_") and name != "training"}
         yield from _of_entries(vars(module), f"{path}." if path else "", seen, (), plain)
+    for forward in dict.fromkeys(type(module).forward for module in model.modules()):
+        yield from _of_function(forward, seen, ())
 
 
 def _of_module(

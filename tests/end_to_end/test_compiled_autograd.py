@@ -57,8 +57,10 @@ def hooked():
 
 
 def test_hooks_that_run_after_a_gradient_is_added_run_once_and_with_it():
-    """In processes of its own: where another model had other sizes, torch makes them symbols, and fails."""
-    assert launch(hooked, ranks=2) == [[False], [False]]
+    """torch clones what they are given by its storage, which a DTensor refuses: mostly, not always."""
+    assert hooked() == [False]
+    for _ in range(3):
+        assert launch(hooked, ranks=2) == [[False], [False]]
 
 
 def test_two_names_of_one_setting_may_not_contradict_each_other():

@@ -17,6 +17,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.tensor import DTensor
 
 BACKWARD = "backward"
 
@@ -346,11 +347,24 @@ def keeps_graph() -> bool:
 
 @contextlib.contextmanager
 def compiled_autograd(compiler: Callable) -> Iterator[None]:
-    """Within it a backward is captured as one graph, which ``compiler`` makes executable."""
+    """Within it a backward is captured as one graph, which ``compiler`` makes executable.
+
+    torch (2.11 to 2.14) clones what a hook is given by its storage, which DTensors refuse; of the error,
+    raised under C++, it sometimes takes no notice. They are cloned as what they are meanwhile.
+    """
     from torch._dynamo import compiled_autograd
 
-    with compiled_autograd._enable(compiler, dynamic=False):
-        yield
+    by_storage = compiled_autograd.maybe_clone
+
+    def clone(x: torch.Tensor | None) -> torch.Tensor | None:
+        return x.detach().clone() if isinstance(x, DTensor) else by_storage(x)
+
+    compiled_autograd.maybe_clone = clone
+    try:
+        with compiled_autograd._enable(compiler, dynamic=False):
+            yield
+    finally:
+        compiled_autograd.maybe_clone = by_storage
 
 
 def forget_backwards(compiler: Callable) -> bool:

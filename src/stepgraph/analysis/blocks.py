@@ -39,7 +39,7 @@ def find_blocks(program: Program) -> list[Block]:
     stretches = [(0, len(nodes))]
     while stretches:
         low, high = stretches.pop()
-        found = _longest_repetition(letters, low, high)
+        found = longest_repetition(letters, low, high)
         if found is None:
             continue
         start, period, covered = found
@@ -70,7 +70,7 @@ def _letter(node: fx.Node) -> tuple:
     return (str(node.target), shapes)
 
 
-def _longest_repetition(letters: list, low: int, high: int) -> tuple[int, int, int] | None:
+def longest_repetition(letters: list, low: int, high: int) -> tuple[int, int, int] | None:
     """(start, period, operations covered) of the repetition that covers most of a stretch."""
     if high - low < 2 * _SHORTEST:
         return None

@@ -1,10 +1,16 @@
-"""``inductor``: torch's compiler on the whole program, its in-place writes included."""
+"""``inductor``: torch's compiler on the whole program, its in-place writes included.
+
+What repeats is compiled once (:mod:`stepgraph.lowering.bodies`); ``inductor_whole`` compiles it as one graph.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
+from stepgraph.lowering.bodies import Body, in_pieces
+from stepgraph.lowering.driver import Compiled, drive
 from stepgraph.lowering.once import compiled_once
 from stepgraph.lowering.record import Executable, Lowering, no_obstacles
 from stepgraph.planning.target import Target
@@ -22,13 +28,19 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def _make(program: Program, target: Target) -> Executable:
-    generate_code(program.module)
-    examples = [meta(node)["val"] for node in program.placeholders]
-    with compiled_once(program.module.code):
-        run = compile_with_inductor(
-            program.module, examples, SETTINGS, target.overlaps, {RANDOM: fused_random}
+def _compiled(
+    module: fx.GraphModule, placeholders: Sequence[fx.Node], target: Target
+) -> Compiled:
+    generate_code(module)
+    examples = [meta(node)["val"] for node in placeholders]
+    with compiled_once(module.code):
+        return compile_with_inductor(
+            module, examples, SETTINGS, target.overlaps, {RANDOM: fused_random}
         )
+
+
+def _make_whole(program: Program, target: Target) -> Executable:
+    run = _compiled(program.module, program.placeholders, target)
 
     def execute(inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
         return run(list(inputs))
@@ -36,4 +48,16 @@ def _make(program: Program, target: Target) -> Executable:
     return execute
 
 
+def _make(program: Program, target: Target) -> Executable:
+    pieces = in_pieces(program)
+    if pieces is None:
+        return _make_whole(program, target)
+
+    def compile_body(body: Body) -> Compiled:
+        return _compiled(body.module(), body.graph.find_nodes(op="placeholder"), target)
+
+    return drive(pieces, compile_body)
+
+
 INDUCTOR = Lowering("inductor", no_obstacles, _make, fuses=True)
+WHOLE = Lowering("inductor_whole", no_obstacles, _make_whole, fuses=True)

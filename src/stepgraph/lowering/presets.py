@@ -2,10 +2,10 @@
 
 from stepgraph.errors import UsageError, near_misses
 from stepgraph.lowering.eager import EAGER
-from stepgraph.lowering.inductor import INDUCTOR
+from stepgraph.lowering.inductor import INDUCTOR, WHOLE
 from stepgraph.lowering.record import Lowering
 
-LOWERINGS: dict[str, Lowering] = {record.name: record for record in (INDUCTOR, EAGER)}
+LOWERINGS: dict[str, Lowering] = {record.name: record for record in (INDUCTOR, WHOLE, EAGER)}
 
 
 def check_lowering(name: str) -> None:

@@ -88,7 +88,7 @@ def _words(seed: torch.Tensor, operation: int, positions: torch.Tensor, rows: Se
     counter = (
         positions & _MASK,
         high & _MASK,
-        torch.full_like(seed[0], operation),
+        torch.full_like(seed[0], operation) if len(seed) == 3 else seed[3] + operation,
         seed[1] & _MASK,
     )
     return philox(counter, (seed[0] & _MASK, seed[0] >> 32 & _MASK))
@@ -117,7 +117,8 @@ def random(
     """Random numbers at the positions of one part of a tensor.
 
     Args:
-        seed: int64 of shape (3,): the run's seed, the step, the micro-batch.
+        seed: int64 of shape (3,): the run's seed, the step, the micro-batch; or (4,): a number that is
+            added to ``operation``, too.
         kind: ``bits`` (int64 below 2^32), ``normal`` or ``exponential`` (float32, of scale 1).
         operation: tells operations apart; copies of one (recomputation) share it.
         sizes: shape of the part.

@@ -31,7 +31,8 @@ def _one_collective_at_a_time(nodes: list) -> list:
                 wait_for[buffer.defining_op_name()] = wait
     for before, node in itertools.pairwise(started.values()):
         mine = next(iter(node.get_buffer_names()))
-        for buffer in wait_for[before.get_name()].get_buffer_names():
+        wait = wait_for.get(before.get_name())
+        for buffer in wait.get_buffer_names() if wait is not None else ():
             node.add_fake_dep(WeakDep(buffer, mutating_buf=mine, is_fake=True))
         node.prune_deps()
     scheduler.nodes = scheduler.topological_sort_schedule(nodes)

@@ -1,0 +1,283 @@
+"""A Program in pieces that are compiled apart: what repeats is one body, called with its own tensors.
+
+Whatever was decided stays as it is: a piece is a stretch of the order in which the Program runs, and pieces
+run one after the other. What is handed on are tensors that were allocated (or are inputs): a view is taken
+anew by each piece that reads it, so that no piece is given one memory twice.
+"""
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from stepgraph import torch_internals
+from stepgraph.lowering.attention import KEYED
+from stepgraph.lowering.repeats import find_pieces
+from stepgraph.operators.views import viewed
+from stepgraph.program.collectives import is_collective
+from stepgraph.program.metadata import meta, set_meta
+from stepgraph.program.program import Program, is_write
+from stepgraph.program.randomness import RANDOM
+from stepgraph.torch_internals.code import graph_module
+
+aten = torch.ops.aten
+
+# Their argument that tells operations apart, and the one that it is added to, as a tensor.
+VARYING = {RANDOM: (2, 0), KEYED: (9, 8)}
+_WORTH = 0.8  # of the operations: where bodies hold more than that, the whole is compiled
+
+
+class IndivisibleError(Exception):
+    """What is handed on from piece to piece is no tensor."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """An argument of a body that is a constant of one call."""
+
+    value: int
+
+
+Given = fx.Node | Number
+
+
+@dataclass
+class Call:
+    """One piece: its body, what that is given, and which of its results are handed on (None: dropped)."""
+
+    body: "Body"
+    given: list[Given]
+    made: list[fx.Node | None] = field(default_factory=list)
+
+
+@dataclass
+class Body:
+    """What several pieces compute: a graph of tensors that may write into what it is given.
+
+    ``results``: places among its nodes.
+    """
+
+    root: fx.GraphModule
+    graph: fx.Graph
+    results: set[int] = field(default_factory=set)
+
+    def finish(self) -> None:
+        """Returns what any of its calls hands on."""
+        nodes = list(self.graph.nodes)
+        self.graph.output(tuple(nodes[place] for place in sorted(self.results)))
+
+    def module(self) -> fx.GraphModule:
+        """Its graph as a module."""
+        return graph_module(self.root, self.graph)
+
+
+@dataclass
+class Pieces:
+    """A Program as calls, in order.
+
+    ``piece_of``: by which call each operation is computed that is no view; ``needed``: which is the last
+    to need a value.
+    """
+
+    program: Program
+    calls: list[Call]
+    piece_of: dict[fx.Node, int]
+    needed: dict[fx.Node, int]
+
+    @property
+    def bodies(self) -> list[Body]:
+        """Each once."""
+        return list({id(call.body): call.body for call in self.calls}.values())
+
+
+def in_pieces(program: Program) -> Pieces | None:
+    """A Program in pieces; None: too little of it repeats.
+
+    Args:
+        program: as it is executed.
+    """
+    operations = [node for node in program.operations() if not floats(node)]
+    found = find_pieces(operations, {target: at for target, (at, _) in VARYING.items()})
+    if len(found) < 2:
+        return None
+    piece_of: dict[fx.Node, int] = {}
+    for number, piece in enumerate(found):
+        for node in operations[piece.start : piece.stop]:
+            source = node.args[0] if node.target is operator.getitem else None
+            piece_of[node] = piece_of[source] if isinstance(source, fx.Node) else number
+    members: list[list[fx.Node]] = [[] for _ in found]
+    for node in operations:
+        members[piece_of[node]].append(node)
+    try:
+        copies = [_Copy(program, piece_of, n, nodes) for n, nodes in enumerate(members)]
+    except IndivisibleError:
+        return None
+    return _joined(program, copies, piece_of, len(operations))
+
+
+def floats(node: fx.Node) -> bool:
+    """Whether a node only shows another memory than it was given: whoever reads it may do so itself."""
+    if node.op != "call_function" or node.target is torch_internals.WAIT or is_write(node):
+        return False
+    if node.target is operator.getitem:
+        return floats(node.args[0])  # type: ignore[arg-type]
+    return viewed(node) is not None
+
+
+def root_of(node: fx.Node) -> fx.Node:
+    """What a view shows."""
+    while floats(node):
+        node = viewed(node)  # type: ignore[assignment]
+    return node
+
+
+def memory(node: fx.Node, piece_of: Mapping[fx.Node, int]) -> fx.Node:
+    """What holds a value that is no view, where another piece reads it.
+
+    Of a write its target; of a wait what it waits for, if that is a third piece's.
+    """
+    while node.op == "call_function":
+        apart = piece_of[node] != piece_of.get(node.args[0])  # type: ignore[arg-type]
+        if not is_write(node) and not (node.target is torch_internals.WAIT and apart):
+            return node
+        node = viewed(node)  # type: ignore[assignment]
+    return node
+
+
+class _Copy:
+    """The graph of one piece."""
+
+    def __init__(
+        self,
+        program: Program,
+        piece_of: dict[fx.Node, int],
+        number: int,
+        nodes: list[fx.Node],
+    ) -> None:
+        self.program, self.piece_of, self.number = program, piece_of, number
+        self.graph = fx.Graph()
+        self.new: dict[fx.Node, fx.Node] = {}
+        self.given: dict[Given, fx.Node] = {}
+        self.text: list[str] = []
+        # Inputs first, as fx wants them: they are put here, in the order in which they are met.
+        self.start = self.graph.call_function(len, ((),))
+        for node in nodes:
+            self.compute(node)
+        self.graph.erase_node(self.start)
+        self.place = {node: i for i, node in enumerate(self.graph.nodes)}
+
+    def get(self, node: fx.Node) -> fx.Node:
+        """A value of the Program, within this piece."""
+        if node in self.new:
+            return self.new[node]
+        if floats(node):
+            shown = self.is_part(node)
+            return self.take(node, meta(node)["val"]) if shown else self.compute(node)
+        if node.op == "get_attr" and isinstance(self.attribute(node), fx.GraphModule):
+            copy = self.new[node] = self.graph.node_copy(node)
+            self.text.append(f"{node.target} {self.attribute(node).code}")
+            return copy
+        held = memory(node, self.piece_of)
+        if held is not node:
+            return self.get(held)
+        if not isinstance(meta(node)["val"], torch.Tensor):
+            raise IndivisibleError
+        return self.take(node, meta(node)["val"])
+
+    def is_part(self, node: fx.Node) -> bool:
+        """Whether a view is a part of what another piece made, at a place of its own: of a bucket.
+
+        It is shown to the body, for one to serve all parts; nobody writes into what is no input.
+        """
+        parts = False
+        while floats(node):
+            parts |= node.target is aten.slice.Tensor
+            node = viewed(node)  # type: ignore[assignment]
+        return parts and node in self.piece_of and self.piece_of[node] != self.number
+
+    def attribute(self, node: fx.Node) -> Any:
+        """What a ``get_attr`` node reads."""
+        return operator.attrgetter(str(node.target))(self.program.module)
+
+    def take(self, given: Given, example: Any) -> fx.Node:
+        """One more input."""
+        if given not in self.given:
+            with self.graph.inserting_before(self.start):
+                new = self.given[given] = self.graph.placeholder(f"input_{len(self.given)}")
+            set_meta(new, {"val": example})
+            if isinstance(given, fx.Node):
+                self.new[given] = new
+            self.text.append(f"{new} {example.dtype} {[*example.shape]} {[*example.stride()]}")
+        return self.given[given]
+
+    def compute(self, node: fx.Node) -> fx.Node:
+        """One operation, and the views that it reads."""
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.get)
+        if node.target in VARYING:
+            args = self.lifted(node, list(args))
+        new = self.new[node] = self.graph.call_function(node.target, tuple(args), dict(kwargs))
+        set_meta(new, meta(node))
+        self.text.append(f"{new} {node.target} {new.args} {new.kwargs}")
+        return new
+
+    def lifted(self, node: fx.Node, args: list[Any]) -> list[Any]:
+        """What tells a random operation from others becomes an input, for one body to serve all."""
+        at, seed = VARYING[node.target]
+        words = meta(args[seed])["val"]
+        number = self.take(Number(args[at]), words.new_empty([1] * words.dim()))
+        if words.dim():
+            added = self.graph.call_function(aten.cat.default, ([args[seed], number],))
+        else:
+            added = self.graph.call_function(aten.add.Tensor, (args[seed], number))
+        set_meta(added, {**meta(node), "val": words.new_empty([n + 1 for n in words.shape])})
+        args[seed], args[at] = added, 0
+        return args
+
+
+def _joined(
+    program: Program, copies: list[_Copy], piece_of: dict[fx.Node, int], operations: int
+) -> Pieces | None:
+    bodies: dict[str, Body] = {}
+    calls = []
+    for copy in copies:
+        body = bodies.setdefault("\n".join(copy.text), Body(program.module, copy.graph))
+        calls.append(Call(body, list(copy.given)))
+    if sum(len(body.graph.nodes) for body in bodies.values()) > _WORTH * operations:
+        return None
+    needed: dict[fx.Node, int] = {}
+    for number, call in enumerate(calls):
+        nodes = [node for node in call.given if isinstance(node, fx.Node)]
+        needed |= {memory(root_of(node), piece_of): number for node in nodes}
+    results = program.results
+    needed |= {memory(root_of(node), piece_of): len(calls) for node in results}
+    _keep_what_is_sent(copies, piece_of, needed)
+    handed: list[dict[int, fx.Node]] = [{} for _ in calls]
+    for node in needed:
+        if node in piece_of:
+            copy = copies[piece_of[node]]
+            handed[copy.number][copy.place[copy.new[node]]] = node
+    for call, made in zip(calls, handed, strict=True):
+        call.body.results |= made.keys()
+    for call, made in zip(calls, handed, strict=True):
+        call.made = [made.get(place) for place in sorted(call.body.results)]
+    for body in bodies.values():
+        body.finish()
+    return Pieces(program, calls, piece_of, needed)
+
+
+def _keep_what_is_sent(
+    copies: Sequence[_Copy], piece_of: dict[fx.Node, int], needed: dict[fx.Node, int]
+) -> None:
+    """What a collective reads must not be used again before the wait, which may be another piece's."""
+    for copy in copies:
+        for node in filter(is_collective, list(copy.new)):
+            if piece_of.get(node) != copy.number:
+                continue
+            last = max((piece_of[user] for user in node.users), default=copy.number)
+            if last == copy.number:
+                continue
+            for source in map(root_of, node.all_input_nodes):
+                needed[source] = max(needed.get(source, 0), last)

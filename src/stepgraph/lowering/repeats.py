@@ -1,0 +1,96 @@
+"""Finds what repeats in a Program as it is executed: stretches of its order that look alike.
+
+Operations are read in order, each as a letter (what it computes, on which shapes). A stretch that equals
+itself shifted by a period is repeated layers: their forward, their backward with its updates, their updates.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from stepgraph.analysis.blocks import longest_repetition
+from stepgraph.operators.views import is_view
+from stepgraph.program.collectives import is_collective
+from stepgraph.program.metadata import meta
+from stepgraph.program.program import tensors_of
+
+# A body of a few operations costs more to call than to run: short periods are taken several at once.
+SHORTEST = 48
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Operations ``start`` to ``stop`` (exclusive), in order; ``repeats``: another piece looks like it."""
+
+    start: int
+    stop: int
+    repeats: bool
+
+
+def find_pieces(operations: list[fx.Node], varying: dict[Any, int]) -> list[Piece]:
+    """All operations, in pieces.
+
+    Args:
+        varying: targets whose argument at a position tells operations apart, and is not looked at.
+
+    Returns:
+        in order; one that does not repeat lies between two that do.
+    """
+    numbers: dict[tuple, int] = {}
+    letters = [numbers.setdefault(_letter(n, varying), len(numbers)) for n in operations]
+    crossing = _crossings(operations)
+    repeated: list[Piece] = []
+    stretches = [(0, len(letters))]
+    while stretches:
+        low, high = stretches.pop()
+        found = longest_repetition(letters, low, high)
+        if found is None:
+            continue
+        start, period, covered = found
+        stretches += [(low, start), (start + covered, high)]
+        period *= -(-SHORTEST // period)
+        count, slack = divmod(covered, period)
+        if count < 2:
+            continue
+        first = start + min(
+            range(slack + 1),
+            key=lambda o: sum(crossing[start + o + k * period] for k in range(count + 1)),  # noqa: B023
+        )
+        edges = [first + k * period for k in range(count + 1)]
+        repeated += [Piece(a, b, True) for a, b in zip(edges, edges[1:], strict=False)]
+    pieces, done = [], 0
+    for piece in sorted(repeated, key=lambda p: p.start):
+        pieces += [Piece(done, piece.start, False)] * (done < piece.start) + [piece]
+        done = piece.stop
+    return pieces + [Piece(done, len(letters), False)] * (done < len(letters))
+
+
+def _letter(node: fx.Node, varying: dict[Any, int]) -> tuple:
+    at = varying.get(node.target)
+    args = [None if i == at else _constant(arg) for i, arg in enumerate(node.args)]
+    kwargs = [(key, _constant(value)) for key, value in node.kwargs.items()]
+    values = tensors_of(meta(node)["val"])
+    shapes = tuple((tuple(t.shape), t.stride(), t.dtype) for t in values)
+    return (str(node.target), repr(args), repr(kwargs), shapes)
+
+
+def _constant(argument: Any) -> Any:
+    return fx.node.map_arg(argument, lambda _: None)
+
+
+def _crossings(operations: list[fx.Node]) -> list[int]:
+    """How many values are handed on between operation i - 1 and operation i; one on its way weighs much."""
+    position = {node: i for i, node in enumerate(operations)}
+    change = [0] * (len(operations) + 2)
+    for node, i in position.items():
+        readers = [position[user] for user in node.users if user in position]
+        if readers and not is_view(node):
+            weight = 1000 if is_collective(node) else 1
+            change[i + 1] += weight
+            change[max(readers) + 1] -= weight
+    total, found = 0, []
+    for step in change:
+        total += step
+        found.append(total)
+    return found

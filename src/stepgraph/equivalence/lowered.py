@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from stepgraph.equivalence.lockstep import compute_collective
 from stepgraph.equivalence.values import GlobalValues
@@ -20,7 +21,7 @@ from stepgraph.lowering.record import Executable
 from stepgraph.planning.decisions import LoweringDecision
 from stepgraph.planning.target import Target
 from stepgraph.program.collectives import is_collective
-from stepgraph.program.metadata import meta
+from stepgraph.program.metadata import meta, set_meta
 from stepgraph.program.program import Program
 from stepgraph.program.record import Results
 
@@ -66,10 +67,10 @@ class _Meeting:
 
 @torch.library.custom_op("stepgraph::meet", mutates_args=())
 def meet(
-    value: torch.Tensor, shape: Sequence[int], meeting: int, rank: int, number: int
+    value: torch.Tensor, shape: Sequence[int], meeting: int, rank: int, number: torch.Tensor
 ) -> torch.Tensor:
-    """Collective ``number`` of a rank's program, among threads."""
-    return _meetings[meeting].exchange(rank, number, value).clone()
+    """Collective ``number`` (a tensor: repeated blocks are one code) of a rank's program, among threads."""
+    return _meetings[meeting].exchange(rank, int(number), value).clone()
 
 
 @meet.register_fake
@@ -105,8 +106,18 @@ def _meeting_others(program: Program, meeting: int, rank: int) -> Program:
     program = program.copy()
     for index, node in enumerate(list(filter(is_collective, program.operations()))):
         shape = list(meta(node)["val"].shape)
-        node.target, node.args = MEET, (node.args[0], shape, meeting, rank, index)
+        number = _constant(program, node, f"collective_{index}", torch.tensor(index))
+        node.target, node.args = MEET, (node.args[0], shape, meeting, rank, number)
         (wait,) = node.users
         wait.replace_all_uses_with(node)
         program.graph.erase_node(wait)
     return write_state_in_place(program)
+
+
+def _constant(program: Program, before: fx.Node, name: str, value: torch.Tensor) -> fx.Node:
+    """A tensor that the program holds."""
+    program.module.register_buffer(name, value)
+    with program.graph.inserting_before(before):
+        node = program.graph.get_attr(name)
+    set_meta(node, {"val": meta(before)["val"].new_empty((), dtype=value.dtype), "name": name})
+    return node

@@ -176,16 +176,18 @@ class _Copy:
         if floats(node):
             shown = self.is_part(node)
             return self.take(node, meta(node)["val"]) if shown else self.compute(node)
-        if node.op == "get_attr" and isinstance(self.attribute(node), fx.GraphModule):
+        value = meta(node).get("val")
+        if node.op == "get_attr" and not isinstance(value, torch.Tensor):
+            attribute = operator.attrgetter(str(node.target))(self.program.module)
             copy = self.new[node] = self.graph.node_copy(node)
-            self.text.append(f"{node.target} {self.attribute(node).code}")
+            self.text.append(f"{node.target} {getattr(attribute, 'code', '')}")
             return copy
         held = memory(node, self.piece_of)
         if held is not node:
             return self.get(held)
-        if not isinstance(meta(node)["val"], torch.Tensor):
+        if not isinstance(value, torch.Tensor):
             raise IndivisibleError
-        return self.take(node, meta(node)["val"])
+        return self.take(node, value)
 
     def is_part(self, node: fx.Node) -> bool:
         """Whether a view is a part of what another piece made, at a place of its own: of a bucket.
@@ -197,10 +199,6 @@ class _Copy:
             parts |= node.target is aten.slice.Tensor
             node = viewed(node)  # type: ignore[assignment]
         return parts and node in self.piece_of and self.piece_of[node] != self.number
-
-    def attribute(self, node: fx.Node) -> Any:
-        """What a ``get_attr`` node reads."""
-        return operator.attrgetter(str(node.target))(self.program.module)
 
     def take(self, given: Given, example: Any) -> fx.Node:
         """One more input."""
@@ -245,7 +243,7 @@ def _joined(
     for copy in copies:
         body = bodies.setdefault("\n".join(copy.text), Body(program.module, copy.graph))
         calls.append(Call(body, list(copy.given)))
-    if sum(len(body.graph.nodes) for body in bodies.values()) > _WORTH * operations:
+    if sum(map(_operations, bodies.values())) > _WORTH * operations:
         return None
     needed: dict[fx.Node, int] = {}
     for number, call in enumerate(calls):
@@ -266,6 +264,10 @@ def _joined(
     for body in bodies.values():
         body.finish()
     return Pieces(program, calls, piece_of, needed)
+
+
+def _operations(body: Body) -> int:
+    return sum(node.op == "call_function" and not floats(node) for node in body.graph.nodes)
 
 
 def _keep_what_is_sent(

@@ -28,9 +28,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def _compiled(
-    module: fx.GraphModule, placeholders: Sequence[fx.Node], target: Target
-) -> Compiled:
+def _compiled(module: fx.GraphModule, placeholders: Sequence[fx.Node], target: Target) -> Compiled:
     generate_code(module)
     examples = [meta(node)["val"] for node in placeholders]
     with compiled_once(module.code):

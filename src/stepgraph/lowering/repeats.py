@@ -49,10 +49,8 @@ def find_pieces(operations: list[fx.Node], varying: dict[Any, int]) -> list[Piec
             continue
         start, period, covered = found
         stretches += [(low, start), (start + covered, high)]
-        period *= -(-SHORTEST // period)
+        period *= max(1, min(-(-SHORTEST // period), covered // period // 2))
         count, slack = divmod(covered, period)
-        if count < 2:
-            continue
         first = start + min(
             range(slack + 1),
             key=lambda o: sum(crossing[start + o + k * period] for k in range(count + 1)),  # noqa: B023

@@ -1,0 +1,99 @@
+"""A Program in pieces: the same bits as the whole, and one body for what repeats."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from stepgraph.lowering.presets import LOWERINGS
+from tests.end_to_end.models import bring
+from tests.equivalence.random_programs import Case, cases, make_batch, make_model, sgd
+from tests.lowering.pieces import PIECES, compare
+from tests.support import tiny_llama, token_batch
+
+SETTINGS = settings(settings.get_profile("ci"), max_examples=6)
+
+
+@pytest.fixture(autouse=True)
+def in_pieces_is_a_lowering(monkeypatch):
+    monkeypatch.setitem(LOWERINGS, "pieces", PIECES)
+
+
+class Blocks(nn.Module):
+    """Blocks that draw, keep statistics of their batch and share one matrix."""
+
+    def __init__(self, count, width=6, drop=0.5):
+        super().__init__()
+        self.shared = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(width, 2 * width), nn.BatchNorm1d(2 * width), nn.Tanh(),
+                nn.Dropout(drop), nn.Linear(2 * width, width),
+            )
+            for _ in range(count)
+        )  # fmt: skip
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + self.shared(block(x))
+        return x.square().mean()
+
+
+def test_blocks_that_draw_and_write_buffers_are_one_body():
+    torch.manual_seed(0)
+    model = Blocks(12)
+    found = compare(model, torch.randn(8, 6), lambda m, x: m(x))["step"]
+    assert len(found) >= len(set(found)) + 6
+
+
+CELLS = {
+    "ddp": {"mesh": "dp=2", "plan": "ddp"},
+    "zero3": {"mesh": "dp=2", "plan": "zero3", "schedule": "auto"},
+    "zero1, clipped": {"mesh": "dp=2", "plan": "zero1", "schedule": "auto", "clip": 0.1},
+    "tp+zero3": {"mesh": "dp=2,tp=2", "plan": "tp+zero3", "schedule": "auto"},
+    "layers:2": {"mesh": "dp=2", "plan": "zero3", "schedule": "auto", "memory": "layers:2"},
+    "full": {"mesh": "dp=2", "plan": "zero3", "memory": "full"},
+    "micro-batches": {
+        "mesh": "dp=2", "plan": "zero3", "schedule": "auto", "micro_batches": 3, "clip": 0.1,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_transformer_has_as_many_bodies_whatever_its_depth(cell):
+    counts = []
+    for layers in (4, 8):
+        rows = 4 * CELLS[cell].get("micro_batches", 1)
+        found = compare(tiny_llama(layers), token_batch(rows=rows), **CELLS[cell])
+        counts.append({name: len(set(calls)) for name, calls in found.items()})
+        assert all(found.values())
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "vit", "bert", "mixtral", "unet", "convolutional"])
+def test_models_are_the_same_in_pieces(name):
+    brought = bring(name)
+    compare(brought.model, brought.batch, brought.loss, mesh="dp=2", plan="zero3")
+
+
+@given(case=cases(), times=st.integers(2, 5))
+@SETTINGS
+def test_random_layers_repeated_are_the_same_in_pieces(case: Case, times: int):
+    case = replace(case, layers=case.layers * times)
+    compare(
+        make_model(case),
+        make_batch(case, 0),
+        lambda model, batch: model(*batch),
+        sgd,
+        case.mesh,
+        case.plan,
+        case.clip,
+        memory=case.memory,
+        micro_batches=case.micro_batches,
+        schedule="auto",
+    )

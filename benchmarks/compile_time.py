@@ -2,10 +2,11 @@
 
     python benchmarks/compile_time.py --depths 2,4,8,16,32 --json benchmarks/results/compile_time.json
 
-A run is a process of its own with an empty compiler cache; children count, imports do not. Contestants take
-turns. ``stepgraph`` is one process under ``ddp``, ``whole`` the same with ``lowering="inductor_whole"``,
-``eager`` the same without a compiler: capture, passes and one step. ``torch.compile`` compiles the model as a
-whole, ``block by block`` each layer, the norm, the head and the loss; both compile the optimizer's step.
+A run is a process of its own with an empty compiler cache; children count, imports do not. Contestants
+take turns. ``stepgraph`` is one process under ``ddp``, ``whole`` the same with
+``lowering="inductor_whole"``, ``eager`` the same without a compiler: capture, passes and one step.
+``torch.compile`` compiles the model as a whole, ``block by block`` each layer, the norm, the head and the
+loss; both compile the optimizer's step.
 """
 
 import argparse

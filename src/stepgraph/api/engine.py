@@ -63,7 +63,7 @@ class Engine(SavesAndLoads):
         reduce_dtype: of gradient reductions; None: the type they are computed in.
         max_grad_norm: clips gradients to this global 2-norm, inside the program.
         micro_batches: gradient accumulation, inside the program: each rank's batch is split in so many.
-        lowering: ``inductor`` or ``eager``; None: the plan's own (presets: ``inductor``).
+        lowering: ``inductor``, ``inductor_whole`` or ``eager``; None: the plan's own.
         strict: a fallback that would be reported becomes an error.
         seed: of random operations; with the step's number it decides every mask, on any mesh.
         max_shapes: distinct batch shapes to keep compiled programs for.
@@ -331,7 +331,7 @@ class Engine(SavesAndLoads):
         """How the split use runs from here on, and every step of a model that is run graph by graph.
 
         Args:
-            backend: a lowering: ``inductor`` or ``eager``.
+            backend: a lowering: ``inductor``, ``inductor_whole`` or ``eager``.
             compiled_autograd: the whole backward of a model with graph breaks is one graph. (That of a
                 model without is one in any case.)
             compiled_autograd_enabled: DeepSpeed's name for it.

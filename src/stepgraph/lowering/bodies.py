@@ -208,7 +208,8 @@ class _Copy:
             set_meta(new, {"val": example})
             if isinstance(given, fx.Node):
                 self.new[given] = new
-            self.text.append(f"{new} {example.dtype} {[*example.shape]} {[*example.stride()]}")
+            shape = f"{[*example.shape]} {[*example.stride()]}"
+            self.text.append(f"{new} {example.dtype} {example.device} {shape}")
         return self.given[given]
 
     def compute(self, node: fx.Node) -> fx.Node:

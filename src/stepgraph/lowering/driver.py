@@ -4,6 +4,8 @@ It holds a value no longer than it is needed: what a call reads last is in that 
 body empties.
 """
 
+import operator
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -27,7 +29,7 @@ def drive(pieces: Pieces, make: Callable[[Body], Compiled]) -> Callable[[Sequenc
     text = writer.text()
     names = {**writer.constants, **{f"body_{i}": make(b) for i, b in enumerate(pieces.bodies)}}
     exec(compile(text, "<the pieces of a program>", "exec"), names)  # noqa: S102
-    return names["run"]
+    return torch.no_grad()(names["run"])
 
 
 class _Writer:
@@ -74,7 +76,7 @@ class _Writer:
         """One of them; ``like``: an example of it."""
         if not isinstance(given, Number):
             return self.shown(given)
-        name = f"number_{given.value}_{like.dim()}"
+        name = f"number_{given.value % 2**64}_{like.dim()}"
         if name not in self.constants:
             filled = torch.full(list(like.shape), given.value, dtype=like.dtype, device=like.device)
             self.constants[name] = filled
@@ -88,14 +90,14 @@ class _Writer:
             return self.constant(f"literal_{len(self.constants)}", argument)
         if floats(argument):
             target = runnable(argument.target)
-            name = getattr(target, "__name__", "view").replace(".", "_")
-            operation = self.constant(f"view_{name}", target)
-            return f"{operation}({', '.join(map(self.shown, argument.args))})"
+            operation = self.constant(re.sub(r"\W", "_", f"view_{target}"), target)
+            named = [f"{key}={self.shown(value)}" for key, value in argument.kwargs.items()]
+            return f"{operation}({', '.join([*map(self.shown, argument.args), *named])})"
         node = memory(argument, self.pieces.piece_of)
         if node.op != "get_attr":
             return self.name(node)
-        value = getattr(self.pieces.program.module, str(node.target))
-        return self.constant(f"constant_{node.target}".replace(".", "_"), value)
+        value = operator.attrgetter(str(node.target))(self.pieces.program.module)
+        return self.constant(re.sub(r"\W", "_", f"constant_{node.target}"), value)
 
     def name(self, node: fx.Node) -> str:
         """The name of what holds a value."""

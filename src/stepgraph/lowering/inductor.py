@@ -1,6 +1,7 @@
 """``inductor``: torch's compiler on the whole program, its in-place writes included.
 
-What repeats is compiled once (:mod:`stepgraph.lowering.bodies`); ``inductor_whole`` compiles it as one graph.
+What repeats is compiled once (:mod:`stepgraph.lowering.bodies`); ``inductor_whole`` compiles it as one
+graph.
 """
 
 from collections.abc import Sequence

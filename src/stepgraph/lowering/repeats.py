@@ -1,7 +1,7 @@
 """Finds what repeats in a Program as it is executed: stretches of its order that look alike.
 
 Operations are read in order, each as a letter (what it computes, on which shapes). A stretch that equals
-itself shifted by a period is repeated layers: their forward, their backward with its updates, their updates.
+itself shifted by a period is repeated layers: their forward, their backward, their updates.
 """
 
 from dataclasses import dataclass

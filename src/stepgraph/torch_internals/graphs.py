@@ -141,7 +141,7 @@ def forget_modules(graph: fx.GraphModule) -> None:
 
 def compile_with_symbols(graph: fx.GraphModule, examples: Sequence[Any], lowering: str) -> Callable:
     """torch's own way for a graph whose sizes are symbols."""
-    if lowering == "inductor":
+    if lowering != "eager":
         from torch._inductor.compile_fx import compile_fx
 
         return compile_fx(graph, list(examples))

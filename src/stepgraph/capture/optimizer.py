@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from stepgraph import torch_internals
 from stepgraph.capture.masked_writes import MASKED_WRITES
-from stepgraph.capture.passes.drop_identities import IDENTITIES, copies_alike, only_read
+from stepgraph.capture.passes.drop_identities import IDENTITIES, copies_alike
 from stepgraph.errors import OptimizerError
 
 # Options that choose an implementation, not a result; the single-tensor path is what is traced.
@@ -315,7 +315,7 @@ def _trace(function, examples: list[torch.Tensor]) -> fx.GraphModule:
     for node in list(graph.graph.nodes):
         if copies_alike(node):
             node.replace_all_uses_with(node.args[1])
-        elif node.target in IDENTITIES or only_read(node):
+        elif node.target in IDENTITIES:
             node.replace_all_uses_with(node.args[0])
     graph.graph.eliminate_dead_code()
     return graph

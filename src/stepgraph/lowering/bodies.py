@@ -6,20 +6,20 @@ anew by each piece that reads it, so that no piece is given one memory twice.
 """
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from stepgraph import torch_internals
 from stepgraph.lowering.attention import KEYED
+from stepgraph.lowering.handed_on import computed_anew, floats, memory, root_of
 from stepgraph.lowering.repeats import find_pieces
 from stepgraph.operators.views import viewed
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.metadata import meta, set_meta
-from stepgraph.program.program import Program, is_write
+from stepgraph.program.program import Program
 from stepgraph.program.randomness import RANDOM
 from stepgraph.torch_internals.code import graph_module
 
@@ -111,40 +111,12 @@ def in_pieces(program: Program) -> Pieces | None:
     members: list[list[fx.Node]] = [[] for _ in found]
     for node in operations:
         members[piece_of[node]].append(node)
+    anew = computed_anew(operations, piece_of)
     try:
-        copies = [_Copy(program, piece_of, n, nodes) for n, nodes in enumerate(members)]
+        copies = [_Copy(program, piece_of, anew, n, nodes) for n, nodes in enumerate(members)]
     except IndivisibleError:
         return None
     return _joined(program, copies, piece_of, len(operations))
-
-
-def floats(node: fx.Node) -> bool:
-    """Whether a node only shows another memory than it was given: whoever reads it may do so itself."""
-    if node.op != "call_function" or node.target is torch_internals.WAIT or is_write(node):
-        return False
-    if node.target is operator.getitem:
-        return floats(node.args[0])  # type: ignore[arg-type]
-    return viewed(node) is not None
-
-
-def root_of(node: fx.Node) -> fx.Node:
-    """What a view shows."""
-    while floats(node):
-        node = viewed(node)  # type: ignore[assignment]
-    return node
-
-
-def memory(node: fx.Node, piece_of: Mapping[fx.Node, int]) -> fx.Node:
-    """What holds a value that is no view, where another piece reads it.
-
-    Of a write its target; of a wait what it waits for, if that is a third piece's.
-    """
-    while node.op == "call_function":
-        apart = piece_of[node] != piece_of.get(node.args[0])  # type: ignore[arg-type]
-        if not is_write(node) and not (node.target is torch_internals.WAIT and apart):
-            return node
-        node = viewed(node)  # type: ignore[assignment]
-    return node
 
 
 class _Copy:
@@ -154,10 +126,11 @@ class _Copy:
         self,
         program: Program,
         piece_of: dict[fx.Node, int],
+        anew: set[tuple[int, fx.Node]],
         number: int,
         nodes: list[fx.Node],
     ) -> None:
-        self.program, self.piece_of, self.number = program, piece_of, number
+        self.program, self.piece_of, self.anew, self.number = program, piece_of, anew, number
         self.graph = fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}
         self.given: dict[Given, fx.Node] = {}
@@ -176,6 +149,8 @@ class _Copy:
         if floats(node):
             shown = self.is_part(node)
             return self.take(node, meta(node)["val"]) if shown else self.compute(node)
+        if (self.number, node) in self.anew:
+            return self.compute(node)
         value = meta(node).get("val")
         if node.op == "get_attr" and not isinstance(value, torch.Tensor):
             attribute = operator.attrgetter(str(node.target))(self.program.module)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.lowering.bodies import Body, Call, Given, Number, Pieces, floats, memory
+from stepgraph.lowering.bodies import Body, Call, Given, Number, Pieces
+from stepgraph.lowering.handed_on import floats, memory
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import runnable
 

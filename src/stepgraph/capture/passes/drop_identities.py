@@ -42,9 +42,3 @@ def drop_identities(program: Program) -> Program:
         elif copies_alike(node):
             node.replace_all_uses_with(node.args[1])  # type: ignore[arg-type]
     return program.finish()
-
-
-def only_read(node: fx.Node) -> bool:
-    """Whether it is a copy that arithmetic reads, none of which is written into: torch's step does that."""
-    copies = node.target is torch.ops.aten.clone.default and not node.kwargs
-    return copies and all(user.op != "output" for user in node.users)

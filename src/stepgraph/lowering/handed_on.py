@@ -1,0 +1,108 @@
+"""What pieces of a Program hand on to each other, and what a later one computes anew instead.
+
+One graph of the whole keeps no result of element-wise arithmetic whose operands are kept anyway: it
+computes it again where it is read. Pieces do the same, or they would hold more.
+"""
+
+import operator
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx
+
+from stepgraph import torch_internals
+from stepgraph.operators.views import viewed
+from stepgraph.program.metadata import meta
+from stepgraph.program.program import is_write
+
+_DEPTH = 4  # operations between what is read and what is kept
+_POINTWISE = {torch.ops.aten._to_copy.default, torch.ops.aten.expand.default}
+
+
+def floats(node: fx.Node) -> bool:
+    """Whether a node only shows another memory than it was given: whoever reads it may do so itself."""
+    if node.op != "call_function" or node.target is torch_internals.WAIT or is_write(node):
+        return False
+    if node.target is operator.getitem:
+        return floats(node.args[0])  # type: ignore[arg-type]
+    return viewed(node) is not None
+
+
+def root_of(node: fx.Node) -> fx.Node:
+    """What a view shows."""
+    while floats(node):
+        node = viewed(node)  # type: ignore[assignment]
+    return node
+
+
+def memory(node: fx.Node, piece_of: Mapping[fx.Node, int]) -> fx.Node:
+    """What holds a value that is no view, where another piece reads it.
+
+    Of a write its target; of a wait what it waits for, if that is a third piece's.
+    """
+    while node.op == "call_function":
+        apart = piece_of[node] != piece_of.get(node.args[0])  # type: ignore[arg-type]
+        if not is_write(node) and not (node.target is torch_internals.WAIT and apart):
+            return node
+        node = viewed(node)  # type: ignore[assignment]
+    return node
+
+
+def computed_anew(
+    operations: Sequence[fx.Node], piece_of: Mapping[fx.Node, int]
+) -> set[tuple[int, fx.Node]]:
+    """Which pieces compute which values of others themselves.
+
+    Args:
+        operations: those that are no views, in order.
+        piece_of: the piece of each.
+    """
+    written = {root_of(node.args[0]) for node in operations if is_write(node)}  # type: ignore[arg-type]
+    reads: list[set[fx.Node]] = [set() for _ in range(max(piece_of.values()) + 1)]
+    readers: dict[fx.Node, set[int]] = {}
+    for node in operations:
+        here = piece_of[node]
+        for source in map(root_of, node.all_input_nodes):
+            held = source if piece_of.get(source) == here else memory(source, piece_of)
+            if piece_of.get(held) != here:
+                reads[here].add(held)
+                readers.setdefault(held, set()).add(here)
+    anew: set[tuple[int, fx.Node]] = set()
+
+    def chain(node: fx.Node, piece: int, depth: int) -> list[fx.Node] | None:
+        """What a piece has to compute for a value, from what it reads; None: it cannot."""
+        found = [node]
+        for source in map(root_of, node.all_input_nodes):
+            if source in written:
+                return None
+            if source in reads[piece]:
+                continue
+            below = (
+                chain(source, piece, depth + 1) if _pointwise(source) and depth < _DEPTH else None
+            )
+            if below is None:
+                return None
+            found += below
+        return found
+
+    for node in reversed(operations):
+        if node not in readers or not _pointwise(node):
+            continue
+        chains = [(piece, chain(node, piece, 1)) for piece in readers[node]]
+        if any(needed is None for _, needed in chains):
+            continue
+        for piece, needed in chains:
+            reads[piece].discard(node)
+            anew |= {(piece, one) for one in needed or ()}
+    return anew
+
+
+def _pointwise(node: fx.Node) -> bool:
+    """Whether an operation is arithmetic, element by element, that costs less than to keep its result."""
+    if node.op != "call_function" or is_write(node):
+        return False
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.pointwise not in tags and node.target not in _POINTWISE:
+        return False
+    value = meta(node)["val"]
+    return isinstance(value, torch.Tensor) and bool(node.all_input_nodes)

@@ -14,7 +14,7 @@ from stepgraph import torch_internals
 from stepgraph.capture.module import BatchSpec, LossFunction
 from stepgraph.capture.outside_tensors import about_outside
 from stepgraph.capture.step import Captured, Source
-from stepgraph.contest import Entrant, enter, predicted, rivals, taken
+from stepgraph.contest import Entrant, compete, predicted, rivals, taken
 from stepgraph.cost.device import Device
 from stepgraph.cost.memory import CATEGORIES, memory_timeline
 from stepgraph.cost.predict import Prediction
@@ -316,9 +316,8 @@ class Planner:
         if not names:
             return own
         self.stage("simulation")
-        entrants = [Entrant(AUTO, own.made, predicted(own.made, self.device))]
-        for name in names:
-            entrants += enter(name, programs, plan, self.target, self.device)
+        solved = Entrant(AUTO, own.made, predicted(own.made, self.device))
+        entrants = compete(solved, names, programs, plan, self.target, self.device)
         best = taken(entrants, budget)
         return replace(_attempt(best.made, budget), predicted=best.predicted)
 

@@ -3,8 +3,9 @@
     python benchmarks/plan.py [--only curve,models] [--json benchmarks/results/plan.json]
 
 Every plan runs in a fresh process: imports, the model on the meta device, then ``auto`` with memory
-``full``, bf16 compute and AdamW on an H100 model, to a saved plan file. Beside each, in the same run, what
-imports and plain capture by torch alone take; the ratio is between the two. The curve plans one model at
+``full``, bf16 compute and AdamW on an H100 model, to a saved plan file; for some models once more within a
+budget of memory, where it is ``auto`` that chooses what is recomputed. Beside each, in the same run, what
+imports and plain capture by torch alone take; the ratios are to that. The curve plans one model at
 growing depths: solving must not grow with the number of identical layers.
 """
 
@@ -29,6 +30,7 @@ MODELS = {
     "llama3-70b": "dp=64,tp=8",
     "llama3-405b": "replicate=16,shard=128,tp=8",
 }
+BUDGETS_GIB = {"llama3-8b": 5.3, "llama3-70b": 16.0, "llama3-405b": 24.0}
 LONGEST = {"gpt2": 1024}
 
 
@@ -61,7 +63,12 @@ def plain(model: str, layers: int, mesh: str) -> dict[str, Any]:
     return {"total_s": cpu_seconds(), "nodes": nodes, "resident_gib": resident_gib()}
 
 
-def planned(model: str, layers: int, mesh: str) -> dict[str, Any]:
+def within(model: str, layers: int, mesh: str) -> dict[str, Any]:
+    """:func:`planned` within the model's budget, as ``stepgraph plan --memory-budget``."""
+    return planned(model, layers, mesh, int(BUDGETS_GIB[model] * 2**30))
+
+
+def planned(model: str, layers: int, mesh: str, budget: int | None = None) -> dict[str, Any]:
     """The same, to a saved plan."""
     from stepgraph.placement.solver import automatic as solver
     from stepgraph.planning.file import save_plan
@@ -82,7 +89,8 @@ def planned(model: str, layers: int, mesh: str) -> dict[str, Any]:
         return solution
 
     solver.solve = counted
-    attempt = planner.plan(parse_mesh(mesh), "auto", "full")
+    memory = "full" if budget is None else "auto"
+    attempt = planner.plan(parse_mesh(mesh), "auto", memory, budget)
     with tempfile.TemporaryDirectory() as folder:
         save_plan(attempt.plan, Path(folder) / "plan.json")
         size = (Path(folder) / "plan.json").stat().st_size
@@ -100,6 +108,8 @@ def planned(model: str, layers: int, mesh: str) -> dict[str, Any]:
         "step_ms": predicted.step_ms,
         "gap": predicted.optimality_gap,
         "peak_gib": predicted.peak_bytes / 2**30,
+        "memory": attempt.plan.memory,
+        "fits": attempt.fits,
         "file_kib": size / 2**10,
         "resident_gib": resident_gib(),
     }
@@ -152,30 +162,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="curve,models")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--models", default=",".join(MODELS), help="Those of --only models.")
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         kind, model, layers, mesh = arguments.one
-        measure = {"plain": plain, "planned": planned}[kind]
+        measure = {"plain": plain, "planned": planned, "within": within}[kind]
         print(json.dumps(measure(model, int(layers), mesh)))
         return
     cells = []
     if "curve" in arguments.only:
         cells += [("llama3-8b", layers, MODELS["llama3-8b"]) for layers in CURVE]
     if "models" in arguments.only:
-        cells += [(model, 0, mesh) for model, mesh in MODELS.items()]
+        cells += [(model, 0, MODELS[model]) for model in arguments.models.split(",")]
     results = []
     for model, layers, mesh in cells:
         row: dict[str, Any] = {"model": model, "layers": layers, "mesh": mesh}
-        for kind in ("plain", "planned"):
+        kinds = ["plain", "planned"]
+        if not layers and model in BUDGETS_GIB:
+            kinds.append("within")
+            row["budget_gib"] = BUDGETS_GIB[model]
+        for kind in kinds:
             command = [sys.executable, __file__, "--one", kind, model, str(layers), mesh]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 row[kind] = {"error": done.stderr.strip().splitlines()[-1][:300]}
             else:
                 row[kind] = json.loads(done.stdout.strip().splitlines()[-1])
-        if "total_s" in row["plain"] and "total_s" in row["planned"]:
-            row["ratio"] = row["planned"]["total_s"] / row["plain"]["total_s"]
+        for kind, ratio in (("planned", "ratio"), ("within", "ratio_within")):
+            if "total_s" in row["plain"] and "total_s" in row.get(kind, {}):
+                row[ratio] = row[kind]["total_s"] / row["plain"]["total_s"]
         results.append(row)
         print(json.dumps(row), flush=True)
         if arguments.json:

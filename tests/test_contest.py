@@ -5,18 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from stepgraph.api.planner import Planner
 from stepgraph.capture.module import default_loss
-from stepgraph.contest import MANY, Entrant, make_best, rivals, taken
+from stepgraph.contest import MANY, Entrant, enter, make_best, rivals, taken
 from stepgraph.cost.devices import find_device
 from stepgraph.cost.work import node_flops
+from stepgraph.equivalence.check import _Checker
 from stepgraph.errors import StepgraphError
 from stepgraph.pipeline import Made, apply, foresee, make
 from stepgraph.planning.explanation import explain
 from stepgraph.planning.plan import preset_plan
 from stepgraph.planning.request import StepSettings
 from stepgraph.program.program import Program
+from stepgraph.runtime.batches import flatten_batch
 from stepgraph.runtime.ranks import parse_mesh
 from tests.placement.solver.test_auto_execution import MODELS
 from tests.placement.solver.test_automatic import chain, gpt2, llama
@@ -162,7 +165,6 @@ def test_what_is_asked_for_decided_or_large_has_no_rivals(monkeypatch):
     plan = preset_plan("auto", shape, device=ON_HOST)
     assert rivals(programs, plan) == ["ddp", "zero1", "zero3", "zero3-keep"]
     assert not rivals(programs, preset_plan("zero1", shape))
-    assert not rivals(programs, plan.under(constraints={"dp": "ddp"}))
     assert not rivals(programs, make(programs, plan, HOST).plan)
     assert not rivals({"evaluate": programs["step"]}, plan)
     several = plan.under(step=StepSettings("adamw", micro_batches=2))
@@ -174,6 +176,38 @@ def test_what_is_asked_for_decided_or_large_has_no_rivals(monkeypatch):
     assert len(programs["step"].graph.nodes) < MANY
     monkeypatch.setattr("stepgraph.contest.MANY", 3)
     assert not rivals(programs, plan)
+
+
+@pytest.mark.parametrize(
+    ("asked", "left"),
+    [
+        ({"dp": "ddp"}, ["ddp"]),
+        ({"dp": "zero1"}, ["zero1"]),
+        ({"*weight": "S(0)"}, ["zero3", "zero3-keep"]),
+        ({"*weight": "S(1)"}, []),
+    ],
+)
+def test_presets_that_do_not_satisfy_the_constraints_are_no_rivals(asked, left):
+    planner, shape = planner_of(*chain(8, 16, 8)), parse_mesh("dp=2")
+    programs = planner.captured("auto", shape).programs
+    plan = preset_plan("auto", shape, device=ON_HOST).under(constraints=asked)
+    device = find_device(ON_HOST)
+    entered = [e for n in rivals(programs, plan) for e in enter(n, programs, plan, HOST, device)]
+    assert [entrant.name for entrant in entered] == left
+    made = make_best(programs, plan, HOST).plan.decisions["step"].placement
+    assert made.preset in ("auto", *left)
+
+
+def test_a_check_is_of_the_best_answer(narrow):
+    """What a check goes through is what an engine would run."""
+    model, batch = chain(8, 16, 8)
+    plan = preset_plan("auto", parse_mesh("dp=2"), device=ON_HOST)
+    plan = plan.under(memory="none", step=StepSettings("adamw"))
+    leaves = flatten_batch(batch, torch.device("cpu"))
+    checker = _Checker(model, default_loss, adamw(model), plan, leaves, None, 0)
+    assert checker.run({}, ["step"], []).ok
+    decided = checker.plan.decisions["step"].placement
+    assert decided.preset in ("ddp", "zero1", "zero3", "zero3-keep")
 
 
 def test_what_does_not_fit_does_not_win():

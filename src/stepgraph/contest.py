@@ -12,6 +12,7 @@ from stepgraph.placement.decide import reduces_each_micro_batch
 from stepgraph.placement.presets.beside_data import BESIDE_DATA
 from stepgraph.placement.presets.data_parallel import PRESETS
 from stepgraph.placement.presets.named import check_preset
+from stepgraph.placement.solver.constraints import Constraints
 from stepgraph.planning.decisions import Decisions, PlacementDecision, Reason, Table
 from stepgraph.planning.plan import Plan
 from stepgraph.planning.request import AUTO
@@ -53,11 +54,27 @@ def make_best(
     if not names:
         return made
     device = find_device(plan.request.device)
-    entrants = [Entrant(AUTO, made, predicted(made, device))]
-    for name in names:
-        entrants += enter(name, programs, plan, target, device, rank, strict)
+    own = Entrant(AUTO, made, predicted(made, device))
+    entrants = compete(own, names, programs, plan, target, device, rank, strict)
     budget = plan.request.memory_budget or device.capacity
     return taken(entrants, budget).made
+
+
+def compete(
+    own: Entrant,
+    names: Sequence[str],
+    programs: Mapping[str, Program],
+    plan: Plan,
+    target: Target,
+    device: Device,
+    rank: int = 0,
+    strict: bool = False,
+) -> list[Entrant]:
+    """A solver's answer, and those of the presets that may take less time than it."""
+    entrants = [own]
+    for name in names:
+        entrants += enter(name, programs, plan, target, device, rank, strict)
+    return entrants
 
 
 def rivals(programs: Mapping[str, Program], plan: Plan) -> list[str]:
@@ -66,7 +83,7 @@ def rivals(programs: Mapping[str, Program], plan: Plan) -> list[str]:
     Those that reduce gradients for every micro-batch are captured otherwise, and left out.
     """
     request = plan.request
-    searched = request.searches and not plan.decisions and not request.constraints
+    searched = request.searches and not plan.decisions
     if not searched or "step" not in programs or request.mesh.world_size == 1:
         return []
     if len(programs["step"].graph.nodes) > MANY:
@@ -112,8 +129,22 @@ def enter(
         made = make(programs, preset, target, rank, with_facts=True, strict=strict)
     except StepgraphError:
         return []
+    if plan.request.constraints and not _is_as_asked(made, programs, plan):
+        return []
     made.plan = replace(made.plan, request=plan.request)
     return [Entrant(name, made, predicted(made, device))]
+
+
+def _is_as_asked(made: Made, programs: Mapping[str, Program], plan: Plan) -> bool:
+    """Whether what was made without constraints satisfies them."""
+    mesh, asked = plan.mesh, plan.request.constraints
+    try:
+        return all(
+            Constraints(asked, program, mesh, {}).admits(made.decided[name].placement)
+            for name, program in programs.items()
+        )
+    except UsageError:  # of a value that only the solver's form of the program has
+        return False
 
 
 def predicted(made: Made, device: Device) -> Prediction:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from stepgraph import torch_internals
 from stepgraph.capture.module import BatchSpec, LossFunction
 from stepgraph.capture.outside_tensors import about_outside
 from stepgraph.capture.step import Captured, Source
-from stepgraph.contest import Entrant, enter, predicted, rivals, taken
+from stepgraph.contest import Entrant, compete, predicted, rivals, taken
 from stepgraph.cost.device import Device
 from stepgraph.cost.memory import CATEGORIES, memory_timeline
 from stepgraph.cost.predict import Prediction
@@ -30,7 +29,7 @@ from stepgraph.planning.fingerprint import fingerprint_of, type_of
 from stepgraph.planning.plan import Plan
 from stepgraph.planning.request import AUTO, Request, StepSettings
 from stepgraph.planning.target import target_of
-from stepgraph.program.driver import PassDriver
+from stepgraph.program.driver import PassDriver, no_collections
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.program import Program
 from stepgraph.report.text import show_bytes
@@ -149,7 +148,7 @@ class Planner:
             memory_budget=memory_budget,
             constraints=dict(constraints or {}),
         )
-        with _no_collections():
+        with no_collections():
             return self._plan(Plan(request, fingerprint=fingerprint_of(self.model)), last)
 
     def programs(self, plan: Plan, rank: int = 0) -> dict[str, Program]:
@@ -317,23 +316,10 @@ class Planner:
         if not names:
             return own
         self.stage("simulation")
-        entrants = [Entrant(AUTO, own.made, predicted(own.made, self.device))]
-        for name in names:
-            entrants += enter(name, programs, plan, self.target, self.device)
+        solved = Entrant(AUTO, own.made, predicted(own.made, self.device))
+        entrants = compete(solved, names, programs, plan, self.target, self.device)
         best = taken(entrants, budget)
         return replace(_attempt(best.made, budget), predicted=best.predicted)
-
-
-@contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
-    """No search for garbage in a heap of a million nodes that all live on."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _attempt(made: Made, budget: int) -> Attempt:

@@ -13,7 +13,7 @@ from torch import fx
 from stepgraph import torch_internals
 from stepgraph.cost.collectives import collective_of, collective_seconds, links
 from stepgraph.cost.device import Device
-from stepgraph.cost.work import node_flops, operation_seconds, runs_no_kernel
+from stepgraph.cost.work import operation_seconds, remembered, runs_no_kernel
 from stepgraph.operators.views import is_view
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.metadata import meta
@@ -134,11 +134,12 @@ def simulate(
 
     Args:
         program: placed; may be lowered already, with its mesh dimensions' names for groups.
-        operation_time: seconds of an operation on the compute stream.
+        operation_time: seconds of an operation on the compute stream, by what it does, not by where.
     """
     wiring = links(program.mesh, device) if program.mesh is not None else {}
     alone = program.mesh is None or program.mesh.world_size == 1
     crowding = 1.0 if alone else device.crowding
+    work = remembered(device, operation_time)
     line = StepTimeline()
     compute = 0.0
     wires = Wires({mesh_dim: group.crosses for mesh_dim, group in wiring.items()})
@@ -163,9 +164,10 @@ def simulate(
                 line.exposed_seconds += wires.end_of(flight) - compute
                 compute = flight.end
         else:
-            took = operation_time(node, device) * crowding
+            seconds, flops = work(node)
+            took = seconds * crowding
             line.compute_seconds += took
-            line.flops += node_flops(node) if reads_now else 0.0
+            line.flops += flops if reads_now else 0.0
             if took:
                 line.events.append(Event(node, COMPUTE, compute, took))
             compute += took

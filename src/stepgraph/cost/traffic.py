@@ -66,6 +66,7 @@ class _Groups:
         self.level: dict[fx.Node, int] = {}
         self.loop: dict[fx.Node, int] = {}
         self.of_rows: set[fx.Node] = set()  # one number a row of the loop
+        self.fuses = {node: _fuses(node) for node in program.operations()}
         self.results = [self._whole(node) for node in program.results]
 
     def assign(self) -> None:
@@ -116,7 +117,7 @@ class _Groups:
             return
         # What is computed of a row's sum belongs to the loop over the rows: a norm is one kernel.
         rows = [s for s in sources if s in self.of_rows and _numel(s) == self.loop[node]]
-        if rows and _fuses(node):
+        if rows and self.fuses[node]:
             self.of_rows.add(node)
             self.loop[node] = max(self.loop[source] for source in rows)
 
@@ -124,7 +125,7 @@ class _Groups:
         """Whether a compiler would put a reader into the kernel of the value that it reads."""
         if source not in self.group or meta(source)["phase"] != meta(node)["phase"]:
             return False
-        if not _fuses(source) or not _fuses(node):
+        if not self.fuses[source] or not self.fuses[node]:
             return False
         if _is_reduction(source) and not _over_rows(source):
             return False

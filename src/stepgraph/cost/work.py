@@ -1,6 +1,6 @@
 """What one operation has to do: FLOPs from shapes by formula, bytes from its traffic, and its time."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from stepgraph.cost.device import Device
 from stepgraph.operators import own
 from stepgraph.operators import table as operators
 from stepgraph.operators.views import is_view
+from stepgraph.program.build import freeze, kind_of
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.metadata import meta
 from stepgraph.program.names import operation_name
@@ -150,6 +151,24 @@ def operation_seconds(node: fx.Node, device: Device) -> float:
         family_of(node.target, node.args),
         vector_seconds(node, device),
     )
+
+
+def remembered(
+    device: Device, seconds: Callable[[fx.Node, Device], float] = operation_seconds
+) -> Callable[[fx.Node], tuple[float, float]]:
+    """Seconds and FLOPs of operations on a device; layers that repeat are asked about once."""
+    known: dict[Any, tuple[float, float]] = {}
+
+    def work(node: fx.Node) -> tuple[float, float]:
+        tags = meta(node)
+        made = tuple(map(kind_of, tensors_of(tags.get("val"))))
+        call = node.target, freeze(node.args), freeze(node.kwargs), made
+        key = *call, tags.get("traffic"), tags.get("starts"), tags.get("dispatched")
+        if key not in known:
+            known[key] = seconds(node, device), node_flops(node)
+        return known[key]
+
+    return work
 
 
 def family_of(target: Any, arguments: Sequence[Any] = ()) -> str:

@@ -14,6 +14,7 @@ from torch import nn
 
 from stepgraph.capture.module import LossFunction, default_loss
 from stepgraph.capture.step import Captured, Source
+from stepgraph.contest import make_best, rivals
 from stepgraph.cost.devices import device_at_hand
 from stepgraph.equivalence.comparing import CheckReport, compare
 from stepgraph.equivalence.lowered import run_lowered
@@ -130,6 +131,8 @@ class _Checker:
             self._executed = None
             try:
                 programs = self._capture(entry).programs
+                if rivals(programs, self.plan):
+                    self.plan = make_best(programs, self.plan, self.target).plan
                 self.plan = make(programs, self.plan, self.target, driver=self.driver).plan
                 for ranks in self.bound.values():
                     self._check_lowering(ranks, lowerings)

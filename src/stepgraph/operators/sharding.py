@@ -6,6 +6,7 @@ cached by operator, shapes, literals and placements, so repeated layers cost one
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,6 +59,15 @@ def _aligned(strategy: Strategy, results: list[object]) -> Strategy:
     return Strategy(strategy.inputs, tuple(next(given) if a else None for a in asked))
 
 
+_MOST_ANSWERS = 50_000
+
+
+@functools.lru_cache(maxsize=32)
+def _answers_of(*ranks: Any) -> dict[Any, list[Strategy]]:
+    """Answers by question, for so many ranks: presets of one mesh ask the same ones."""
+    return {}
+
+
 class Rules:
     """Answers "under which placements can this operator run locally" for one mesh dimension.
 
@@ -79,6 +89,8 @@ class Rules:
         self.size, self.unit, self.others, self.extra = size, unit or size, others, extra or {}
         self._mesh = torch_internals.planning_mesh((size,))
         self._answers: dict[Any, list[Strategy]] = {}
+        kinds = tuple(sorted((str(op), id(entry)) for op, entry in self.extra.items()))
+        self._shared = _answers_of(size, self.unit, others, kinds)
         self.without_rule: set[str] = set()
 
     def strategies(self, node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
@@ -89,8 +101,22 @@ class Rules:
         key = (node.target, freeze(node.args), freeze(node.kwargs), placements)
         found = self._answers.get(key)
         if found is None:
-            found = self._answers[key] = self._ask(node, placements)
+            found = self._answers[key] = self._asked(node, placements, key)
         return found
+
+    def _asked(self, node: fx.Node, placements: tuple[Placement, ...], key: Any) -> list[Strategy]:
+        """The answer, which other walks over the same step have had, too, if it is about torch's own."""
+        if getattr(node.target, "namespace", "") != "aten":
+            return self._ask(node, placements)
+        if key not in self._shared:
+            if len(self._shared) >= _MOST_ANSWERS:
+                self._shared.clear()
+            before = len(self.without_rule)
+            found = self._ask(node, placements)
+            if len(self.without_rule) > before:  # to be told again
+                return found
+            self._shared[key] = found
+        return self._shared[key]
 
     def element_by_element(self, node: fx.Node, placements: Sequence[Placement]) -> list[Strategy]:
         """Strategies of an elementwise operation on shards of any size, padding included.

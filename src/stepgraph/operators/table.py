@@ -4,7 +4,6 @@ What has no record gets what its schema and tags say, and else what is always ri
 kernel of its own, costs its bytes, and draws if torch says so.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,7 +185,15 @@ def _derived(target: Any) -> dict[str, Any]:
     return known
 
 
-@functools.cache
 def of(target: Any) -> Operator:
     """The record of an operator: what is declared over what its schema and tags say."""
-    return Operator(target, **(_derived(target) | KNOWN.get(target, {})))
+    found = _RECORDS.get(id(target))
+    if found is None or found[0] is not target:
+        record = Operator(target, **(_derived(target) | KNOWN.get(target, {})))
+        found = _RECORDS[id(target)] = target, record
+    return found[1]
+
+
+# By identity, beside the operator that it is the identity of: torch hashes its operators in Python, and
+# this is asked millions of times.
+_RECORDS: dict[int, tuple[Any, Operator]] = {}

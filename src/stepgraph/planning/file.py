@@ -32,6 +32,7 @@ from stepgraph.planning.folding import as_seen, fold_by, layer_of, seen_from, un
 from stepgraph.planning.placements import parse_operation, parse_placements, show_operation
 from stepgraph.planning.plan import Plan
 from stepgraph.planning.reading import LARGEST_FILE, MalformedError, at
+from stepgraph.program.driver import no_collections
 from stepgraph.program.layout import MeshShape, Placements, show
 
 MOST_NAMES = 2_000_000
@@ -41,7 +42,9 @@ _Said = TypeVar("_Said")
 
 def save_plan(plan: Plan, path: Path) -> None:
     """Writes a plan file."""
-    path.write_text(json.dumps(plan_to_json(plan), indent=1) + "\n")
+    with no_collections():
+        text = json.dumps(plan_to_json(plan), indent=1)
+    path.write_text(text + "\n")
 
 
 def load_plan(path: Path) -> Plan:

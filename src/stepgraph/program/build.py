@@ -126,8 +126,12 @@ def _filled(args: Any, values: Iterator[Any]) -> Any:
 
 def freeze(argument: Any) -> Any:
     """A hashable stand-in for an argument: what the shape of a result can depend on."""
-    if isinstance(argument, fx.Node):
-        return tuple(_kind(t) for t in tensors_of(meta(argument)["val"]))
+    if type(argument) is fx.Node:
+        value = meta(argument)["val"]
+        try:
+            return (value._stepgraph_kind,)  # of one tensor that was asked for before
+        except AttributeError:
+            return tuple(kind_of(t) for t in tensors_of(value))
     if isinstance(argument, (tuple, list)):
         return tuple(freeze(item) for item in argument)
     if isinstance(argument, dict):
@@ -138,7 +142,7 @@ def freeze(argument: Any) -> Any:
     return (type(argument).__name__, str(argument))
 
 
-def _kind(tensor: Any) -> Any:
+def kind_of(tensor: Any) -> Any:
     """Shape, strides, type and device, looked up once: each is asked for by every pass."""
     try:
         return tensor._stepgraph_kind

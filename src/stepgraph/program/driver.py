@@ -1,8 +1,10 @@
 """The pass driver: gives each pass its name in logs, timings, invariants and bisect."""
 
+import contextlib
+import gc
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,3 +71,15 @@ class PassDriver:
         if self.observe is not None and before is not None:
             self.observe(step, before, program.copy(), arguments)
         return program
+
+
+@contextlib.contextmanager
+def no_collections() -> Iterator[None]:
+    """No search for garbage in a heap of a million nodes that all live on."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

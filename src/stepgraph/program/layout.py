@@ -67,7 +67,7 @@ def to_torch(placement: Placement) -> Placement:
 
 def blocks_of(placement: Placement) -> int:
     """How many blocks a shard takes its slices from: 1, or the outer size of an :class:`InnerShard`."""
-    return placement.outer if isinstance(placement, InnerShard) else 1
+    return placement.outer if type(placement) is InnerShard else 1
 
 
 class SplitBlockError(ValueError):
@@ -190,7 +190,7 @@ def show(placements: Placements) -> str:
 
 
 def _show_one(placement: Placement) -> str:
-    if isinstance(placement, Replicate):
+    if type(placement) is Replicate:
         return "R"
     if isinstance(placement, Shard):
         blocks = blocks_of(placement)

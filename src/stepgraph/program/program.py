@@ -188,13 +188,28 @@ def runnable(target: Any) -> Any:
 def tensor_arguments(node: fx.Node) -> list[fx.Node]:
     """The nodes an operation reads, in argument order, repeats kept."""
     found: list[fx.Node] = []
-
-    def visit(argument: Any) -> Any:
-        found.append(argument)
-        return argument
-
-    fx.node.map_arg((node.args, node.kwargs), visit)
+    kwargs = node.kwargs
+    _collect((*node.args, *kwargs.values()) if kwargs else node.args, found)
     return found
+
+
+def _collect(arguments: Iterable[Any], found: list[fx.Node]) -> None:
+    """The same of nested arguments; asked for each operation by every pass, so by exact types first."""
+    for argument in arguments:
+        kind = type(argument)
+        if kind is fx.Node:
+            found.append(argument)
+        elif kind in _LEAVES:
+            continue
+        elif isinstance(argument, (tuple, list)):
+            _collect(argument, found)
+        elif isinstance(argument, dict):
+            _collect(argument.values(), found)
+        elif isinstance(argument, slice):
+            _collect((argument.start, argument.stop, argument.step), found)
+
+
+_LEAVES = {int, float, bool, str, type(None), torch.dtype, torch.device}
 
 
 def tensors_of(value: object) -> list[torch.Tensor]:

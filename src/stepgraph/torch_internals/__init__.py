@@ -29,6 +29,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: F401  (the one door to it)
 
+from stepgraph.torch_internals.code import generating_late
+
 collective_ops = torch.ops._c10d_functional
 mutable_copy = torch.ops.aten.copy_.default
 
@@ -147,6 +149,7 @@ def joint_graph(
         the joint graph, and the pytree spec of the module's result.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(generating_late())
         joint = aot_export_joint_with_descriptors(
             stack, captured, args, decompositions=decompositions
         )

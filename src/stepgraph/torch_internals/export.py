@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch._dynamo.output_graph import OutputGraph
 
 from stepgraph.torch_internals import assigned_buffers, flex, python_values
+from stepgraph.torch_internals.code import generating_late
 
 
 class Exported(NamedTuple):
@@ -41,6 +42,7 @@ def export_graph(module: nn.Module, args: tuple) -> Exported:
     # What code in a checkpointed region changes is changed once: where it first runs.
     settings["skip_fwd_side_effects_in_bwd_under_checkpoint"] = True
     with (
+        generating_late(),
         _keeping_compiled_code(),
         python_values.listening() as heard,
         flex.differentiable_on_host(),

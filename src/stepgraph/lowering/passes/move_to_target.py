@@ -1,5 +1,6 @@
 """A Program that was captured on the host becomes one of the device that it runs on."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -50,14 +51,28 @@ def move_to_target(program: Program, target: Target) -> Program:
     for node in program.graph.nodes:
         if node in on_host:
             continue
-        node.args, node.kwargs = map_aggregate((node.args, node.kwargs), moved)  # type: ignore
+        if _names_a_device(node.args) or _names_a_device(node.kwargs.values()):
+            node.args, node.kwargs = map_aggregate((node.args, node.kwargs), moved)  # type: ignore
         if node.target is private.TO_COPY and not node.all_input_nodes:  # of a number
             node.kwargs = {**node.kwargs, "device": torch.device(target.device_type)}
         if "val" in meta(node):
-            meta(node)["val"] = _there(node, map_aggregate(meta(node)["val"], moved), shapes)
+            value = meta(node)["val"]
+            one = isinstance(value, torch.Tensor)
+            expected = moved(value) if one else map_aggregate(value, moved)
+            meta(node)["val"] = _there(node, expected, shapes)
         if node.op == "get_attr" and torch_internals.is_there(target.device_type):
             _move_constant(program.module, node, target.device_type)
     return program
+
+
+def _names_a_device(arguments: Iterable[Any]) -> bool:
+    """Whether a device, or a tensor, is among arguments: most have none."""
+    for argument in arguments:
+        if isinstance(argument, (torch.device, torch.Tensor)):
+            return True
+        if isinstance(argument, (tuple, list)) and _names_a_device(argument):
+            return True
+    return False
 
 
 def _there(node: fx.Node, expected: Any, shapes: ShapeRunner) -> Any:
@@ -68,6 +83,8 @@ def _there(node: fx.Node, expected: Any, shapes: ShapeRunner) -> Any:
         found = shapes.run(node.target, node.args, node.kwargs)
     except Exception:  # a convolution asks the driver; a view finds other strides
         return expected
+    if found is expected:
+        return found
     pairs = zip(tensors_of(found), tensors_of(expected), strict=False)
     same = all(a.shape == b.shape and a.device == b.device for a, b in pairs)
     return found if same and len(tensors_of(found)) == len(tensors_of(expected)) else expected

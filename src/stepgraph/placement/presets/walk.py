@@ -20,6 +20,7 @@ from stepgraph.operators.own import is_own
 from stepgraph.operators.sharding import Rules, Strategy
 from stepgraph.placement.presets.whole_matrices import whole_in_update
 from stepgraph.program import roles
+from stepgraph.program.build import freeze
 from stepgraph.program.layout import InnerShard
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import FORWARD, OPTIMIZER, PHASES, Program, tensor_arguments
@@ -31,6 +32,13 @@ Read = tuple[fx.Node, Placement, Placement]
 
 # Tags of operations that work on shards of any size, padding included.
 _ELEMENTWISE = ("accumulates", "reduced_before", "accumulated_next")
+# Those with which an operation of an update is placed by more than what it reads.
+_SETS_APART = (*_ELEMENTWISE, "padding_is_zero")
+
+
+def rules_alone(walk: Walk, node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
+    """What the rules say."""
+    return walk.rules.strategies(node, placements)
 
 
 @dataclass(frozen=True)
@@ -50,9 +58,7 @@ class Kind:
     crossing: Callable[[Walk, fx.Node], Placement]
     cost: Callable[[Walk, fx.Node, Strategy, Sequence[Read]], float]
     returned: Callable[[Walk, fx.Node], Placement] = lambda walk, node: REPLICATE
-    offers: Callable[[Walk, fx.Node, tuple[Placement, ...]], list[Strategy]] = (
-        lambda walk, node, placements: walk.rules.strategies(node, placements)
-    )
+    offers: Callable[[Walk, fx.Node, tuple[Placement, ...]], list[Strategy]] = rules_alone
     gathers: bool = False
     reduces_each: bool = False
 
@@ -90,6 +96,7 @@ class Walk:
         self.from_batch: set[fx.Node] = set()
         self.sharded_for_some: dict[fx.Node, Placement] = {}  # constants of the batch's shape
         self.casts: dict[fx.Node, Placement] = {}
+        self._known: dict[tuple, tuple[Strategy, bool]] = {}
         self.whole = whole_in_update(program)
         for role, node, value in program.input_rows:
             if isinstance(role, roles.ResultTangent):
@@ -166,6 +173,29 @@ class Walk:
             self._choose(node, Strategy((placement or REPLICATE,), (placement,)))
             return
         placements = tuple(self.placement_of(argument, node) for argument in arguments)
+        key = self._known_as(node, placements)
+        found = self._known.get(key) if key else None
+        if found is None:
+            found = self._cheapest(node, arguments, placements)
+            if key:
+                self._known[key] = found
+        best, is_unruled = found
+        self._choose(node, best)
+        if is_unruled:
+            self.unruled[meta(node)["name"]] = str(node.target)
+
+    def _known_as(self, node: fx.Node, placements: tuple[Placement, ...]) -> tuple:
+        """What the choice follows from in an update, which repeats for every parameter; else nothing."""
+        tags = meta(node)
+        alike = tags["phase"] == OPTIMIZER and self.kind.offers is rules_alone
+        if not alike or node in self.sharded_for_some or any(tag in tags for tag in _SETS_APART):
+            return ()
+        return node.target, freeze(node.args), freeze(node.kwargs), placements
+
+    def _cheapest(
+        self, node: fx.Node, arguments: list[fx.Node], placements: tuple[Placement, ...]
+    ) -> tuple[Strategy, bool]:
+        """The strategy that costs least; and whether there is but one, which gathers everything."""
         strategies = self.kind.offers(self, node, placements)
         if node in self.sharded_for_some:  # made so, or whole: random numbers could be in any way
             wanted = ((self.sharded_for_some[node],), (REPLICATE,))
@@ -178,11 +208,9 @@ class Walk:
             return self.kind.cost(self, node, strategy, reads)
 
         best = min(strategies, key=cost)
-        self._choose(node, best)
         replicates = all(isinstance(p, Replicate) for p in best.inputs)
         gathers = any(isinstance(placement, Shard) for placement in placements)
-        if replicates and gathers and len(strategies) == 1:
-            self.unruled[meta(node)["name"]] = str(node.target)
+        return best, replicates and gathers and len(strategies) == 1
 
     def _choose(self, node: fx.Node, strategy: Strategy) -> None:
         self.chosen[node], self.now[node] = strategy, strategy.outputs
@@ -279,19 +307,23 @@ def redistribution_bytes(value: object, have: Placement, want: Placement, ranks:
     if have == want:
         return 0.0
     size = size_in_bytes(value)
-    if isinstance(have, Replicate):
-        return 1e-3 * size if isinstance(want, Shard) else float("inf")
-    if isinstance(want, Partial):
-        averages = isinstance(have, Partial) and (have.reduce_op, want.reduce_op) == ("avg", "sum")
+    kind, wanted = type(have), type(want)  # isinstance is a call of Python's for these classes
+    if kind is Replicate:
+        return 1e-3 * size if wanted in _SHARDS else float("inf")
+    if wanted is Partial:
+        averages = kind is Partial and (have.reduce_op, want.reduce_op) == ("avg", "sum")  # type: ignore[attr-defined]
         return 1e-3 * size if averages else float("inf")
     # A mesh of one rank moves nothing; cost it as two, so that its plan is the same kind of plan.
     ranks = max(ranks, 2)
     share = size * (ranks - 1) / ranks
-    if isinstance(have, InnerShard) or (isinstance(have, Shard) and isinstance(want, InnerShard)):
+    if kind is InnerShard or (kind is Shard and wanted is InnerShard):
         return share  # by way of the whole
-    if isinstance(have, Partial):
-        return share if isinstance(want, Shard) else 2 * share
-    return share if isinstance(want, Replicate) else share / ranks
+    if kind is Partial:
+        return share if wanted in _SHARDS else 2 * share
+    return share if wanted is Replicate else share / ranks
+
+
+_SHARDS = (Shard, InnerShard)
 
 
 def with_repeated_work(cost: float, node: fx.Node, reads: Sequence[Read]) -> float:

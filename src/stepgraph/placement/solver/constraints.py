@@ -15,6 +15,7 @@ from stepgraph.placement.presets.walk import Walk, shapes_of
 from stepgraph.placement.rules.coded import Coded
 from stepgraph.placement.solver.groups import Group
 from stepgraph.placement.solver.storages import Storage
+from stepgraph.planning.decisions import PlacementDecision
 from stepgraph.planning.placements import parse_placements
 from stepgraph.program import roles
 from stepgraph.program.layout import MeshShape, Placements, data_mesh, show
@@ -102,6 +103,33 @@ class Constraints:
         for name in values:
             self._check_even(pattern, name, meta(nodes[name])["val"].shape, wanted)
             self.made[nodes[name]] = wanted
+
+    def admits(self, decision: PlacementDecision) -> bool:
+        """Whether placements that were decided without them are as they ask."""
+        inputs = {roles.label(role): wanted for role, wanted in self.inputs.items()}
+        inputs |= {roles.label(roles.Param(name)): wanted for name, wanted in self.stored.items()}
+        made = {meta(node)["name"]: wanted for node, wanted in self.made.items()}
+        return (
+            all(decision.inputs.get(label) == wanted for label, wanted in inputs.items())
+            and all(
+                name in decision.operations and decision.operations[name].outputs[0] == wanted
+                for name, wanted in made.items()
+            )
+            and all(self._follows(decision, axis, walk) for axis, walk in self.walks.items())
+        )
+
+    def _follows(self, decision: PlacementDecision, axis: int, walk: Walk) -> bool:
+        """Whether what a walk stores and makes is so along its mesh dimension."""
+        stored = all(
+            decision.inputs[roles.label(role)][axis] == placement
+            for role, placement in walk.inputs.items()
+        )
+        return stored and all(
+            placed is None or placed[axis] == wanted
+            for node, strategy in walk.chosen.items()
+            if (operation := decision.operations.get(meta(node)["name"])) is not None
+            for placed, wanted in zip(operation.outputs, strategy.outputs, strict=True)
+        )
 
     def _check_even(self, pattern: str, name: str, shape: Any, wanted: Placements) -> None:
         if not Coded([wanted]).fits(tuple(shape), self.mesh.sizes)[0]:

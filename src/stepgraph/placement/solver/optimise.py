@@ -21,7 +21,7 @@ from stepgraph.placement.solver.formulation import Formulation
 _CHEAP, _CHEAP_IN_LIMIT = 2_000_000_000, 300_000_000
 # Steps to a relaxation that fits a limit; where more are needed it is seen first whether anything fits.
 _DOUBTFUL = 20_000
-_PATIENCE, _IN_LIMIT = 0.1, 1e-2  # where it binds: part of them after which this gap is the goal
+_PATIENCE, _IN_LIMIT = 0.15, 1e-2  # where it binds: part of them after which this gap is the goal
 _WHOLE = 1e-6  # what differs less from 0 or 1 is that
 _OPTIMAL = highspy.HighsModelStatus.kOptimal
 
@@ -106,13 +106,11 @@ class _Search:
         best, chosen = self._rounded(values)
         fixed: dict[int, float] = {}
         numbers = itertools.count()  # no two branches are alike
-        waiting = [(_objective(highs), next(numbers), fixed, values)]
+        waiting = [(_objective(highs), next(numbers), fixed, values, highs.getBasis())]
         closed = np.inf  # the lowest bound of what is not looked at further
         while waiting:
-            bound, _, below, values = waiting[0]
-            goal = self.goal if left > hasty else max(self.goal, _IN_LIMIT)
-            enough = best * self.scale * (1 - goal)
-            if min(bound, closed) >= enough:
+            bound, _, below, values, basis = waiting[0]
+            if min(bound, closed) >= self._bound_of(best, left <= hasty):
                 break
             heapq.heappop(waiting)
             column = self._divided(values)
@@ -120,8 +118,10 @@ class _Search:
                 closed = min(closed, bound)
                 continue
             for value in (1.0, 0.0):
+                enough = self._bound_of(best, left <= hasty)
                 before, fixed = fixed, below | {column: value}
                 _fix(highs, before, fixed)
+                highs.setBasis(basis)  # from where the branch begins, not from where another ended
                 highs.setOptionValue("objective_bound", enough)
                 highs.setOptionValue("simplex_iteration_limit", max(0, left))
                 highs.run()
@@ -130,7 +130,8 @@ class _Search:
                 if status == _OPTIMAL:
                     values = np.asarray(highs.getSolution().col_value)
                     best, chosen = min((best, chosen), self._rounded(values))
-                    heapq.heappush(waiting, (_objective(highs), next(numbers), fixed, values))
+                    found = _objective(highs), next(numbers), fixed, values, highs.getBasis()
+                    heapq.heappush(waiting, found)
                 elif status == highspy.HighsModelStatus.kObjectiveBound:
                     closed = min(closed, enough)
                 elif status != highspy.HighsModelStatus.kInfeasible:  # out of steps
@@ -139,6 +140,11 @@ class _Search:
             return None
         bound = min(closed, *(bound for bound, *_ in waiting), best * self.scale) / self.scale
         return Solution(chosen, best, bound, len(self.program.costs))
+
+    def _bound_of(self, best: float, is_hasty: bool) -> float:
+        """The lowest objective that still certifies the gap that is the goal."""
+        goal = max(self.goal, _IN_LIMIT) if is_hasty else self.goal
+        return best * self.scale * (1 - goal)
 
     def _divided(self, values: np.ndarray) -> int | None:
         """Of the block that is divided most evenly the column that is taken most of."""

@@ -90,7 +90,8 @@ class GraphRunner:
         precision = compiler.settings.precision
         dtypes = precision.compute, precision.reduce
         self._gathering = Gathering(size, self._group, mesh_dim, *dtypes)
-        gather_where_read(compiler.model, self._gathering)
+        with compiler.capturing():
+            gather_where_read(compiler.model, self._gathering)
         self.graphs = GraphCompiler(
             plan.request, ranks.target, ranks.rank, ranks.groups, watch=compiler.watch
         )
@@ -203,7 +204,8 @@ class GraphRunner:
         read = dynamo.graphs_ended(dynamo.BY_NUMBERS)
         try:
             run = self._function if self._by_data.found else self._compiled
-            with dynamo.running_regions_once(), self._by_data.looking():
+            looking = self._by_data.looking()
+            with self.compiler.capturing(), dynamo.running_regions_once(), looking:
                 result = run(self.compiler.model, pytree.tree_unflatten(cast, tree))
             self._warm.add(entry)
             if (
@@ -255,7 +257,7 @@ class GraphRunner:
         run = dynamo.compile_apart(self._function, backend, self.compiler.max_shapes, False)
         before, self._gathering.active = self._gathering.active, True
         try:
-            with torch.random.fork_rng(devices=[]):
+            with self.compiler.capturing(), torch.random.fork_rng(devices=[]):
                 loss_of(run(model, pytree.tree_unflatten(list(leaves), tree))).backward()
         finally:
             self._gathering.active = before

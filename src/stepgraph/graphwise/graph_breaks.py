@@ -21,7 +21,7 @@ from stepgraph.analysis.sums import OWN_LOSS, OWN_NUMBERS
 from stepgraph.capture.loss import check_loss, forgotten_loss, loss_of
 from stepgraph.capture.mixed_types import mixed_types_error
 from stepgraph.capture.module import default_loss, in_dtype
-from stepgraph.capture.refusals import check_hooks
+from stepgraph.capture.refusals import check_assigned_data, check_hooks
 from stepgraph.errors import CaptureError, PlanError, StepgraphError, UsageError
 from stepgraph.graphwise.backend import Backend
 from stepgraph.graphwise.buffers_of_ranks import BuffersOfRanks
@@ -361,6 +361,7 @@ class GraphRunner:
 
     def compile(self, graph: torch.fx.GraphModule, examples: Any, backward: bool) -> Callable:
         """Compiles a graph that dynamo captured, of the model or (``backward``) of its whole backward."""
+        check_assigned_data(graph)
         if (code := dynamo.code_now()) is not None:
             self._codes.add(code)
         if (mode := dynamo.fake_mode_now()) is not None:

@@ -101,7 +101,13 @@ class Assigning(Net):
 
 @pytest.mark.parametrize(
     ("what", "whole"),
-    [("buffer", True), ("no grad", True), ("parameter", True), ("buffer", False), ("no grad", False)],
+    [
+        ("buffer", True),
+        ("no grad", True),
+        ("parameter", True),
+        ("buffer", False),
+        ("no grad", False),
+    ],
 )
 def test_data_that_a_forward_assigns_is_an_error_that_says_where_and_what_to_do(what, whole):
     with pytest.raises(CaptureError, match=re.escape("assigns to the .data")) as raised:

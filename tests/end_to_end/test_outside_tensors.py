@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-import torch.utils.checkpoint
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 
 import stepgraph

@@ -110,7 +110,9 @@ class Watch:
                 time.sleep(0.05)
                 theirs, runs, _ = self._published(rank)
                 further = theirs > number or (theirs == number and runs)
-                if further and not self._store.check([key]):  # it may have come, and gone on, meanwhile
+                if further and not self._store.check(
+                    [key]
+                ):  # it may have come, and gone on, meanwhile
                     shown = self._calls[number][1]
                     raise self.differ(
                         f"call {number}, {shown}, is another one than before on rank "

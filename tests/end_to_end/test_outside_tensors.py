@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 
 import stepgraph
@@ -295,3 +296,35 @@ def test_something_else_than_a_tensor_is_an_error():
     holder["w"] = 2.0
     with pytest.raises((UsageError, TypeError), match="no tensor now|weight"):
         engine.step((X, Y))
+
+
+class Region(nn.Module):
+    """Writes a buffer in a checkpointed region."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def follow(self, x):
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return self.inner(x + self.mean)
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(self.follow, x, use_reentrant=False)
+
+
+def test_a_plan_says_what_an_engine_says():
+    weights, x = torch.ones(4), torch.randn(8, 4)
+
+    def loss(m, x):
+        return (m(x) * weights).square().mean()
+
+    said = ("read from outside model and batch", "written under torch.utils.checkpoint")
+    made = stepgraph.plan(Region(), example=x, loss=loss, mesh="dp=2", compute_dtype=None)
+    engine = stepgraph.Engine(Region(), loss=loss, lowering="eager")
+    engine.step(x)
+    for part in said:
+        (told,) = (note for note in engine.notes if part in note)
+        assert told in made.notes
+        assert all(" ".join(text.split()).count(part) == 1 for text in (made.report(), str(made)))

@@ -1,5 +1,6 @@
 """Parts of a parallelized module on their own, and modules that are converted after they were placed."""
 
+import copy
 import os
 
 import pytest
@@ -128,6 +129,66 @@ def test_parts_train_as_in_one_process_under_any_plan():
             torch.testing.assert_close((one[2][i] + two[2][i]) / 2, wanted, rtol=1e-4, atol=1e-6)
         if plan.startswith("zero"):
             assert all(placements == (Shard(0),) for placements in stored)
+
+
+def engine_of(whole=True, plan="ddp", mesh="dp=1", **options):
+    model = Net(whole)
+    return stepgraph.Engine(
+        model, loss=lambda m, x: m(x).square().mean(), mesh=mesh, plan=plan, lowering="eager",
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **options,
+    )  # fmt: skip
+
+
+def parts_of_an_engine():
+    found, rank = [], int(os.environ["RANK"])
+    for plan, mesh, options in PLANS:
+        part = (lambda x: x.chunk(2)[rank]) if mesh == "dp=2" or "shard" in mesh else (lambda x: x)
+        engine = engine_of(plan=plan, mesh=mesh, **options)
+        for loss in (*LOSSES, *LOSSES):
+            engine.step(part(ids()))
+            engine.backward(loss(engine.model, part(ids())))
+            engine.optimizer_step()
+        with torch.no_grad():
+            last = engine.model(part(ids()))
+        found.append((plan, last, engine.evaluate(part(ids())), whole_of(engine.model)))
+        assert engine.notes.count(ON_THEIR_OWN) == 1
+    return found
+
+
+def test_an_engines_parts_train_as_in_one_process_between_its_steps():
+    plain = Net()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for loss in (*LOSSES, *LOSSES):
+        for one in (lambda m, x: m(x).square().mean(), loss):
+            optimizer.zero_grad()
+            one(plain, ids()).backward()
+            optimizer.step()
+    for plan, last, evaluated, parameters in launch(parts_of_an_engine, ranks=2)[0]:
+        for name, value in whole_of(plain).items():
+            torch.testing.assert_close(parameters[name], value, rtol=1e-4, atol=1e-6, msg=plan)
+        whole = plain(ids()).detach()
+        torch.testing.assert_close(last, whole[: len(last)], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(evaluated, whole.square().mean(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_an_engines_model_is_saved_copied_and_looked_through_as_the_users_own(whole, tmp_path):
+    engine = engine_of(whole)
+    engine.step(ids())
+    shown = engine.model.encode(ids())
+    kinds = []
+    engine.model.apply(lambda module: kinds.append(type(module) is nn.Linear))
+    assert sum(kinds) == 4 or not whole  # graph by graph they have classes of their own anyway
+    twin = copy.deepcopy(engine.model)
+    torch.testing.assert_close(twin.encode(ids()), shown)
+    report = stepgraph.check(engine, ids())
+    assert report.ok, report
+    if whole:
+        torch.save(engine.model, tmp_path / "model.pt")
+        loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+        assert type(loaded) is Net and type(loaded.layers[0]) is nn.Linear
+    engine.step(ids())
+    assert engine.stats.recompiles == []
 
 
 def test_between_calls_the_parameters_are_what_they_were():

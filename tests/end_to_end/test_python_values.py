@@ -116,7 +116,7 @@ def change_function(model):
 
 
 def change_module(model):
-    model.drop = nn.Identity()
+    model.drop = nn.Tanh()
 
 
 @pytest.mark.parametrize(
@@ -311,3 +311,15 @@ def test_a_value_that_changes_nothing_compiles_nothing():
     for _ in range(3):
         step()
     assert (model.kind, engine.stats.compiles, engine.stats.recompiles) == ("regression", 1, [])
+
+
+def test_a_module_that_computes_the_same_is_looked_at_from_then_on():
+    """Whether a rate of zero makes a program of its own is torch's matter: newer ones make none."""
+    engine, step, models = both(Net)
+    step()
+    for made in (nn.Identity, nn.Tanh):
+        for model in models:
+            model.drop = made()
+        step()
+    assert "nn.modules.linear.Identity" in engine.stats.recompiles[-1]
+    assert "model.drop" in engine.stats.recompiles[-1]

@@ -11,6 +11,8 @@ import os
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
+from stepgraph.program.layout import Replicate
+from stepgraph.program.metadata import meta
 from tests.equivalence.random_programs import Case, cases, check_case, run_case
 from tests.support import notes_of
 
@@ -65,9 +67,15 @@ def test_under_tensor_parallelism_alone_a_mask_follows_its_row_through_micro_bat
 
 
 def test_an_operation_that_gathers_the_batch_is_reported():
-    """Rows that are concatenated with rows: no rule divides that, and what follows is whole."""
+    """Rows that are concatenated with rows: no rule divides that, and what follows is whole.
+
+    From 2.14 on torch has one: each rank takes half of every row, and computes half.
+    """
     run, _ = run_case(Case(layers=(("cat rows", False),)))
-    assert any("aten.cat.default" in note and "replicated" in note for note in notes_of(run))
+    (cat,) = (n for n in run.programs["step"].graph.nodes if meta(n).get("name") == "layers.0/cat")
+    told = any("aten.cat.default" in note and "replicated" in note for note in notes_of(run))
+    assert told == (meta(cat)["placements"] == ((Replicate(),),))
+    assert meta(cat)["val"].numel() == (4 * 4 * 8 if told else 4 * 2 * 8)
 
 
 @pytest.mark.parametrize("plan", ["ddp", "zero1"])

@@ -58,7 +58,8 @@ def check(engine_or_plan: Engine | Plan, batch: Any) -> CheckReport:
 
 def _check_whole(engine: Engine, batch: Any) -> CheckReport:
     settings, step = engine.settings(), engine.plan.request.step
-    model, replaced = _plain_copy(engine.model)
+    with engine.model_as_given():
+        model, replaced = _plain_copy(engine.model)
     optimizer = settings.pop("optimizer")
     return check_model(
         model,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from stepgraph.capture.refusals import check_hooks, double_backward_error
 from stepgraph.errors import GraphBreakError, ParameterHookError, UsageError
 from stepgraph.graphwise.compiled_autograd import check_whole_backward
 from stepgraph.graphwise.graph_breaks import GraphRunner
+from stepgraph.graphwise.parts import Parts
 from stepgraph.lowering.presets import check_lowering
 from stepgraph.planning.request import Precision, StepSettings
 from stepgraph.program import roles
@@ -123,6 +125,7 @@ class Engine(SavesAndLoads):
         kept = self._compiler = Compiler(
             self._state, loss or default_loss, made, max_grad_norm, strict, max_shapes, watch=watch
         )
+        kept.capturing = Parts(kept, whole=False).closed
         self.stats, self.programs, self.notes = kept.stats, kept.programs, kept.notes
         self._graphs: GraphRunner | None = None  # where the model cannot be captured whole
         self._whole_backward = self._full_graph = False
@@ -374,6 +377,10 @@ class Engine(SavesAndLoads):
             CheckpointError: keys or shapes that do not fit.
         """
         self._state.load_state_dict(state_dict)
+
+    def model_as_given(self) -> AbstractContextManager:
+        """Within it modules have their own classes, whose parts cannot be called on their own."""
+        return self._compiler.capturing()
 
     def settings(self) -> dict[str, Any]:
         """What the step was asked to be, besides model, mesh and plan."""

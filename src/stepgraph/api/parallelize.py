@@ -133,7 +133,7 @@ class ParallelForward:
     def __init__(self, compiler: Compiler, seed: int, whole_backward: bool) -> None:
         self.compiler, self.seed, self.whole_backward = compiler, seed, whole_backward
         self.graphs: GraphRunner | None = None  # where the module cannot be captured whole
-        self.parts = Parts(compiler)
+        self.parts = Parts(compiler, whole=True)
         self._calls = 0
         compiler.capturing = self._own_forward
 

@@ -81,6 +81,9 @@ class Plan(data.Plan):
             Path(path).write_text(plan_page(self))
         return plan_summary(self)
 
+    def __str__(self) -> str:
+        return self.report()
+
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON."""
         save_plan(self, Path(path))

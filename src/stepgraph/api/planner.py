@@ -12,7 +12,6 @@ from torch import nn
 
 from stepgraph import torch_internals
 from stepgraph.capture.module import BatchSpec, LossFunction
-from stepgraph.capture.outside_tensors import about_outside
 from stepgraph.capture.step import Captured, Source
 from stepgraph.contest import Entrant, compete, predicted, rivals, taken
 from stepgraph.cost.device import Device
@@ -194,7 +193,7 @@ class Planner:
         gap = max((gap for gap in gaps if gap is not None), default=None)
         notes = [
             *captured.notes,
-            *about_outside(captured.values.tensors),
+            *captured.remarks,
             *plan.notes,
             *(n for p in programs.values() for n in p.notes),
         ]

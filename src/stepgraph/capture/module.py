@@ -27,6 +27,7 @@ from stepgraph.capture.python_values import PythonValues, values_of
 from stepgraph.capture.read_numbers import keep_as_tensors
 from stepgraph.capture.refusals import (
     check_assigned_buffers,
+    check_assigned_data,
     check_hooks,
     check_parameter_hooks,
     graph_break_error,
@@ -143,6 +144,7 @@ def capture(
             with other_device.told_of(device_type):
                 captured, flat_names, assigned, heard = export_graph(module, tuple(batch.tensors))
             check_assigned_buffers(assigned)
+            check_assigned_data(captured)
             values = values_of(heard, compares, micro_batches)
             if says_difference and asks_for_device(heard.codes, device_type):
                 notes += difference_notes(captured, module, batch.tensors, device_type)

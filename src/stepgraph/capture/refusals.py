@@ -9,11 +9,12 @@ import traceback
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from stepgraph.errors import CaptureError, GraphBreakError, HookError, ParameterHookError
 from stepgraph.operators import own
 from stepgraph.torch_internals import custom_operators, hooks
+from stepgraph.torch_internals.assigned_buffers import assigned_data
 
 _NOT_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 _USER_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
@@ -74,6 +75,22 @@ def check_assigned_buffers(buffers: list[str]) -> None:
             why="it has another shape or type, or is a tensor that the model holds elsewhere as well; a "
             "captured step would go on with the old one",
             do="write into the buffer: self.buffer.copy_(...), or mul_ and add_",
+        )
+
+
+def check_assigned_data(graph: fx.GraphModule) -> None:
+    """Refuses a graph of dynamo's that puts other data into tensors of the model.
+
+    Raises:
+        CaptureError: with the line.
+    """
+    if (trace := assigned_data(graph)) is not None:
+        raise CaptureError(
+            "the forward assigns to the .data of a tensor of the model's",
+            where=line_in(trace) or trace.strip(),
+            why="a program writes what a tensor holds, and never takes another tensor in its place",
+            do="write into it instead: self.buffer.copy_(...), or mul_ and add_; parameters are changed "
+            "by the optimizer, or between steps under torch.no_grad()",
         )
 
 

@@ -11,6 +11,7 @@ from stepgraph.analysis.loss_normalisation import by_rows, find_normalisation, i
 from stepgraph.capture.counters import SharedCounters
 from stepgraph.capture.module import BatchSpec, LossFunction, capture
 from stepgraph.capture.optimizer import FunctionalOptimizer, functionalize_optimizer
+from stepgraph.capture.outside_tensors import about_outside
 from stepgraph.capture.python_values import PythonValues
 from stepgraph.capture.regions import written_in_regions
 from stepgraph.capture.update import given_gradients, parameters_without_gradient
@@ -63,6 +64,10 @@ class Captured:
     remarks: list[str] = field(default_factory=list)
 
 
+def _remarks(program: Program, values: PythonValues) -> list[str]:
+    return [*about_outside(values.tensors), *written_in_regions(program)]
+
+
 @dataclass(frozen=True)
 class Roads:
     """The passes, in order: of every program, of that which accumulates, the step, the split use."""
@@ -93,7 +98,8 @@ class Capture:
         reduces_each = reduces_each and settings.micro_batches > 1
         joint, _, values = self._captured("step", micro_batches=settings.micro_batches)
         joint = self._simplified(joint, accumulate=settings.micro_batches > 1)
-        notes, remarks = parameters_without_gradient(source.model, joint), written_in_regions(joint)
+        notes = parameters_without_gradient(source.model, joint)
+        remarks = _remarks(joint, values)
         optimizer = None if source.optimizer is None else self._functional(joint)
         programs: dict[str, Program] = {}
         normalisation = None
@@ -135,7 +141,8 @@ class Capture:
         """The forward alone: the program ``evaluate``."""
         program, tree, values = self._captured("evaluate", training=False, as_module=as_module)
         program = self._simplified(program, accumulate=False)
-        return Captured({"evaluate": program}, tree=tree, values=values)
+        remarks = _remarks(program, values)
+        return Captured({"evaluate": program}, tree=tree, values=values, remarks=remarks)
 
     def gradients(self, as_module: bool) -> Captured:
         """Forward and backward without an update: ``gradients``, split in two when it is lowered.
@@ -146,7 +153,7 @@ class Capture:
         joint, tree, values = self._captured("gradients", as_module=as_module)
         joint = self._simplified(joint, accumulate=False)
         notes = parameters_without_gradient(self.source.model, joint)
-        remarks = written_in_regions(joint)
+        remarks = _remarks(joint, values)
         joint = self.driver.through(
             self.roads.reduced, joint, masters=self._masters(), precision=self.settings.precision
         )

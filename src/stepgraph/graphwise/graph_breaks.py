@@ -21,7 +21,7 @@ from stepgraph.analysis.sums import OWN_LOSS, OWN_NUMBERS
 from stepgraph.capture.loss import check_loss, forgotten_loss, loss_of
 from stepgraph.capture.mixed_types import mixed_types_error
 from stepgraph.capture.module import default_loss, in_dtype
-from stepgraph.capture.refusals import check_hooks
+from stepgraph.capture.refusals import check_assigned_data, check_hooks
 from stepgraph.errors import CaptureError, PlanError, StepgraphError, UsageError
 from stepgraph.graphwise.backend import Backend
 from stepgraph.graphwise.buffers_of_ranks import BuffersOfRanks
@@ -90,7 +90,8 @@ class GraphRunner:
         precision = compiler.settings.precision
         dtypes = precision.compute, precision.reduce
         self._gathering = Gathering(size, self._group, mesh_dim, *dtypes)
-        gather_where_read(compiler.model, self._gathering)
+        with compiler.capturing():
+            gather_where_read(compiler.model, self._gathering)
         self.graphs = GraphCompiler(
             plan.request, ranks.target, ranks.rank, ranks.groups, watch=compiler.watch
         )
@@ -203,7 +204,8 @@ class GraphRunner:
         read = dynamo.graphs_ended(dynamo.BY_NUMBERS)
         try:
             run = self._function if self._by_data.found else self._compiled
-            with dynamo.running_regions_once(), self._by_data.looking():
+            looking = self._by_data.looking()
+            with self.compiler.capturing(), dynamo.running_regions_once(), looking:
                 result = run(self.compiler.model, pytree.tree_unflatten(cast, tree))
             self._warm.add(entry)
             if (
@@ -255,7 +257,7 @@ class GraphRunner:
         run = dynamo.compile_apart(self._function, backend, self.compiler.max_shapes, False)
         before, self._gathering.active = self._gathering.active, True
         try:
-            with torch.random.fork_rng(devices=[]):
+            with self.compiler.capturing(), torch.random.fork_rng(devices=[]):
                 loss_of(run(model, pytree.tree_unflatten(list(leaves), tree))).backward()
         finally:
             self._gathering.active = before
@@ -359,6 +361,7 @@ class GraphRunner:
 
     def compile(self, graph: torch.fx.GraphModule, examples: Any, backward: bool) -> Callable:
         """Compiles a graph that dynamo captured, of the model or (``backward``) of its whole backward."""
+        check_assigned_data(graph)
         if (code := dynamo.code_now()) is not None:
             self._codes.add(code)
         if (mode := dynamo.fake_mode_now()) is not None:

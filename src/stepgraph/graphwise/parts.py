@@ -1,6 +1,6 @@
-"""Lets the parts of a parallelized module be called on their own: ``m.encode(x)``, ``m.layers[0](x)``.
+"""Lets the parts of a model be called on their own: ``m.encode(x)``, ``m.layers[0](x)``.
 
-What is compiled is the module as a whole. A part that is called from outside runs as it stands, in the
+What is compiled is the model as a whole. A part that is called from outside runs as it stands, in the
 caller's own autograd graph, and every parameter is gathered where it is read; its gradient is reduced as
 that of the whole module is. For that, each module has a class of its own, below its old one, while nothing
 is captured: its methods say when the model's code is running. Reads at other times (an optimizer's, a
@@ -10,7 +10,9 @@ state dict's, an initialisation's) find the DTensors.
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import functools
+import operator
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -40,37 +42,47 @@ class Parts:
 
     Args:
         compiler: of the model; it has the ranks, the precision, and says that parts were called.
+        whole: the model's own call is no part's: it is the compiled one.
     """
 
-    def __init__(self, compiler: Compiler) -> None:
+    def __init__(self, compiler: Compiler, whole: bool) -> None:
         self._compiler = compiler
-        self._modules = list(compiler.model.modules())
+        self._model = compiler.model if whole else None
         self._made: dict[tuple, type] = {}
-        self._own: dict[type, type] = {}
+        self._classes = [(module, *self._classes_of(module)) for module in compiler.model.modules()]
         self._reads: list[list[tuple[torch.Tensor, int]]] = []  # of the calls that are running
+        self._is_open = False
         self._open()
 
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
         """Modules have the classes that are captured; what changes them may change them for good."""
-        if type(self._modules[0]) not in self._own:
+        if not self._is_open:
             yield
             return
-        for module in self._modules:
-            module.__class__ = self._own.get(type(module), type(module))
+        self._is_open = False
+        for module, own, _ in self._classes:
+            object.__setattr__(module, "__class__", own)  # at every step, and a module's is slow
         try:
             yield
         finally:
             self._open()
 
     def _open(self) -> None:
-        for number, module in enumerate(self._modules):
-            names = tuple(name for name, p in module._parameters.items() if p is not None)
-            key = (type(module), names, number == 0)
-            if key not in self._made:
-                self._made[key] = self._class_of(*key)
-                self._own[self._made[key]] = type(module)
-            module.__class__ = self._made[key]
+        for number, (module, own, made) in enumerate(self._classes):
+            if type(module) is not own:
+                own, made = self._classes_of(module)
+                self._classes[number] = module, own, made
+            object.__setattr__(module, "__class__", made)
+        self._is_open = True
+
+    def _classes_of(self, module: nn.Module) -> tuple[type, type]:
+        """The class that a module has, and the one below it."""
+        names = tuple(name for name, p in module._parameters.items() if p is not None)
+        key = (type(module), names, module is self._model)
+        if key not in self._made:
+            self._made[key] = self._class_of(*key)
+        return type(module), self._made[key]
 
     def _class_of(self, own: type, names: tuple[str, ...], whole: bool) -> type:
         """``whole``: the model itself, whose own call is the compiled one."""
@@ -79,9 +91,20 @@ class Parts:
             functions = (f for f in vars(cls).items() if isinstance(f[1], types.FunctionType))
             members |= {n: self._method(f) for n, f in functions if not n.startswith("__")}
         members["_apply"] = functools.partialmethod(_apply, own._apply)
+        members["apply"] = self._with_own_classes(own.apply)
         if not whole:
             members["__call__"] = self._method(own.__call__, always=True)
-        return class_that_reads(own, names, self._reader, members)
+        return class_that_reads(own, names, self._reader, members, _metaclass(type(own)))
+
+    def _with_own_classes(self, function: Callable) -> Callable:
+        """For ``apply``: what is applied may ask ``type(module) is nn.Linear``."""
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.closed():
+                return function(*args, **kwargs)
+
+        return call
 
     def _method(self, function: Callable, always: bool = False) -> Callable:
         """A method during which parameters are whole: ``always``, or if it is given a tensor."""
@@ -152,6 +175,18 @@ class Parts:
             return whole
 
         return read
+
+
+def _own_class(made: type) -> tuple:
+    return operator.itemgetter(0), (made.__bases__,)
+
+
+@functools.cache
+def _metaclass(meta: type) -> type:
+    """Of classes that are pickled, and so saved with a module, as the module's own."""
+    made = type(meta.__name__, (meta,), {})
+    copyreg.pickle(made, _own_class)  # type: ignore[arg-type]
+    return made
 
 
 def _apply(module: nn.Module, function: Callable, convert: Callable, recurse: bool = True):

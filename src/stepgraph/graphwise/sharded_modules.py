@@ -56,12 +56,14 @@ def class_that_reads(
     names: tuple[str, ...],
     reader: Callable[[str], Callable],
     others: Mapping[str, object] | None = None,
+    metaclass: type = type,
 ) -> type:
     """A class below another, called like it.
 
     Args:
         names: of parameters, each of which is read by ``reader(name)(module)``.
         others: what else it has.
+        metaclass: of it; that of the base where it is ``type``.
     """
     members: dict[str, object] = dict(others or {})
     members |= {name: property(reader(name)) for name in names}
@@ -72,7 +74,7 @@ def class_that_reads(
         )
     members |= {"__module__": base.__module__, "__qualname__": base.__qualname__}
     members["__doc__"] = base.__doc__
-    return type(base.__name__, (base,), members)
+    return metaclass(base.__name__, (base,), members)
 
 
 class _Part(torch.autograd.Function):

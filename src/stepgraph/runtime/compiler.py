@@ -12,7 +12,6 @@ from typing import Any
 from torch import nn
 
 from stepgraph.capture.module import BatchSpec, LossFunction
-from stepgraph.capture.outside_tensors import about_outside
 from stepgraph.capture.refusals import check_hooks, check_parameter_hooks
 from stepgraph.capture.step import Capture, Captured, Source
 from stepgraph.contest import make_best
@@ -162,7 +161,8 @@ class Compiler:
         Raises:
             ChangingValueError: it was another one too often.
         """
-        found = [one.values.broken() for one in compiled]
+        with self.capturing():
+            found = [one.values.broken() for one in compiled]
         if len(compiled) < self.max_shapes:
             return f"{name}: a value that the code reads has changed: no longer {found[-1]}"
         raise ChangingValueError(
@@ -313,7 +313,6 @@ class Compiler:
         self.plan = made.plan
         notes = [note for program in made.programs.values() for note in program.notes]
         self.report([*captured.notes, *dict.fromkeys(notes)])
-        self.report(about_outside(captured.values.tensors), falls_back=False)
         self.report(captured.remarks, falls_back=False)
         lowered: dict[str, LoweredProgram] = {}
         for name, program in made.programs.items():

@@ -105,16 +105,20 @@ class Watch:
         number, asked = self._number, [0] if self.rank else range(1, self.size)
         self._store.set(f"changes/{number}/{self.rank}", str(digest))
         for rank in asked:
-            while not self._store.check([f"changes/{number}/{rank}"]):
+            key = f"changes/{number}/{rank}"
+            while not self._store.check([key]):
                 time.sleep(0.05)
                 theirs, runs, _ = self._published(rank)
-                if theirs > number or (theirs == number and runs):
+                further = theirs > number or (theirs == number and runs)
+                if further and not self._store.check(
+                    [key]
+                ):  # it may have come, and gone on, meanwhile
                     shown = self._calls[number][1]
                     raise self.differ(
                         f"call {number}, {shown}, is another one than before on rank "
                         f"{self.rank} alone, and not on rank {rank}"
                     )
-            if self._store.get(f"changes/{number}/{rank}").decode() != str(digest):
+            if self._store.get(key).decode() != str(digest):
                 raise self.differ(f"call {number} runs other programs on rank {rank} than here")
 
     def word(self) -> int:

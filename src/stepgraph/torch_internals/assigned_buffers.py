@@ -42,6 +42,19 @@ def written_in_place() -> Iterator[list[str]]:
         OutputGraph.compile_subgraph = compile_subgraph  # type: ignore[method-assign]
 
 
+# What dynamo makes of ``tensor.data = other``: the second one from torch 2.14 on.
+_ASSIGNS_DATA = [torch.Tensor.set_, getattr(torch.ops.aten, "shallow_copy_data_", None)]
+
+
+def assigned_data(captured: fx.GraphModule) -> str | None:
+    """Where code assigns to the ``.data`` of a tensor that it was given, in a graph of dynamo's."""
+    graphs = [part.graph for part in captured.modules() if isinstance(part, fx.GraphModule)]
+    for node in (node for graph in graphs for node in graph.nodes):
+        if node.target in _ASSIGNS_DATA:
+            return node.meta.get("stack_trace") or str(node)
+    return None
+
+
 def _write_assigned(graph: OutputGraph, tx: Any, left: list[str]) -> None:
     taken = {_storage(node.meta["example_value"]) for node in _inputs_of(graph)}
     pairs: list[tuple[Any, Any]] = []

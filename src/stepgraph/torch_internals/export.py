@@ -10,7 +10,7 @@ import torch._dynamo.functional_export as _functional_export
 from torch import fx, nn
 from torch._dynamo.output_graph import OutputGraph
 
-from stepgraph.torch_internals import assigned_buffers, flex, python_values
+from stepgraph.torch_internals import assigned_buffers, flex, numpy_values, python_values
 from stepgraph.torch_internals.code import generating_late
 
 
@@ -48,6 +48,7 @@ def export_graph(module: nn.Module, args: tuple) -> Exported:
         flex.differentiable_on_host(),
         _gradients_within(),
         assigned_buffers.written_in_place() as assigned,
+        numpy_values.captured(),
         _dynamo_config.patch(settings),
     ):
         captured = _functional_export._dynamo_graph_capture_for_export(module)(*args)

@@ -17,6 +17,7 @@ from stepgraph.program.program import tensors_of
 
 # A body of a few operations costs more to call than to run: short periods are taken several at once.
 SHORTEST = 48
+_TIMES = 4  # but a body serves so many at least, where there are so many
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def find_pieces(operations: list[fx.Node], varying: dict[Any, int]) -> list[Piec
             continue
         start, period, covered = found
         stretches += [(low, start), (start + covered, high)]
-        period *= max(1, min(-(-SHORTEST // period), covered // period // 2))
+        period *= max(1, min(-(-SHORTEST // period), covered // period // _TIMES))
         count, slack = divmod(covered, period)
         first = start + min(
             range(slack + 1),

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from stepgraph.lowering.attention import KEYED
 from stepgraph.lowering.handed_on import computed_anew, floats, memory, root_of
@@ -26,7 +27,7 @@ from stepgraph.torch_internals.code import graph_module
 aten = torch.ops.aten
 
 # Their argument that tells operations apart, and the one that it is added to, as a tensor.
-VARYING = {RANDOM: (2, 0), KEYED: (9, 8)}
+VARYING: dict[Any, tuple[int, int]] = {RANDOM: (2, 0), KEYED: (9, 8)}
 _WORTH = 0.8  # of the operations: where bodies hold more than that, the whole is compiled
 
 
@@ -36,9 +37,10 @@ class IndivisibleError(Exception):
 
 @dataclass(frozen=True)
 class Number:
-    """An argument of a body that is a constant of one call."""
+    """An argument of a body that is a constant of one call, as a tensor of so many dimensions."""
 
     value: int
+    dims: int
 
 
 Given = fx.Node | Number
@@ -189,10 +191,12 @@ class _Copy:
 
     def compute(self, node: fx.Node) -> fx.Node:
         """One operation, and the views that it reads."""
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.get)
+        args, kwargs = map_arg((node.args, node.kwargs), self.get)
         if node.target in VARYING:
             args = self.lifted(node, list(args))
-        new = self.new[node] = self.graph.call_function(node.target, tuple(args), dict(kwargs))
+        new = self.new[node] = self.graph.create_node(
+            "call_function", node.target, tuple(args), dict(kwargs)
+        )
         set_meta(new, meta(node))
         self.text.append(f"{new} {node.target} {new.args} {new.kwargs}")
         return new
@@ -201,7 +205,7 @@ class _Copy:
         """What tells a random operation from others becomes an input, for one body to serve all."""
         at, seed = VARYING[node.target]
         words = meta(args[seed])["val"]
-        number = self.take(Number(args[at]), words.new_empty([1] * words.dim()))
+        number = self.take(Number(args[at], words.dim()), words.new_empty([1] * words.dim()))
         if words.dim():
             added = self.graph.call_function(aten.cat.default, ([args[seed], number],))
         else:

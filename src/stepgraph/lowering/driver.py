@@ -77,7 +77,7 @@ class _Writer:
         """One of them; ``like``: an example of it."""
         if not isinstance(given, Number):
             return self.shown(given)
-        name = f"number_{given.value % 2**64}_{like.dim()}"
+        name = f"number_{given.value % 2**64}_{given.dims}"
         if name not in self.constants:
             filled = torch.full(list(like.shape), given.value, dtype=like.dtype, device=like.device)
             self.constants[name] = filled

@@ -14,9 +14,10 @@ from stepgraph import torch_internals
 from stepgraph.operators.views import viewed
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import is_write
+from stepgraph.torch_internals.operators import TO_COPY
 
 _DEPTH = 4  # operations between what is read and what is kept
-_POINTWISE = {torch.ops.aten._to_copy.default, torch.ops.aten.expand.default}
+_POINTWISE = {TO_COPY}
 
 
 def floats(node: fx.Node) -> bool:

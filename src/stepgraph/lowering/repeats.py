@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
+from torch.fx.node import map_arg
 
 from stepgraph.analysis.blocks import longest_repetition
 from stepgraph.operators.views import is_view
@@ -75,7 +76,7 @@ def _letter(node: fx.Node, varying: dict[Any, int]) -> tuple:
 
 
 def _constant(argument: Any) -> Any:
-    return fx.node.map_arg(argument, lambda _: None)
+    return map_arg(argument, lambda _: None)
 
 
 def _crossings(operations: list[fx.Node]) -> list[int]:

@@ -23,17 +23,17 @@ def _one_collective_at_a_time(nodes: list) -> list:
 
     scheduler = nodes[0].scheduler
     started = {node.get_name(): node for node in nodes if contains_collective(node)}
-    wait_for = {}
+    wait_for: dict[str | None, list] = {None: []}  # None: of what another graph has started
     for wait in filter(contains_wait, nodes):
-        for read in wait.unmet_dependencies:
-            buffer = scheduler.name_to_buf.get(read.name)
-            if buffer is not None and buffer.defining_op_name() in started:
-                wait_for[buffer.defining_op_name()] = wait
-    for before, node in itertools.pairwise(started.values()):
+        reads = (scheduler.name_to_buf.get(read.name) for read in wait.unmet_dependencies)
+        names = [buffer.defining_op_name() for buffer in reads if buffer is not None]
+        for name in [name for name in names if name in started] or [None]:
+            wait_for.setdefault(name, []).append(wait)
+    for before, node in itertools.pairwise([None, *started.values()]):
         mine = next(iter(node.get_buffer_names()))
-        wait = wait_for.get(before.get_name())
-        for buffer in wait.get_buffer_names() if wait is not None else ():
-            node.add_fake_dep(WeakDep(buffer, mutating_buf=mine, is_fake=True))
+        for wait in wait_for.get(before and before.get_name(), ()):
+            for buffer in wait.get_buffer_names():
+                node.add_fake_dep(WeakDep(buffer, mutating_buf=mine, is_fake=True))
         node.prune_deps()
     scheduler.nodes = scheduler.topological_sort_schedule(nodes)
     scheduler.compute_ancestors()

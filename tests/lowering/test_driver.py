@@ -3,14 +3,9 @@
 import weakref
 
 import torch
-from torch import fx, nn
+from torch import nn
 
-from stepgraph import torch_internals
-from stepgraph.lowering.bodies import in_pieces
 from stepgraph.lowering.driver import _Writer, drive
-from stepgraph.program import roles
-from stepgraph.program.metadata import set_meta
-from stepgraph.program.program import FORWARD, Program, Value
 from tests.lowering.pieces import interpreted, pieces_of
 from tests.support import assert_golden_text, captured, values
 
@@ -59,40 +54,3 @@ def test_it_holds_a_value_as_long_as_it_is_needed():
     run = drive(pieces, watched)
     run([values(model, x).of(role, value) for role, value in given])
     assert len(held) > 10 and next(calls, None) is None
-
-
-def sending(blocks):
-    """Blocks that each send a value, and wait for that of the block before."""
-    graph, example = fx.Graph(), torch.empty(4, device="meta")
-    x = h = graph.placeholder("x")
-    set_meta(x, {"val": example, "name": "x"})
-
-    def operation(target, *args):
-        node = graph.call_function(target, args)
-        set_meta(node, {"val": example, "phase": FORWARD, "module": "", "name": node.name})
-        return node
-
-    before = None
-    for _ in range(blocks):
-        for _ in range(30):
-            h = operation(torch.ops.aten.sin.default, h)
-        sent = operation(torch_internals.ALL_REDUCE, h, "sum", "0")
-        h = operation(torch.ops.aten.cos.default, h)
-        if before is not None:
-            h = operation(torch.ops.aten.add.Tensor, h, operation(torch_internals.WAIT, before))
-        before = sent
-    graph.output((operation(torch_internals.WAIT, before),))
-    module = fx.GraphModule(nn.Module(), graph)
-    value = Value((4,), torch.float32)
-    return Program("sending", module, [roles.UserInput(0, "x")], [roles.Loss()], [value], [value])
-
-
-def test_what_is_on_its_way_is_kept_until_it_has_come():
-    pieces = in_pieces(sending(10))
-    assert pieces is not None
-    for number, call in enumerate(pieces.calls):
-        for node in [node for node in call.made if node is not None]:
-            if node.target is torch_internals.ALL_REDUCE:
-                (source,), (wait,) = node.all_input_nodes, node.users
-                assert source in call.made
-                assert pieces.needed[source] >= pieces.piece_of[wait] > number

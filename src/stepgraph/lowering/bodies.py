@@ -211,6 +211,7 @@ class _Copy:
         else:
             added = self.graph.call_function(aten.add.Tensor, (args[seed], number))
         set_meta(added, {**meta(node), "val": words.new_empty([n + 1 for n in words.shape])})
+        self.text.append(f"{added} {added.target} {added.args}")
         args[seed], args[at] = added, 0
         return args
 
@@ -258,8 +259,8 @@ def _keep_what_is_sent(
         for node in filter(is_collective, list(copy.new)):
             if piece_of.get(node) != copy.number:
                 continue
-            last = max((piece_of[user] for user in node.users), default=copy.number)
-            if last == copy.number:
+            last = max((piece_of.get(user, len(copies)) for user in node.users), default=0)
+            if last <= copy.number:
                 continue
             for source in map(root_of, node.all_input_nodes):
                 needed[source] = max(needed.get(source, 0), last)

@@ -39,6 +39,7 @@ class _Writer:
     def __init__(self, pieces: Pieces) -> None:
         self.pieces = pieces
         self.names: dict[fx.Node, str] = {}
+        self.attributes: dict[str, str] = {}
         self.constants: dict[str, Any] = {}
 
     def text(self) -> str:
@@ -98,7 +99,8 @@ class _Writer:
         if node.op != "get_attr":
             return self.name(node)
         value = operator.attrgetter(str(node.target))(self.pieces.program.module)
-        return self.constant(re.sub(r"\W", "_", f"constant_{node.target}"), value)
+        name = self.attributes.setdefault(str(node.target), f"constant_{len(self.attributes)}")
+        return self.constant(name, value)
 
     def name(self, node: fx.Node) -> str:
         """The name of what holds a value."""

@@ -12,6 +12,7 @@ from torch import fx
 
 from stepgraph import torch_internals
 from stepgraph.operators.views import viewed
+from stepgraph.program.collectives import is_collective
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import is_write
 from stepgraph.torch_internals.operators import TO_COPY
@@ -45,7 +46,7 @@ def memory(node: fx.Node, piece_of: Mapping[fx.Node, int]) -> fx.Node:
         apart = piece_of[node] != piece_of.get(node.args[0])  # type: ignore[arg-type]
         if not is_write(node) and not (node.target is torch_internals.WAIT and apart):
             return node
-        node = viewed(node)  # type: ignore[assignment]
+        node = root_of(viewed(node))  # type: ignore[arg-type]
     return node
 
 
@@ -58,7 +59,8 @@ def computed_anew(
         operations: those that are no views, in order.
         piece_of: the piece of each.
     """
-    written = {root_of(node.args[0]) for node in operations if is_write(node)}  # type: ignore[arg-type]
+    written = {root_of(node) for write in filter(is_write, operations) for node in _targets(write)}
+    sent: set[fx.Node] = set()  # what is on its way must stay where it is
     reads: list[set[fx.Node]] = [set() for _ in range(max(piece_of.values()) + 1)]
     readers: dict[fx.Node, set[int]] = {}
     for node in operations:
@@ -68,6 +70,8 @@ def computed_anew(
             if piece_of.get(held) != here:
                 reads[here].add(held)
                 readers.setdefault(held, set()).add(here)
+            if is_collective(node):
+                sent.add(held)
     anew: set[tuple[int, fx.Node]] = set()
 
     def chain(node: fx.Node, piece: int, depth: int) -> list[fx.Node] | None:
@@ -87,7 +91,7 @@ def computed_anew(
         return found
 
     for node in reversed(operations):
-        if node not in readers or not _pointwise(node):
+        if node not in readers or node in sent or not _pointwise(node):
             continue
         chains = [(piece, chain(node, piece, 1)) for piece in readers[node]]
         if any(needed is None for _, needed in chains):
@@ -98,12 +102,24 @@ def computed_anew(
     return anew
 
 
+def _targets(write: fx.Node) -> list[fx.Node]:
+    """What a write writes into."""
+    found = []
+    for i, argument in enumerate(write.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = write.args[i] if i < len(write.args) else write.kwargs.get(argument.name)
+            found += value if isinstance(value, (list, tuple)) else [value]
+    return [node for node in found if isinstance(node, fx.Node)]
+
+
 def _pointwise(node: fx.Node) -> bool:
     """Whether an operation is arithmetic, element by element, that costs less than to keep its result."""
     if node.op != "call_function" or is_write(node):
         return False
     tags = getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded in tags:
+        return False
     if torch.Tag.pointwise not in tags and node.target not in _POINTWISE:
         return False
-    value = meta(node)["val"]
+    value = meta(node).get("val")
     return isinstance(value, torch.Tensor) and bool(node.all_input_nodes)

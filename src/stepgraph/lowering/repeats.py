@@ -70,7 +70,7 @@ def _letter(node: fx.Node, varying: dict[Any, int]) -> tuple:
     at = varying.get(node.target)
     args = [None if i == at else _constant(arg) for i, arg in enumerate(node.args)]
     kwargs = [(key, _constant(value)) for key, value in node.kwargs.items()]
-    values = tensors_of(meta(node)["val"])
+    values = tensors_of(meta(node).get("val"))
     shapes = tuple((tuple(t.shape), t.stride(), t.dtype) for t in values)
     return (str(node.target), repr(args), repr(kwargs), shapes)
 

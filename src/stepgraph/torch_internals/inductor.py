@@ -21,6 +21,8 @@ def _one_collective_at_a_time(nodes: list) -> list:
     from torch._inductor.dependencies import WeakDep
     from torch._inductor.utils import contains_collective, contains_wait
 
+    if not nodes:
+        return nodes
     scheduler = nodes[0].scheduler
     started = {node.get_name(): node for node in nodes if contains_collective(node)}
     wait_for: dict[str | None, list] = {None: []}  # None: of what another graph has started

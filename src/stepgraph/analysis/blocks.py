@@ -10,6 +10,7 @@ values look alike, too, but stand side by side.
 
 import itertools
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -36,24 +37,40 @@ def find_blocks(program: Program) -> list[Block]:
     letters = [_letter(node) for node in nodes]
     crossing = _crossing_bytes(nodes)
     blocks: list[Block] = []
-    stretches = [(0, len(nodes))]
+    for edges in repetitions(letters, crossing):
+        found = [Block(start, stop) for start, stop in itertools.pairwise(edges)]
+        if _chained(found, nodes):
+            blocks += found
+    return sorted(blocks, key=lambda block: block.start)
+
+
+def repetitions(
+    letters: list,
+    crossing: Sequence[int],
+    lengthen: Callable[[int, int], int] = lambda period, covered: period,
+) -> Iterator[list[int]]:
+    """Where each repetition in a text has its edges, set where the least crosses.
+
+    Args:
+        letters: what is compared.
+        crossing: what crosses from the letter before each to it.
+        lengthen: (period, letters covered) -> a multiple of the period.
+    """
+    stretches = [(0, len(letters))]
     while stretches:
         low, high = stretches.pop()
-        found = longest_repetition(letters, low, high)
+        found = _longest_repetition(letters, low, high)
         if found is None:
             continue
         start, period, covered = found
+        stretches += [(low, start), (start + covered, high)]
+        period = lengthen(period, covered)
         count, slack = divmod(covered, period)
-        offset = min(
+        first = start + min(
             range(slack + 1),
             key=lambda o: sum(crossing[start + o + k * period] for k in range(count + 1)),  # noqa: B023
         )
-        first = start + offset
-        found_now = [Block(first + k * period, first + (k + 1) * period) for k in range(count)]
-        if _chained(found_now, nodes):
-            blocks += found_now
-        stretches += [(low, start), (start + covered, high)]
-    return sorted(blocks, key=lambda block: block.start)
+        yield [first + k * period for k in range(count + 1)]
 
 
 def _chained(blocks: list[Block], nodes: list[fx.Node]) -> bool:
@@ -70,7 +87,7 @@ def _letter(node: fx.Node) -> tuple:
     return (str(node.target), shapes)
 
 
-def longest_repetition(letters: list, low: int, high: int) -> tuple[int, int, int] | None:
+def _longest_repetition(letters: list, low: int, high: int) -> tuple[int, int, int] | None:
     """(start, period, operations covered) of the repetition that covers most of a stretch."""
     if high - low < 2 * _SHORTEST:
         return None

@@ -4,13 +4,14 @@ Operations are read in order, each as a letter (what it computes, on which shape
 itself shifted by a period is repeated layers: their forward, their backward, their updates.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 from torch.fx.node import map_arg
 
-from stepgraph.analysis.blocks import longest_repetition
+from stepgraph.analysis.blocks import repetitions
 from stepgraph.operators.views import is_view
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.metadata import meta
@@ -42,28 +43,20 @@ def find_pieces(operations: list[fx.Node], varying: dict[Any, int]) -> list[Piec
     numbers: dict[tuple, int] = {}
     letters = [numbers.setdefault(_letter(n, varying), len(numbers)) for n in operations]
     crossing = _crossings(operations)
-    repeated: list[Piece] = []
-    stretches = [(0, len(letters))]
-    while stretches:
-        low, high = stretches.pop()
-        found = longest_repetition(letters, low, high)
-        if found is None:
-            continue
-        start, period, covered = found
-        stretches += [(low, start), (start + covered, high)]
-        period *= max(1, min(-(-SHORTEST // period), covered // period // _TIMES))
-        count, slack = divmod(covered, period)
-        first = start + min(
-            range(slack + 1),
-            key=lambda o: sum(crossing[start + o + k * period] for k in range(count + 1)),  # noqa: B023
-        )
-        edges = [first + k * period for k in range(count + 1)]
-        repeated += [Piece(a, b, True) for a, b in zip(edges, edges[1:], strict=False)]
+    repeated = [
+        Piece(start, stop, True)
+        for edges in repetitions(letters, crossing, _several)
+        for start, stop in itertools.pairwise(edges)
+    ]
     pieces, done = [], 0
     for piece in sorted(repeated, key=lambda p: p.start):
         pieces += [Piece(done, piece.start, False)] * (done < piece.start) + [piece]
         done = piece.stop
     return pieces + [Piece(done, len(letters), False)] * (done < len(letters))
+
+
+def _several(period: int, covered: int) -> int:
+    return period * max(1, min(-(-SHORTEST // period), covered // period // _TIMES))
 
 
 def _letter(node: fx.Node, varying: dict[Any, int]) -> tuple:

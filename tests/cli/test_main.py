@@ -1,5 +1,7 @@
 import json
+import os
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +12,7 @@ from stepgraph.cli import train, training
 from stepgraph.cli.training import Summary, TrainOptions
 from stepgraph.equivalence import check
 from stepgraph.errors import BatchError, CaptureError, LaunchError
+from stepgraph.lowering.cache import Cache
 
 # The command line is an interface: a script that works today works tomorrow. Add to this table;
 # change or take away nothing. Option, default, whether it must be given.
@@ -63,6 +66,7 @@ COMMANDS = {
     },
     "explain": {"plan": (None, True), "value": (None, False)},
     "doctor": {"--json": (False, False), "--calibrate": (False, False)},
+    "cache": {"--json": (False, False), "--clear": (False, False)},
 }
 
 SUMMARY = Summary(
@@ -137,7 +141,22 @@ def test_options_and_the_record_of_them_agree():
         assert getattr(record, name) == COMMANDS["train"]["--" + name.replace("_", "-")][0]
 
 
-@pytest.mark.parametrize("command", [[], ["train"], ["check"], ["plan"], ["explain"], ["doctor"]])
+def test_the_cache_is_shown_and_cleared(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert "0 compiled graphs" in run("cache").stdout
+    Cache().compiled(
+        [("a", lambda: Path(os.environ["TORCHINDUCTOR_CACHE_DIR"], "a.so").write_bytes(bytes(9)))]
+    )
+    shown = json.loads(run("cache", "--json").stdout)
+    assert [entry["bytes"] for entry in shown["entries"]] == [9]
+    assert "1 compiled graphs" in run("cache").stdout
+    assert "removed 0.0 MiB" in run("cache", "--clear").stdout
+    assert not (tmp_path / "stepgraph").exists()
+
+
+@pytest.mark.parametrize(
+    "command", [[], ["train"], ["check"], ["plan"], ["explain"], ["doctor"], ["cache"]]
+)
 def test_help_has_an_example(command):
     result = run(*command, "--help")
     assert result.exit_code == 0

@@ -87,7 +87,11 @@ def compare(
 
 def _make(program: Program, target: Any) -> Callable:
     pieces = in_pieces(program)
-    return drive(pieces, interpreted) if pieces else LOWERINGS["eager"].make(program, target)
+    return (
+        drive(pieces, [*map(interpreted, pieces.bodies)])
+        if pieces
+        else LOWERINGS["eager"].make(program, target)
+    )
 
 
 PIECES = Lowering("pieces", no_obstacles, _make)

@@ -10,11 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import stepgraph
+from stepgraph.lowering.bodies import Number
 from stepgraph.lowering.presets import LOWERINGS
+from stepgraph.torch_internals.code import generate_code
 from tests.end_to_end.models import bring
 from tests.equivalence.random_programs import Case, cases, make_batch, make_model, sgd
-from tests.lowering.pieces import PIECES, compare
-from tests.support import tiny_llama, token_batch
+from tests.lowering.pieces import PIECES, compare, pieces_of
+from tests.support import bound, compiled, tiny_llama, token_batch
 
 SETTINGS = settings(settings.get_profile("ci"), max_examples=4)
 
@@ -49,6 +52,28 @@ def test_blocks_that_draw_and_write_buffers_are_one_body():
     model = Blocks(12)
     found = compare(model, torch.randn(8, 6), lambda m, x: m(x))["step"]
     assert len(found) >= len(set(found)) + 6
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero3"])
+def test_ranks_compile_the_same_bodies(plan):
+    """Where a rank's rows begin in what is drawn is an argument."""
+    torch.manual_seed(0)
+    model = Blocks(8)
+    made = compiled(model, torch.randn(8, 6), ranks=2, plan=plan)
+    ranks = [pieces_of(program) for program in bound(made.programs["step"])]
+    texts = [[generated(body) for body in pieces.bodies] for pieces in ranks]
+    assert texts[0] == texts[1]
+    drawn = [call.given for pieces in ranks for call in pieces.calls]
+    starts = {
+        n.value for given in drawn for n in given if isinstance(n, Number) and "start" in n.of
+    }
+    assert len(starts) == 2
+
+
+def generated(body):
+    module = body.module()
+    generate_code(module)
+    return module.code
 
 
 CELLS = {
@@ -97,3 +122,28 @@ def test_random_layers_repeated_are_the_same_in_pieces(case: Case, times: int):
         micro_batches=case.micro_batches,
         schedule="auto",
     )
+
+
+class Constants(nn.Module):
+    """Reads tensors that are no parameters: they are the code's own."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(count))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * torch.tensor([1.0, 2.0, 3.0, 4.0])
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("layers", [1, 9])
+def test_constants_of_the_code_reach_what_is_compiled(layers):
+    results = []
+    for lowering in ("eager", "inductor"):
+        torch.manual_seed(0)
+        model = Constants(layers)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        engine = stepgraph.Engine(model, optimizer=optimizer, lowering=lowering)
+        results.append([engine.step(torch.ones(2, 4)) for _ in range(3)])
+    torch.testing.assert_close(*results)

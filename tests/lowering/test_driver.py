@@ -2,10 +2,12 @@
 
 import weakref
 
+import pytest
 import torch
 from torch import nn
 
-from stepgraph.lowering.driver import _Writer, drive
+from stepgraph.lowering.driver import _layout, _Writer, drive
+from stepgraph.torch_internals.storages import reinterpret
 from tests.lowering.pieces import interpreted, pieces_of
 from tests.support import assert_golden_text, captured, values
 
@@ -51,6 +53,36 @@ def test_it_holds_a_value_as_long_as_it_is_needed():
         return call
 
     given = zip(program.inputs, program.input_values, strict=True)
-    run = drive(pieces, watched)
+    run = drive(pieces, [*map(watched, pieces.bodies)])
     run([values(model, x).of(role, value) for role, value in given])
     assert len(held) > 10 and next(calls, None) is None
+
+
+def views_of(make):
+    """The views that a function makes of its argument, traced: (node, what it shows, the argument)."""
+    x = torch.randn(4, 6)
+    module = torch.fx.experimental.proxy_tensor.make_fx(make)(x)
+    source, *views = (n for n in module.graph.nodes if n.op != "output")
+    return views[-1], source, x
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x.t()[1:5, ::2].reshape(2, 2, 2).unsqueeze(1),
+        lambda x: x.view(-1).expand(3, 24).select(0, 1)[5:],
+        lambda x: torch.split(x, [2, 4], 1)[1].transpose(0, 1),
+    ],
+)
+def test_a_chain_of_views_is_one_call(make):
+    node, source, x = views_of(make)
+    layout = _layout(node, source, x)
+    assert layout is not None
+    assert torch.equal(reinterpret(x, *layout), make(x))
+
+
+def test_views_that_sizes_and_strides_do_not_describe_stay():
+    for make in (lambda x: x.view(torch.int32), lambda x: torch.view_as_complex(x.view(12, 2))):
+        assert _layout(*views_of(make)) is None
+    node, source, x = views_of(lambda x: x.t().reshape(24))  # copies
+    assert _layout(node, source, x) is None

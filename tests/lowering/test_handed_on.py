@@ -121,7 +121,9 @@ def test_draws_of_one_piece_are_told_apart_as_in_the_program():
     pieces = in_pieces(program)
     assert pieces is not None and len(pieces.calls) > len(pieces.bodies)
     given = [seed_words(3, 1, 0), torch.arange(4.0)]
-    torch.testing.assert_close(drive(pieces, interpreted)(given), [*program.module(*given)])
+    torch.testing.assert_close(
+        drive(pieces, [*map(interpreted, pieces.bodies)])(given), [*program.module(*given)]
+    )
 
 
 class Gated(nn.Module):

@@ -73,6 +73,27 @@ def check_kinds(loss, mesh, plan, memory, lowering, max_grad_norm) -> None:
         check_lowering(lowering)
 
 
+def check_compile(backend: str, whole: bool, enabled: bool | None, options: dict) -> bool:
+    """Refuses what ``engine.compile`` cannot do; returns whether a backward is one graph.
+
+    Raises:
+        UsageError: names the argument.
+    """
+    check_lowering(backend)
+    if options:
+        raise UsageError(
+            f"engine.compile takes no option {next(iter(options))!r}",
+            why="shapes are fixed, and the plan decides what torch's modes decide",
+            do="leave it out; known: backend, compiled_autograd, fullgraph",
+        )
+    if whole and enabled is False:
+        raise UsageError(
+            "compiled_autograd=True and compiled_autograd_enabled=False contradict each other",
+            do="give one of them: they are two names of one setting",
+        )
+    return bool(whole or enabled)
+
+
 def make_plan(plan, mesh: MeshShape, model: nn.Module, **policies: str | None) -> Plan:
     """The plan in force: policies (memory, schedule, lowering) that are not None win over its own.
 

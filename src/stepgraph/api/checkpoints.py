@@ -1,4 +1,4 @@
-"""What an Engine saves and loads."""
+"""What an Engine saves and loads: state dicts and checkpoints."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from stepgraph.runtime.checkpoints.manifest import Manifest
 from stepgraph.runtime.checkpoints.weights_file import names_weights_file
 from stepgraph.runtime.ranks import Ranks
 from stepgraph.runtime.recompiles import Stats
+from stepgraph.runtime.state import State
 
 log = logging.getLogger("stepgraph")
 
 
 class SavesAndLoads:
-    """The part of an Engine that is about checkpoints."""
+    """The part of an Engine that is about its state."""
 
     plan: Plan
     stats: Stats
     _saver: Saver
+    _state: State
     _seed: int
     _ranks: Ranks
     _optimizer: torch.optim.Optimizer | None
@@ -35,6 +37,18 @@ class SavesAndLoads:
     def seed(self) -> int:
         """The seed of random operations; ``load`` takes over the one that was saved."""
         return self._seed
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plain module's keys, tied names and buffers included; DTensor values."""
+        return self._state.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Fills the model from whole or distributed tensors.
+
+        Raises:
+            CheckpointError: keys or shapes that do not fit.
+        """
+        self._state.load_state_dict(state_dict)
 
     def save(
         self, directory: str | Path, extra: Mapping[str, Any] | None = None, wait: bool = True

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from stepgraph.errors import GraphBreakError, ParameterHookError, UsageError
 from stepgraph.graphwise.compiled_autograd import check_whole_backward
 from stepgraph.graphwise.graph_breaks import GraphRunner
 from stepgraph.graphwise.parts import Parts
-from stepgraph.lowering.presets import check_lowering
 from stepgraph.planning.request import Precision, StepSettings
 from stepgraph.program import roles
 from stepgraph.report.text import engine_report
@@ -245,6 +245,27 @@ class Engine(SavesAndLoads):
             self.stats.steps += 1
         return torch.stack(losses).mean()
 
+    def warm_up(self, batch: Any, evaluate: bool = True) -> float:
+        """Compiles ``step``, and ``evaluate``, for batches like this one, and runs neither.
+
+        What is compiled is kept on disk as well: other processes that train the same find it there. Graphs
+        of a model that runs graph by graph are compiled when they first run.
+
+        Args:
+            batch: this rank's part of one; every rank brings one.
+            evaluate: compile the evaluation too.
+
+        Returns:
+            the seconds it took.
+        """
+        start = time.perf_counter()
+        local = flatten_batch(batch, self._device)
+        for entry in ("step", "evaluate")[: 1 + evaluate]:
+            with self._compiler.call(f"warm_up of {entry}", local):
+                if self._programs_of(entry, local) is None:
+                    break
+        return time.perf_counter() - start
+
     # -- the split use
 
     def __call__(self, batch: Any) -> torch.Tensor:
@@ -344,19 +365,9 @@ class Engine(SavesAndLoads):
             UsageError: an unknown backend; another option of ``torch.compile``; compiled autograd where
                 torch has none.
         """
-        check_lowering(backend)
-        if options:
-            raise UsageError(
-                f"engine.compile takes no option {next(iter(options))!r}",
-                why="shapes are fixed, and the plan decides what torch's modes decide",
-                do="leave it out; known: backend, compiled_autograd, fullgraph",
-            )
-        if compiled_autograd and compiled_autograd_enabled is False:
-            raise UsageError(
-                "compiled_autograd=True and compiled_autograd_enabled=False contradict each other",
-                do="give one of them: they are two names of one setting",
-            )
-        self._whole_backward = bool(compiled_autograd or compiled_autograd_enabled)
+        self._whole_backward = arguments.check_compile(
+            backend, compiled_autograd, compiled_autograd_enabled, options
+        )
         self._full_graph = fullgraph
         if self._whole_backward:
             check_whole_backward()
@@ -364,19 +375,7 @@ class Engine(SavesAndLoads):
         if self._graphs is not None:
             self._graphs.change(backend, self._whole_backward)
 
-    # -- state
-
-    def state_dict(self) -> dict[str, Any]:
-        """The plain module's keys, tied names and buffers included; DTensor values."""
-        return self._state.state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Fills the model from whole or distributed tensors.
-
-        Raises:
-            CheckpointError: keys or shapes that do not fit.
-        """
-        self._state.load_state_dict(state_dict)
+    # -- what it is
 
     def model_as_given(self) -> AbstractContextManager:
         """Within it modules have their own classes, whose parts cannot be called on their own."""

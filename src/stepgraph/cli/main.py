@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from stepgraph.cli.cache import cache_command
 from stepgraph.cli.check import check_command
 from stepgraph.cli.doctor import doctor_command
 from stepgraph.cli.explain import explain_command
@@ -41,5 +42,7 @@ def main() -> None:
     """Compiles a PyTorch training step: forward, backward and optimizer as one program."""
 
 
-for _command in (train_command, plan_command, explain_command, check_command, doctor_command):
+for _command in (
+    train_command, plan_command, explain_command, check_command, doctor_command, cache_command,
+):  # fmt: skip
     main.add_command(_command)

@@ -42,7 +42,8 @@ from stepgraph.runtime.executor import CHANGED_BETWEEN
 from stepgraph.runtime.progress import doing
 from stepgraph.runtime.recompiles import before_compiling, count_call
 from stepgraph.torch_internals import graphs as dynamo
-from stepgraph.torch_internals import hooks, pytree
+from stepgraph.torch_internals import pytree
+from stepgraph.torch_internals.modules import look_at
 
 log = logging.getLogger("stepgraph")
 
@@ -104,7 +105,7 @@ class GraphRunner:
         self._buffers = BuffersOfRanks(
             compiler.model, size, self._group, ranks.rank, self.graphs.known, compiler.report
         )
-        self._hooks = hooks.module_modes(compiler.model, with_training=False)
+        self._hooks = look_at(compiler.model).forward_hooks
         self._by_data = RowsByData(size, compiler.watch, compiler.report)
         self._gathering.reads = self._by_data.reads
         self._warm: set[str] = set()
@@ -171,7 +172,7 @@ class GraphRunner:
 
     def _follow_hooks(self, entry: str) -> None:
         """dynamo does not look whether modules have other forward hooks than when it captured them."""
-        now = hooks.module_modes(self.compiler.model, with_training=False)
+        now = look_at(self.compiler.model).forward_hooks
         if now == self._hooks:
             return
         reason = f"{entry}: forward hooks changed"

@@ -21,13 +21,13 @@ from stepgraph.operators.views import viewed
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.metadata import meta, set_meta
 from stepgraph.program.program import Program
-from stepgraph.program.randomness import RANDOM
+from stepgraph.program.randomness import RANDOM, offset_of
 from stepgraph.torch_internals.code import graph_module
 
 aten = torch.ops.aten
 
-# Their argument that tells operations apart, and the one that it is added to, as a tensor.
-VARYING: dict[Any, tuple[int, int]] = {RANDOM: (2, 0), KEYED: (9, 8)}
+# Their arguments that tell operations, and ranks, apart.
+VARYING: dict[Any, tuple[int, ...]] = {RANDOM: (2, 5), KEYED: (9,)}
 _WORTH = 0.8  # of the operations: where bodies hold more than that, the whole is compiled
 
 
@@ -37,8 +37,12 @@ class IndivisibleError(Exception):
 
 @dataclass(frozen=True)
 class Number:
-    """An argument of a body that is a constant of one call, as a tensor of so many dimensions."""
+    """An argument of a body that is a constant of one call, as a tensor of so many dimensions.
 
+    ``of``: what it is; equal numbers of two things are two arguments, as they are not equal in every call.
+    """
+
+    of: str
     value: int
     dims: int
 
@@ -102,7 +106,7 @@ def in_pieces(program: Program) -> Pieces | None:
         program: as it is executed.
     """
     operations = [node for node in program.operations() if not floats(node)]
-    found = find_pieces(operations, {target: at for target, (at, _) in VARYING.items()})
+    found = find_pieces(operations, VARYING)
     if len(found) < 2:
         return None
     piece_of: dict[fx.Node, int] = {}
@@ -203,16 +207,31 @@ class _Copy:
 
     def lifted(self, node: fx.Node, args: list[Any]) -> list[Any]:
         """What tells a random operation from others becomes an input, for one body to serve all."""
-        at, seed = VARYING[node.target]
+        if node.target is RANDOM:
+            _, _, operation, _, whole, starts, *_ = args
+            numbers = {"operation": operation, f"start in {whole}": offset_of(whole, starts)}
+            args[2], args[5] = 0, [0] * len(starts)
+            return self.beside(node, args, 0, numbers)
+        number, args[9] = args[9], 0
+        return self.beside(node, args, 8, {"operation": number})
+
+    def beside(
+        self, node: fx.Node, args: list[Any], seed: int, numbers: dict[str, int]
+    ) -> list[Any]:
+        """Words of a seed followed by numbers, or a single one that a number is added to."""
         words = meta(args[seed])["val"]
-        number = self.take(Number(args[at], words.dim()), words.new_empty([1] * words.dim()))
+        one = words.new_empty([1] * words.dim())
+        given = [Number(of, value, words.dim()) for of, value in numbers.items()]
+        taken = [self.take(number, one) for number in given]
         if words.dim():
-            added = self.graph.call_function(aten.cat.default, ([args[seed], number],))
+            added = self.graph.call_function(aten.cat.default, ([args[seed], *taken],))
+            shape = [words.shape[0] + len(numbers)]
         else:
-            added = self.graph.call_function(aten.add.Tensor, (args[seed], number))
-        set_meta(added, {**meta(node), "val": words.new_empty([n + 1 for n in words.shape])})
+            added = self.graph.call_function(aten.add.Tensor, (args[seed], *taken))
+            shape = []
+        set_meta(added, {**meta(node), "val": words.new_empty(shape)})
         self.text.append(f"{added} {added.target} {added.args}")
-        args[seed], args[at] = added, 0
+        args[seed] = added
         return args
 
 

@@ -12,23 +12,24 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.lowering.bodies import Body, Call, Given, Number, Pieces
-from stepgraph.lowering.handed_on import floats, memory
+from stepgraph.lowering.bodies import Call, Given, Number, Pieces
+from stepgraph.lowering.handed_on import floats, memory, root_of
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import runnable
+from stepgraph.torch_internals.storages import assert_layout, reinterpret, share_memory
 
 Compiled = Callable[[list], Sequence[Any]]
 
 
-def drive(pieces: Pieces, make: Callable[[Body], Compiled]) -> Callable[[Sequence], Sequence[Any]]:
+def drive(pieces: Pieces, bodies: Sequence[Compiled]) -> Callable[[Sequence], Sequence[Any]]:
     """Makes a callable from the Program's inputs to its results.
 
     Args:
-        make: compiles a body: a function that takes the list of what it is given, and empties it.
+        bodies: each compiled: a function that takes the list of what it is given, and empties it.
     """
     writer = _Writer(pieces)
     text = writer.text()
-    names = {**writer.constants, **{f"body_{i}": make(b) for i, b in enumerate(pieces.bodies)}}
+    names = {**writer.constants, **{f"body_{i}": body for i, body in enumerate(bodies)}}
     exec(compile(text, "<the pieces of a program>", "exec"), names)  # noqa: S102
     return torch.no_grad()(names["run"])
 
@@ -41,6 +42,7 @@ class _Writer:
         self.names: dict[fx.Node, str] = {}
         self.attributes: dict[str, str] = {}
         self.constants: dict[str, Any] = {}
+        self.checks: dict[fx.Node, str] = {}  # lines: it is laid out as its views take it to be
 
     def text(self) -> str:
         """The function."""
@@ -53,18 +55,22 @@ class _Writer:
             "def run(given):",
             f"  [{''.join(self.name(node) + ', ' for node in program.placeholders)}] = given",
         ]
+        checked: set[fx.Node] = set()
         for call, over in zip(calls, done, strict=False):
+            values = ", ".join(self.values(call))
             made = ["_" if node is None else self.name(node) for node in call.made]
             left = f"[{', '.join(made)}] = " if made else ""
             passed_on = {node for node in call.given if node in over}
             lines += [
-                f"  values = [{', '.join(self.values(call))}]",
+                *(check for held, check in self.checks.items() if held not in checked),
+                f"  values = [{values}]",
                 *self.forget(self.name(node) for node in over if node in passed_on),
                 f"  {left}body_{number[id(call.body)]}(values)",
                 *self.forget(
                     [self.name(n) for n in over if n not in passed_on] + ["_"] * ("_" in made)
                 ),
             ]
+            checked |= {*self.checks}
         lines.append(f"  return [{', '.join(map(self.shown, program.results))}]")
         return "\n".join(lines)
 
@@ -91,16 +97,30 @@ class _Writer:
         if not isinstance(argument, fx.Node):
             return self.constant(f"literal_{len(self.constants)}", argument)
         if floats(argument):
-            target = runnable(argument.target)
-            operation = self.constant(re.sub(r"\W", "_", f"view_{target}"), target)
-            named = [f"{key}={self.shown(value)}" for key, value in argument.kwargs.items()]
-            return f"{operation}({', '.join([*map(self.shown, argument.args), *named])})"
+            return self.view(argument)
         node = memory(argument, self.pieces.piece_of)
         if node.op != "get_attr":
             return self.name(node)
         value = operator.attrgetter(str(node.target))(self.pieces.program.module)
         name = self.attributes.setdefault(str(node.target), f"constant_{len(self.attributes)}")
         return self.constant(name, value)
+
+    def view(self, node: fx.Node) -> str:
+        """A view of what another node holds: one call, whatever operators lead to it."""
+        source = root_of(node)
+        held = memory(source, self.pieces.piece_of)
+        layout = _layout(node, source, meta(held)["val"]) if "val" in meta(held) else None
+        if layout is not None:
+            shown, like = self.shown(source), meta(held)["val"]
+            laid_out = f"{shown}, {tuple(like.shape)}, {like.stride()}"
+            self.checks[held] = f"  {self.constant('assert_layout', assert_layout)}({laid_out})"
+            sizes, strides, offset = layout
+            operation = self.constant("reinterpret", reinterpret)
+            return f"{operation}({shown}, {sizes}, {strides}, {offset})"
+        target = runnable(node.target)
+        operation = self.constant(re.sub(r"\W", "_", f"view_{target}"), target)
+        named = [f"{key}={self.shown(value)}" for key, value in node.kwargs.items()]
+        return f"{operation}({', '.join([*map(self.shown, node.args), *named])})"
 
     def name(self, node: fx.Node) -> str:
         """The name of what holds a value."""
@@ -117,3 +137,22 @@ class _Writer:
         """The line after which some values are not held any more."""
         names = [*names]
         return [f"  {' = '.join(names)} = None"] if names else []
+
+
+Layout = tuple[tuple[int, ...], tuple[int, ...], int]
+
+
+def _layout(node: fx.Node, source: fx.Node, held: torch.Tensor) -> Layout | None:
+    """Sizes, strides and offset in ``held`` of what views show; None where those do not say it all."""
+    base = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device="meta")
+
+    def value(of: fx.Node) -> Any:
+        if of is source:
+            return base
+        return runnable(of.target)(*fx.map_arg(of.args, value), **fx.map_arg(of.kwargs, value))
+
+    shown = value(node)
+    same = shown.dtype == base.dtype and not (shown.is_conj() or shown.is_neg())
+    if not same or not share_memory(shown, base):
+        return None
+    return tuple(shown.shape), shown.stride(), shown.storage_offset()

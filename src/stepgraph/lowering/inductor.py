@@ -4,22 +4,22 @@ What repeats is compiled once (:mod:`stepgraph.lowering.bodies`); ``inductor_who
 graph.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from stepgraph.lowering.bodies import Body, in_pieces
+from stepgraph.lowering.bodies import in_pieces
+from stepgraph.lowering.cache import Cache
 from stepgraph.lowering.driver import Compiled, drive
-from stepgraph.lowering.once import compiled_once
 from stepgraph.lowering.record import Executable, Lowering, no_obstacles
 from stepgraph.planning.target import Target
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program
 from stepgraph.program.randomness import RANDOM, fused_random
 from stepgraph.torch_internals.code import generate_code
-from stepgraph.torch_internals.inductor import compile_with_inductor
+from stepgraph.torch_internals.inductor import compile_with_inductor, look_at_machine
 
 # The whole step is one graph, already differentiated and scheduled, and inductor keeps its order: when it
 # reorders for locality or peak memory, half of the waits end right behind their collectives.
@@ -29,17 +29,32 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def _compiled(module: fx.GraphModule, placeholders: Sequence[fx.Node], target: Target) -> Compiled:
+Wanted = tuple[str, Callable[[], Compiled]]
+
+
+def _wanted(module: fx.GraphModule, placeholders: Sequence[fx.Node], target: Target) -> Wanted:
+    """What tells a graph from others, and what compiles it."""
     generate_code(module)
     examples = [meta(node)["val"] for node in placeholders]
-    with compiled_once(module.code):
+
+    def make() -> Compiled:
         return compile_with_inductor(
             module, examples, SETTINGS, target.overlaps, {RANDOM: fused_random}
         )
 
+    shapes = [(e.shape, e.stride(), e.dtype, e.device) for e in examples]
+    return f"{module.code} {shapes} {target.overlaps}", make
+
+
+def _compiled(graphs: Sequence[tuple[fx.GraphModule, Sequence[fx.Node]]], target: Target) -> list:
+    cache = Cache()
+    # Inductor would find this out again in the folder of each graph.
+    cache.compiled([("what this machine computes with", look_at_machine)])
+    return cache.compiled([_wanted(*graph, target) for graph in graphs])
+
 
 def _make_whole(program: Program, target: Target) -> Executable:
-    run = _compiled(program.module, program.placeholders, target)
+    (run,) = _compiled([(program.module, program.placeholders)], target)
 
     def execute(inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
         return run(list(inputs))
@@ -51,11 +66,8 @@ def _make(program: Program, target: Target) -> Executable:
     pieces = in_pieces(program)
     if pieces is None:
         return _make_whole(program, target)
-
-    def compile_body(body: Body) -> Compiled:
-        return _compiled(body.module(), body.graph.find_nodes(op="placeholder"), target)
-
-    return drive(pieces, compile_body)
+    graphs = [(body.module(), body.graph.find_nodes(op="placeholder")) for body in pieces.bodies]
+    return drive(pieces, _compiled(graphs, target))
 
 
 INDUCTOR = Lowering("inductor", no_obstacles, _make, fuses=True)

@@ -4,7 +4,7 @@ Operations are read in order, each as a letter (what it computes, on which shape
 itself shifted by a period is repeated layers: their forward, their backward, their updates.
 """
 
-import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,11 +31,11 @@ class Piece:
     repeats: bool
 
 
-def find_pieces(operations: list[fx.Node], varying: dict[Any, int]) -> list[Piece]:
+def find_pieces(operations: list[fx.Node], varying: dict[Any, tuple[int, ...]]) -> list[Piece]:
     """All operations, in pieces.
 
     Args:
-        varying: targets whose argument at a position tells operations apart, and is not looked at.
+        varying: targets whose arguments at some positions tell operations apart, and are not looked at.
 
     Returns:
         in order; one that does not repeat lies between two that do.
@@ -43,25 +43,32 @@ def find_pieces(operations: list[fx.Node], varying: dict[Any, int]) -> list[Piec
     numbers: dict[tuple, int] = {}
     letters = [numbers.setdefault(_letter(n, varying), len(numbers)) for n in operations]
     crossing = _crossings(operations)
-    repeated = [
-        Piece(start, stop, True)
-        for edges in repetitions(letters, crossing, _several)
-        for start, stop in itertools.pairwise(edges)
-    ]
     pieces, done = [], 0
-    for piece in sorted(repeated, key=lambda p: p.start):
-        pieces += [Piece(done, piece.start, False)] * (done < piece.start) + [piece]
-        done = piece.stop
+    for start, stop in sorted(_repeated(letters, crossing)):
+        pieces += [Piece(done, start, False)] * (done < start) + [Piece(start, stop, True)]
+        done = stop
     return pieces + [Piece(done, len(letters), False)] * (done < len(letters))
+
+
+def _repeated(letters: list[int], crossing: list[int]) -> Iterator[tuple[int, int]]:
+    """Where what repeats starts and stops: of several layers that repeat together, each of them."""
+    for edges in repetitions(letters, crossing, _several):
+        first, second = edges[:2]
+        within = [(0, second - first)]
+        if second - first >= 2 * SHORTEST:
+            found = [*_repeated(letters[first:second], crossing[first : second + 1])]
+            within = [(start, stop) for start, stop in found if stop - start >= SHORTEST] or within
+        for edge in edges[:-1]:
+            yield from ((edge + start, edge + stop) for start, stop in within)
 
 
 def _several(period: int, covered: int) -> int:
     return period * max(1, min(-(-SHORTEST // period), covered // period // _TIMES))
 
 
-def _letter(node: fx.Node, varying: dict[Any, int]) -> tuple:
-    at = varying.get(node.target)
-    args = [None if i == at else _constant(arg) for i, arg in enumerate(node.args)]
+def _letter(node: fx.Node, varying: dict[Any, tuple[int, ...]]) -> tuple:
+    at = varying.get(node.target, ())
+    args = [None if i in at else _constant(arg) for i, arg in enumerate(node.args)]
     kwargs = [(key, _constant(value)) for key, value in node.kwargs.items()]
     values = tensors_of(meta(node).get("val"))
     shapes = tuple((tuple(t.shape), t.stride(), t.dtype) for t in values)

@@ -78,7 +78,15 @@ def _positions(
         along = (along + starts[dim]) * stride
         found = found + along.view([-1] + [1] * (len(sizes) - 1 - dim))
         stride *= whole[dim]
-    return found
+    return found if len(seed) < 5 else found + seed[4]
+
+
+def offset_of(whole: Sequence[int], starts: Sequence[int]) -> int:
+    """The position at which a part begins."""
+    offset, stride = 0, 1
+    for size, start in zip(reversed(whole), reversed(starts), strict=True):
+        offset, stride = offset + start * stride, stride * size
+    return offset
 
 
 def _words(seed: torch.Tensor, operation: int, positions: torch.Tensor, rows: Sequence[int]):
@@ -117,8 +125,8 @@ def random(
     """Random numbers at the positions of one part of a tensor.
 
     Args:
-        seed: int64 of shape (3,): the run's seed, the step, the micro-batch; or (4,): a number that is
-            added to ``operation``, too.
+        seed: int64 of shape (3,): the run's seed, the step, the micro-batch; or (5,): what is added to
+            ``operation`` and to each position, too.
         kind: ``bits`` (int64 below 2^32), ``normal`` or ``exponential`` (float32, of scale 1).
         operation: tells operations apart; copies of one (recomputation) share it.
         sizes: shape of the part.

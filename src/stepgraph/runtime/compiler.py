@@ -35,6 +35,7 @@ from stepgraph.runtime.recompiles import Stats, before_compiling, count_call, re
 from stepgraph.runtime.state import State
 from stepgraph.runtime.watch import Watch
 from stepgraph.torch_internals import hooks, pytree
+from stepgraph.torch_internals.modules import look_at
 
 log = logging.getLogger("stepgraph")
 
@@ -116,14 +117,16 @@ class Compiler:
     def entry(self, name: str, batch: LocalBatch) -> Compiled:
         """The programs of an entry point (step, gradients, evaluate) for a batch like this one."""
         count_call(self, name)
-        check_hooks(self.model, self.optimizer)
-        self._check_tensors()
+        now = look_at(self.model)
+        optimizer = self.optimizer
+        if now.backward_hooks or (optimizer is not None and hooks.step_hooks(optimizer)):
+            check_hooks(self.model, self.optimizer)
+        self._check_tensors(now.parameters)
         if any(map(hooks.gradient_hooks, self._parameters)):
             check_parameter_hooks(self.model)
         flags = tuple(parameter.requires_grad for parameter in self._parameters)
         in_mode = name != "evaluate" or self.as_module
-        modes = hooks.module_modes(self.model, with_training=in_mode)
-        key = (batch.key, flags, modes)
+        key = (batch.key, flags, (now.training if in_mode else None, now.forward_hooks))
         self._drop_outdated()
         self.kinds.meet(name, batch)
         known = self._compiled.setdefault(name, {})
@@ -173,13 +176,15 @@ class Compiler:
             "batch: both are inputs of the program. For a few more values: a larger max_shapes",
         )
 
-    def _check_tensors(self) -> None:
+    def _check_tensors(self, now: list[nn.Parameter]) -> None:
         """Programs take the tensors that the model had when it was given, whatever it holds now.
+
+        Args:
+            now: the parameters that it holds.
 
         Raises:
             UsageError: a parameter was replaced, added or removed; a buffer has another shape.
         """
-        now = list(self.model.parameters())
         if [*map(id, now)] != [*map(id, self._parameters)]:
             known = set(map(id, self._parameters))
             new = [name for name, p in self.model.named_parameters() if id(p) not in known]

@@ -1,12 +1,14 @@
 """Which small collectives run as one: a call costs what copying megabytes costs."""
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
 from stepgraph import torch_internals
+from stepgraph.analysis.blocks import repetitions
 from stepgraph.cost.collectives import moved_bytes
 from stepgraph.planning.target import Target
 from stepgraph.program.metadata import meta
@@ -62,24 +64,54 @@ class _Bucket:
 def find_buckets(program: Program, sizes: Sizes) -> tuple[tuple[str, ...], ...]:
     """Runs of small collectives that can be one, by stable name."""
     position = positions(program)
-    open_buckets: dict[tuple, _Bucket] = {}
-    closed: list[_Bucket] = []
+    alike: dict[tuple, list[fx.Node]] = {}
+    large: Counter[tuple] = Counter()
     for node in program.operations():
-        most = sizes.most(node.target)
-        size = moved_bytes(node) if most else 0
-        if not most or size > sizes.large:
+        if not sizes.most(node.target):
+            continue
+        kind = (node.target, meta(node)["phase"])
+        if moved_bytes(node) > sizes.large:
+            large[kind] += 1
             continue
         width = _width(node, sizes.table)
-        key = (node.target, node.args[1:], meta(node)["val"].dtype, meta(node)["phase"], width)
-        bucket = open_buckets.get(key)
-        if bucket is None or bucket.size + size > most or not _fits(bucket, node, position):
-            if bucket is not None:
-                closed.append(bucket)
-            bucket = open_buckets[key] = _Bucket()
-        bucket.members.append(node)
-        bucket.size += size
-    found = (bucket.members for bucket in [*closed, *open_buckets.values()])
-    return tuple(tuple(meta(n)["name"] for n in members) for members in found if len(members) > 1)
+        key = (*kind, node.args[1:], meta(node)["val"].dtype, width)
+        alike.setdefault(key, []).append(node)
+    found: list[_Bucket] = []
+    for (target, phase, *_), nodes in alike.items():
+        most = sizes.most(target)
+        room = _room_at_layers(nodes, most, large[target, phase])
+        bucket = None
+        for node in nodes:
+            size = moved_bytes(node)
+            wanted = room.get(node, size)
+            if bucket is None or bucket.size + wanted > most or not _fits(bucket, node, position):
+                bucket = _Bucket()
+                found.append(bucket)
+            bucket.members.append(node)
+            bucket.size += size
+    members = sorted((bucket.members for bucket in found), key=lambda nodes: position[nodes[-1]])
+    return tuple(tuple(meta(n)["name"] for n in nodes) for nodes in members if len(nodes) > 1)
+
+
+def _room_at_layers(nodes: list[fx.Node], most: int, large: int) -> dict[fx.Node, float]:
+    """What a bucket must have room for to go on at the first collective of a repeated layer.
+
+    Buckets hold whole layers, and as many each, as far as that goes: the layers are then the same programs
+    around them, which are compiled once. Layers that wait for large collectives in any case have one each.
+
+    Args:
+        large: how many collectives of this kind are too large for company.
+    """
+    letters = [(tuple(meta(node)["val"].shape), node.args[1:]) for node in nodes]
+    room: dict[fx.Node, float] = {}
+    for edges in repetitions(letters, [0] * (len(nodes) + 1)):
+        layer = sum(map(moved_bytes, nodes[edges[0] : edges[1]]))
+        layers = len(edges) - 1
+        most_layers = 1 if large >= layers else max(1, most // layer)
+        together = math.ceil(layers / math.ceil(layers / most_layers))
+        room |= {nodes[edge]: math.inf for edge in edges[together:-1:together]}
+        room[nodes[edges[0]]] = together * layer if together > 1 else math.inf
+    return room
 
 
 def _width(node: fx.Node, table: int) -> int:

@@ -1,7 +1,6 @@
 """Hooks, where torch keeps them out of sight."""
 
 import torch
-from torch import nn
 
 
 def gradient_hooks(tensor: torch.Tensor) -> bool:
@@ -16,14 +15,6 @@ def share_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
     for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(old, table, None):
             setattr(new, table, getattr(old, table))
-
-
-def module_modes(model: nn.Module, *, with_training: bool) -> tuple:
-    """What a captured forward depends on besides tensors: train/eval modes and forward hooks."""
-    return tuple(
-        (part.training if with_training else None, *part._forward_hooks, *part._forward_pre_hooks)
-        for part in model.modules()
-    )
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,8 +1,11 @@
 """Inductor's inner compiler, on a whole step."""
 
 import contextlib
+import inspect
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -132,6 +135,54 @@ def _for_inductor(mode: Any) -> Iterator[None]:
         mode.allow_non_fake_inputs, mode.shape_env = before
 
 
+_WHOLE = "whole"  # inductor's passes run on the graphs in a graph, too
+
+
+def _first_pass(
+    module: fx.GraphModule, examples: list[torch.Tensor], decompositions: dict[Any, Callable]
+) -> Any:
+    """Decomposes the graph and simplifies it, as the first of inductor's passes.
+
+    What was compiled before is found by the graph as it was given: then none of this is done.
+    """
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    files = (__file__, *(inspect.getfile(function) for function in decompositions.values()))
+    name = get_hash_for_files(tuple(dict.fromkeys(files)))
+
+    class Prepare(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            if _WHOLE not in graph.owning_module.meta:  # type: ignore[union-attr]  functions of an operator
+                return
+            table = {**select_decomp_table(), **decompositions}
+            traced = make_fx(module, decomposition_table=table)(*examples)
+            _keep_strides(module, traced)
+            joint_graph_passes(traced)
+            _compute_numbers_once(traced)
+            _replace(graph, traced)
+
+        def uuid(self) -> Any:
+            return name
+
+    return Prepare()
+
+
+def _replace(graph: fx.Graph, by: fx.GraphModule) -> None:
+    """A graph becomes another one, of the same inputs; its module gets what the other reads."""
+    for node in reversed(list(graph.nodes)):
+        graph.erase_node(node)
+    for name, value in (*by.named_children(), *by.named_buffers(), *by.named_parameters()):
+        setattr(graph.owning_module, name, value)
+    output = by.graph.output_node()
+    copied: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(by.graph, copied))
+    graph.output_node().meta.update(output.meta)
+    graph.lint()
+
+
 def compile_with_inductor(
     module: fx.GraphModule,
     examples: list[torch.Tensor],
@@ -156,10 +207,7 @@ def compile_with_inductor(
     """
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
-    from torch.fx.experimental.proxy_tensor import make_fx
 
     if not collectives_overlap:
         settings = {**settings, "_pre_fusion_custom_pass": _in_order()}
@@ -169,20 +217,19 @@ def compile_with_inductor(
             torch.empty_strided(e.shape, e.stride(), dtype=e.dtype, device=e.device)
             for e in examples
         ]
+    prepare = _first_pass(module, examples, decompositions)
     with (
         _for_inductor(mode),
         torch.no_grad(),
         V.set_fake_mode(mode),
         tracing(TracingContext(mode)),
-        _inductor_config.patch(settings),
+        _inductor_config.patch({**settings, "post_grad_custom_pre_pass": prepare}),
     ):
-        graph = make_fx(module, decomposition_table={**select_decomp_table(), **decompositions})(
-            *examples
-        )
-        _keep_strides(module, graph)
-        joint_graph_passes(graph)
-        _compute_numbers_once(graph)
-        return compile_fx_inner(graph, examples, is_inference=True)
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(module.graph, {}))
+        whole = fx.GraphModule(module, graph)
+        whole.meta[_WHOLE] = True
+        return compile_fx_inner(whole, examples, is_inference=True)
 
 
 # ------------------------------------------------------------------------- what a machine offers
@@ -204,6 +251,50 @@ def cache_directory() -> str:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return cache_dir()
+
+
+def chosen_cache_directory() -> str | None:
+    """Where the user wants inductor to keep what it compiled; None: they did not say.
+
+    (Inductor says where it does in the same variable.)
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    return None if given is None or os.path.abspath(given) == default_cache_dir() else given
+
+
+@contextlib.contextmanager
+def cache_in(folder: Path) -> Iterator[None]:
+    """Within it, a folder is all that inductor finds of what was compiled, and where it keeps it."""
+    from torch._inductor.utils import clear_caches
+
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    clear_caches()  # what it has in memory it would not write
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    try:
+        yield
+    finally:
+        clear_caches()
+        if before is None:
+            os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+        else:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+
+
+def look_at_machine() -> None:
+    """Finds out which vector instructions this machine and its compiler have; once a process.
+
+    Trial programs are compiled for that, seconds in all, and kept where inductor keeps its code.
+    """
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    pick_vec_isa()
+
+
+def settings() -> str:
+    """A digest of all that inductor can be told."""
+    return _inductor_config.get_hash().hex()
 
 
 def caches() -> bool:

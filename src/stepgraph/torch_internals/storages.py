@@ -1,9 +1,20 @@
-"""Which tensors share memory, whatever objects show it."""
+"""Which tensors share memory, whatever objects show it; and another look at the same memory."""
 
 from typing import Any
 
 import torch
+from torch._C._dynamo.guards import _reinterpret_tensor, assert_size_stride
 from torch.multiprocessing.reductions import StorageWeakRef
+
+# (tensor, sizes, strides, offset from the tensor's own): a view for a third of what an operator takes.
+reinterpret = _reinterpret_tensor
+# (tensor, sizes, strides): an AssertionError if it is laid out otherwise.
+assert_layout = assert_size_stride
+
+
+def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors show the same memory, or would: meta tensors have none."""
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 class Memory:

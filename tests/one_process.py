@@ -13,9 +13,10 @@ from torch import nn
 
 from stepgraph import torch_internals
 from stepgraph.capture.module import BatchSpec, LossFunction, default_loss
-from stepgraph.capture.optimizer import FIRST_STEP, group_numbers
+from stepgraph.capture.optimizer import group_numbers
 from stepgraph.capture.step import Captured, Source
 from stepgraph.capture.update import MAX_GRAD_NORM
+from stepgraph.capture.update_rules import FIRST_STEP
 from stepgraph.equivalence.lockstep import run_lockstep
 from stepgraph.errors import BatchError
 from stepgraph.pipeline import ALL_RANKS, Made, capture_of, make

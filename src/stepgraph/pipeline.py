@@ -37,6 +37,7 @@ from stepgraph.lowering import apply as lowering
 from stepgraph.lowering.decide import decide as decide_lowering
 from stepgraph.lowering.passes.bind_to_rank import bind_to_rank
 from stepgraph.lowering.passes.choose_attention_kernels import choose_attention_kernels
+from stepgraph.lowering.passes.fuse_updates import fuse_updates
 from stepgraph.lowering.passes.move_to_target import move_to_target
 from stepgraph.lowering.passes.name_groups import name_groups
 from stepgraph.lowering.passes.name_mesh_dims import name_mesh_dims
@@ -103,7 +104,7 @@ REMEMBERED: Road = (recompute_in_backward,)
 SCHEDULED: Road = (merge_small_collectives, update_early, delay_waits)
 BOUND: Road = (bind_to_rank,)
 TARGETED: Road = (move_to_target, choose_attention_kernels)
-LOWERED: Road = (write_state_in_place, name_groups)
+LOWERED: Road = (write_state_in_place, fuse_updates, name_groups)
 # One graph of many, in place of what is captured, formed and placed.
 GRAPH_CAPTURED: Road = (name_mesh_dims, key_random_operations, draw_seed)
 GRAPH_PLACED: Road = (place_markers,)
@@ -298,15 +299,21 @@ def _decide_placement(program: Program, plan: Plan, limit: int | None) -> Placem
 
 
 def executed(
-    program: Program, groups: Mapping[str, str], driver: PassDriver, keep: bool = True
+    program: Program,
+    lowering_name: str,
+    groups: Mapping[str, str],
+    driver: PassDriver,
+    keep: bool = True,
 ) -> Program:
     """What is executed of a bound Program.
 
     Args:
+        lowering_name: by which lowering.
         keep: it is needed again.
         groups: names of mesh dimensions -> names of the rank's process groups; none where no ranks run.
     """
-    return lowering.apply(program.copy() if keep else program, groups, LOWERED, driver)
+    program = program.copy() if keep else program
+    return lowering.apply(program, lowering_name, groups, LOWERED, driver)
 
 
 def foresee(
@@ -323,7 +330,10 @@ def foresee(
         lowering_name: says whether operations run one by one or fused.
         keep: the programs are needed again.
     """
-    final = {name: executed(p, {}, PassDriver(), keep) for name, p in programs.items()}
+    final = {
+        name: executed(program, lowering_name, {}, PassDriver(), keep)
+        for name, program in programs.items()
+    }
     for program in final.values():
         assign_traffic(program, LOWERINGS[lowering_name].fuses)
     return predict(final, device, micro_batches)

@@ -105,7 +105,8 @@ def test_a_prediction_is_that_of_the_programs_that_run(monkeypatch):
     assert (plan.request.step.micro_batches, plan.request.step.clip) == (2, True)
     model = mlp()
     run = plan.programs(model, example=regression_batch(), optimizer=adamw(model))
-    assert {n: str(executed(p, {}, PassDriver())) for n, p in run.items()} == {
+    lowering = plan.request.lowering
+    assert {n: str(executed(p, lowering, {}, PassDriver())) for n, p in run.items()} == {
         name: str(program) for name, program in programs.items()
     }
     with pytest.raises(PlanError, match="another model"):
@@ -124,7 +125,7 @@ def test_traffic_is_that_of_what_is_executed(monkeypatch, lowering):
     foresee(run, find_device("h100"), lowering)
     ((program, fused),) = seen
     assert fused is (lowering == "inductor")
-    assert str(program) == str(executed(run["step"], {}, PassDriver()))
+    assert str(program) == str(executed(run["step"], lowering, {}, PassDriver()))
 
 
 def test_a_step_is_captured_once_however_many_plans_are_made(stack, monkeypatch):

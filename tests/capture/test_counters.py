@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from stepgraph.capture.counters import SharedCounters
-from stepgraph.capture.optimizer import FunctionalOptimizer, functionalize_optimizer
+from stepgraph.capture.optimizer import functionalize_optimizer
+from stepgraph.capture.update_rules import FunctionalOptimizer
 from tests.support import adamw, mlp
 
 FIRST, BIAS, SECOND = "first.weight", "first.bias", "second.weight"

@@ -9,7 +9,8 @@ import torch
 from torch import nn, optim
 
 from stepgraph.capture.counters import SharedCounters
-from stepgraph.capture.optimizer import FIRST_STEP, functionalize_optimizer, group_numbers
+from stepgraph.capture.optimizer import functionalize_optimizer, group_numbers
+from stepgraph.capture.update_rules import FIRST_STEP
 from stepgraph.errors import OptimizerError
 from tests.one_process import OneProcessRun
 from tests.support import mlp, regression_batch

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from stepgraph.operators.updates import FUSED_ADAM, UPDATE
 from stepgraph.pipeline import ROADS
 from stepgraph.planning.plan import preset_plan
 from stepgraph.planning.request import Precision
@@ -300,6 +301,13 @@ def other_view(program: Program) -> None:
         scaled(scaled_views.target)(program)
 
 
+def other_decay(program: Program) -> None:
+    """torch's kernel for another kind of weight decay."""
+    for node in program.operations():
+        if node.target is FUSED_ADAM:
+            node.args = (*node.args[:-1], not node.args[-1])
+
+
 PLANTED: dict[str, Planted] = {
     name: Planted(case, kind(name), *entry)
     for name, case, kind, *entry in (
@@ -329,6 +337,7 @@ PLANTED: dict[str, Planted] = {
         ("move_to_target", "parts", after(scaled(aten.tanh.default))),
         ("choose_attention_kernels", "parts", after(other_scale)),
         ("write_state_in_place", "clipped", after(written_first)),
+        ("fuse_updates", "clipped", after(other_decay)),
         ("name_groups", "two dimensions", after(other_dimension)),
     )
 }  # fmt: skip
@@ -355,8 +364,12 @@ def struck(program: Program) -> None:
     """Another operation: of the last one that can be mistaken."""
     mistaken = {aten.tanh.default: aten.sin.default, aten.add.Tensor: aten.sub.Tensor}
     mistaken |= {aten.mul.Tensor: aten.add.Tensor, aten.sqrt.default: aten.abs.default}
-    node = next(n for n in reversed(list(program.operations())) if n.target in mistaken)
-    node.target = mistaken[node.target]
+    node = next(n for n in reversed(list(program.operations())) if n.target in {*mistaken, UPDATE})
+    if node.target is UPDATE:
+        text = node.args[2].replace("aten.sqrt.default", "aten.abs.default")
+        node.args = (*node.args[:2], text, *node.args[3:])
+    else:
+        node.target = mistaken[node.target]
 
 
 # Passes of the road graph by graph: bugs, planted where a module with a graph break runs on ranks.

@@ -78,7 +78,7 @@ def test_a_forecast_is_made_from_what_ranks_run():
     before = str(merged["step"])
     found = foresee(merged, find_device("h100"), "inductor")
     assert str(merged["step"]) == before
-    run = calls(executed(merged["step"], {}, PassDriver()))
+    run = calls(executed(merged["step"], "eager", {}, PassDriver()))
     assert sum(row["count"] for row in found.collectives.values()) == run < calls(plain["step"])
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Mapping
 
 import torch
 
-from stepgraph.capture.optimizer import FunctionalOptimizer, UpdateRule
+from stepgraph.capture.update_rules import FunctionalOptimizer, UpdateRule
 
 
 class SharedCounters:

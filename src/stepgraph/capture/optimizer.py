@@ -17,7 +17,6 @@ import contextlib
 import copy
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,73 +27,18 @@ from torch.overrides import TorchFunctionMode
 from stepgraph import torch_internals
 from stepgraph.capture.masked_writes import MASKED_WRITES
 from stepgraph.capture.passes.drop_identities import IDENTITIES, copies_alike
+from stepgraph.capture.update_rules import (
+    FIRST_STEP,
+    Condition,
+    FunctionalOptimizer,
+    StateSpec,
+    UpdateRule,
+    with_kernel,
+)
 from stepgraph.errors import OptimizerError
 
 # Options that choose an implementation, not a result; the single-tensor path is what is traced.
 _IMPLEMENTATION = {"foreach": False, "fused": False, "differentiable": False}
-FIRST_STEP = "first_step"
-
-
-@dataclass(frozen=True)
-class Condition:
-    """A fact about a number that the traced step relies on: ``weight_decay != 0`` is True."""
-
-    number: str
-    comparison: Callable[[float, float], bool]
-    other: float
-    outcome: bool
-
-    def holds(self, value: float) -> bool:
-        """Whether the fact is still true of ``value``."""
-        return bool(self.comparison(value, self.other)) is self.outcome
-
-
-@dataclass(frozen=True)
-class StateSpec:
-    """Shape, dtype and starting value of one state. ``fill`` None: the first gradient defines it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    fill: float | None
-
-
-@dataclass
-class UpdateRule:
-    """How one kind of parameter is updated.
-
-    ``graph`` takes (parameter, gradient, *states, *numbers) and returns (new parameter, *new states).
-    ``numbers`` are those of the parameter group that are inputs (``lr``, ``betas.0``); ``constants``
-    had to be burnt in.
-    """
-
-    graph: fx.GraphModule
-    states: dict[str, StateSpec]
-    numbers: tuple[str, ...]
-    conditions: tuple[Condition, ...]
-    constants: dict[str, float]
-
-
-@dataclass
-class FunctionalOptimizer:
-    """All update rules of an optimizer.
-
-    ``group_of`` maps a parameter's name to its group number; ``rules`` is keyed by (group, shape,
-    dtype); ``numbers`` are the full names ``group0.lr`` of all inputs with their present values.
-    """
-
-    group_of: dict[str, int]
-    rules: dict[tuple, UpdateRule] = field(default_factory=dict)
-
-    def rule(self, name: str, tensor: torch.Tensor) -> UpdateRule:
-        """The rule of one parameter."""
-        return self.rules[self.group_of[name], tuple(tensor.shape), tensor.dtype]
-
-    def with_earlier(self, earlier: FunctionalOptimizer | None) -> FunctionalOptimizer:
-        """Also the parameters that an earlier program updates, and this one may not."""
-        if earlier is None:
-            return self
-        group_of = {**earlier.group_of, **self.group_of}
-        return FunctionalOptimizer(group_of, {**earlier.rules, **self.rules})
 
 
 def group_numbers(group: dict[str, Any]) -> dict[str, float]:
@@ -241,7 +185,8 @@ def _trace_with_numbers(
         graph = _select_first(first, graph, len(specs), fake_mode, examples)
         specs[FIRST_STEP] = StateSpec((), torch.float32, 1.0)
     burnt = {name: value for name, value in values.items() if name not in numbers}
-    return UpdateRule(graph, specs, numbers, tuple(conditions), burnt)
+    rule = UpdateRule(graph, specs, numbers, tuple(conditions), burnt)
+    return with_kernel(rule, optimizer, group)
 
 
 def _step_one(optimizer, group: dict[str, Any], gradient: torch.Tensor, states: dict) -> None:

@@ -10,11 +10,12 @@ from torch import nn
 from stepgraph.analysis.loss_normalisation import by_rows, find_normalisation, inexact
 from stepgraph.capture.counters import SharedCounters
 from stepgraph.capture.module import BatchSpec, LossFunction, capture
-from stepgraph.capture.optimizer import FunctionalOptimizer, functionalize_optimizer
+from stepgraph.capture.optimizer import functionalize_optimizer
 from stepgraph.capture.outside_tensors import about_outside
 from stepgraph.capture.python_values import PythonValues
 from stepgraph.capture.regions import written_in_regions
 from stepgraph.capture.update import given_gradients, parameters_without_gradient
+from stepgraph.capture.update_rules import FunctionalOptimizer
 from stepgraph.errors import CaptureError
 from stepgraph.planning.decisions import Normalisation
 from stepgraph.planning.request import StepSettings

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from stepgraph.cost.work import size_in_bytes
+from stepgraph.cost.work import size_in_bytes, workspace
 from stepgraph.operators.views import viewed
 from stepgraph.program import roles
 from stepgraph.program.collectives import is_collective
@@ -75,7 +75,8 @@ def memory_timeline(program: Program) -> MemoryTimeline:
             alive[category] -= size
         for category, size in born[i]:
             alive[category] += size
-        at.append(dict(alive))
+        inside = workspace(lives.operations[i])
+        at.append({**alive, "temporaries": alive["temporaries"] + inside})
     return MemoryTimeline(lives.operations, at)
 
 

@@ -11,6 +11,7 @@ from stepgraph import torch_internals
 from stepgraph.cost.device import Device
 from stepgraph.operators import own
 from stepgraph.operators import table as operators
+from stepgraph.operators.updates import FUSED_ADAM, UPDATE, held_inside, operations_in
 from stepgraph.operators.views import is_view
 from stepgraph.program.build import freeze, kind_of
 from stepgraph.program.collectives import is_collective
@@ -93,6 +94,15 @@ def size_in_bytes(value: object) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(value))
 
 
+def workspace(node: fx.Node) -> int:
+    """Bytes that an operation holds while it runs, besides its arguments and results."""
+    if node.target is not UPDATE:
+        return 0
+    made = tensors_of(meta(node)["val"])
+    more = held_inside(str(node.args[2])) - len(made)
+    return max(0, more) * size_in_bytes(made[0])
+
+
 def stored_bytes(value: object) -> int:
     """Bytes that lie behind a value; what an ``expand`` repeats counts once."""
     total = 0
@@ -119,6 +129,8 @@ def bytes_moved(node: fx.Node) -> float:
         reads = (True,) * len(arguments)
     result = stored_bytes(meta(node).get("val"))
     moved = result if writes else 0
+    if node.target is FUSED_ADAM:  # three of four are written as well
+        moved += 3 * size_in_bytes([meta(tensor)["val"] for tensor in node.args[0]])  # type: ignore[union-attr]
     for position, (argument, read) in enumerate(zip(arguments, reads, strict=True)):
         if read:
             size = stored_bytes(meta(argument).get("val"))
@@ -137,7 +149,8 @@ def operation_seconds(node: fx.Node, device: Device) -> float:
     A view or a wait takes none, but for the host time of calling it where each operation is called by
     itself and the host is what computes.
     """
-    called = device.dispatch_seconds if meta(node).get("dispatched", False) else 0.0
+    calls = len(operations_in(str(node.args[2]))) if node.target is UPDATE else 1
+    called = calls * device.dispatch_seconds if meta(node).get("dispatched", False) else 0.0
     if is_collective(node):
         return 0.0
     if runs_no_kernel(node):
@@ -185,6 +198,8 @@ def family_of(target: Any, arguments: Sequence[Any] = ()) -> str:
 
 def vector_seconds(node: fx.Node, device: Device) -> float:
     """Time of an operation's arithmetic, where the device has a figure for its class."""
+    if node.target is UPDATE:
+        return _update_seconds(node, device)
     name = operators.of(node.target).cost
     if node.target is aten.clone.default and _turns(node):
         name = "transposition"
@@ -197,6 +212,13 @@ def vector_seconds(node: fx.Node, device: Device) -> float:
     table = values[1] if operators.of(node.target).looks_up else None
     sizes = [t.numel() for v in values if v is not table for t in tensors_of(v)]
     return each * max(sizes, default=0)
+
+
+def _update_seconds(node: fx.Node, device: Device) -> float:
+    """Of all the arithmetic in an update."""
+    kinds = (operators.of(target).cost for target in operations_in(str(node.args[2])))
+    each = sum(device.elements.get(kind, 0.0) for kind in kinds if kind)
+    return each * max(tensor.numel() for tensor in tensors_of(meta(node)["val"]))
 
 
 def _turns(node: fx.Node) -> bool:

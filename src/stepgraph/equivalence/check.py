@@ -224,7 +224,7 @@ class _Checker:
                 if not self.report.ok:
                     return
                 name = step.name
-                ranks = [driver.through((step,), each, groups={}) for each in ranks]
+                ranks = [driver.through((step,), each, groups={}, fuses=True) for each in ranks]
                 after = self.values.execute(ranks, in_place=True)
                 self._compare(name, step.preserves, program, before, after)
             chosen = (decide_lowering(bound[0], name, self.target).name for name in lowerings)

@@ -16,7 +16,9 @@ from torch import fx
 from stepgraph.equivalence.lockstep import compute_collective
 from stepgraph.equivalence.values import GlobalValues
 from stepgraph.lowering.apply import lower
+from stepgraph.lowering.passes.fuse_updates import fuse_updates
 from stepgraph.lowering.passes.write_state_in_place import write_state_in_place
+from stepgraph.lowering.presets import LOWERINGS
 from stepgraph.lowering.record import Executable
 from stepgraph.planning.decisions import LoweringDecision
 from stepgraph.planning.target import Target
@@ -94,14 +96,15 @@ def run_lowered(
     number = id(meeting)
     _meetings[number] = meeting
     try:
-        ranks = [_meeting_others(program, number, rank) for rank, program in enumerate(bound)]
+        fuses = LOWERINGS[name].fuses
+        ranks = [_meeting_others(p, number, rank, fuses) for rank, p in enumerate(bound)]
         codes = [lower(program, LoweringDecision(name), target) for program in ranks]
         return values.run_all(bound, [meeting.joined_by(code) for code in codes])
     finally:
         del _meetings[number]
 
 
-def _meeting_others(program: Program, meeting: int, rank: int) -> Program:
+def _meeting_others(program: Program, meeting: int, rank: int, fuses: bool) -> Program:
     """A copy that writes its state in place, and meets other threads in place of other processes."""
     program = program.copy()
     for index, node in enumerate(list(filter(is_collective, program.operations()))):
@@ -111,7 +114,7 @@ def _meeting_others(program: Program, meeting: int, rank: int) -> Program:
         (wait,) = node.users
         wait.replace_all_uses_with(node)
         program.graph.erase_node(wait)
-    return write_state_in_place(program)
+    return fuse_updates(write_state_in_place(program), fuses)
 
 
 def _constant(program: Program, before: fx.Node, name: str, value: torch.Tensor) -> fx.Node:

@@ -10,10 +10,11 @@ from torch import nn
 
 from stepgraph.capture.loss import loss_of
 from stepgraph.capture.module import in_dtype
-from stepgraph.capture.optimizer import FIRST_STEP, group_numbers
+from stepgraph.capture.optimizer import group_numbers
 from stepgraph.capture.outside_tensors import outside_tensors
 from stepgraph.capture.step import Source
 from stepgraph.capture.update import MAX_GRAD_NORM
+from stepgraph.capture.update_rules import FIRST_STEP
 from stepgraph.equivalence.lockstep import Observer, run_lockstep
 from stepgraph.planning.request import StepSettings
 from stepgraph.program import roles

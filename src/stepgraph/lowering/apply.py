@@ -13,6 +13,7 @@ from stepgraph.program.record import Pass
 
 def apply(
     program: Program,
+    name: str,
     groups: Mapping[str, str],
     passes: Sequence[Pass],
     driver: PassDriver,
@@ -20,10 +21,11 @@ def apply(
     """What is executed of one rank's Program, in place: it is not functional any more.
 
     Args:
+        name: of the lowering.
         groups: names of mesh dimensions -> names of the rank's process groups.
         passes: of this room, in order.
     """
-    return driver.through(passes, program, groups=groups)
+    return driver.through(passes, program, groups=groups, fuses=LOWERINGS[name].fuses)
 
 
 def lower(program: Program, decision: LoweringDecision, target: Target) -> Executable:

@@ -14,6 +14,7 @@ from stepgraph.lowering.bodies import in_pieces
 from stepgraph.lowering.cache import Cache
 from stepgraph.lowering.driver import Compiled, drive
 from stepgraph.lowering.record import Executable, Lowering, no_obstacles
+from stepgraph.operators.updates import UPDATE, decomposed
 from stepgraph.planning.target import Target
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program
@@ -39,7 +40,7 @@ def _wanted(module: fx.GraphModule, placeholders: Sequence[fx.Node], target: Tar
 
     def make() -> Compiled:
         return compile_with_inductor(
-            module, examples, SETTINGS, target.overlaps, {RANDOM: fused_random}
+            module, examples, SETTINGS, target.overlaps, {RANDOM: fused_random, UPDATE: decomposed}
         )
 
     shapes = [(e.shape, e.stride(), e.dtype, e.device) for e in examples]

@@ -30,7 +30,7 @@ def text_of(graph: fx.Graph, arguments: Sequence[str]) -> str | None:
     given = graph.find_nodes(op="placeholder")
     for index, node in enumerate(given):
         extra = index - len(arguments)
-        names[node] = _Name(arguments[index] if extra < 0 else f"t{extra}")
+        names[node] = Shown(arguments[index] if extra < 0 else f"t{extra}")
     lines = []
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
@@ -42,13 +42,13 @@ def text_of(graph: fx.Graph, arguments: Sequence[str]) -> str | None:
             return None
         args, kwargs = map_arg((list(node.args), node.kwargs), names.__getitem__)
         if target is aten.index.Tensor:
-            if not all(isinstance(index, _Name) for index in args[1]):
+            if not all(isinstance(index, Shown) for index in args[1]):
                 return None
             call = f"look({args[0]!r}, {args[1]!r})"
         else:
             shown = [*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())]
             call = f"{target}({', '.join(shown)})"
-        names[node] = _Name(f"v{len(lines)}")
+        names[node] = Shown(f"v{len(lines)}")
         lines.append(f"{names[node]!r} = {call}")
     result = graph.output_node().args[0]
     if not isinstance(result, fx.Node):
@@ -57,7 +57,7 @@ def text_of(graph: fx.Graph, arguments: Sequence[str]) -> str | None:
     return f"def f({takes}): {'; '.join([*lines, f'return {names[result]!r}'])}"
 
 
-class _Name(str):
+class Shown(str):
     """Shown as it stands."""
 
     __slots__ = ()

@@ -22,6 +22,7 @@ from stepgraph.operators import flex, own
 from stepgraph.operators import table as operators
 from stepgraph.operators.attention import ATTENTIONS
 from stepgraph.operators.flex import FLEXES
+from stepgraph.operators.updates import UPDATE
 from stepgraph.program.build import freeze
 from stepgraph.program.layout import InnerShard, blocks_of, from_torch, to_torch
 from stepgraph.program.metadata import meta
@@ -125,7 +126,8 @@ class Rules:
         that mixes elements, shards must be even (:meth:`strategies`). A sum is an exception where
         the padding is known to be zero.
         """
-        value = meta(node)["val"]
+        results = results_of(node)
+        value = results[0]
         arguments = [meta(argument)["val"] for argument in tensor_arguments(node)]
         dims = dict.fromkeys(p.dim for p in placements if isinstance(p, Shard)) or {0: None}
         if meta(node).get("padding_is_zero"):
@@ -141,7 +143,8 @@ class Rules:
             return []
         return [
             Strategy(
-                tuple(Shard(dim) if a.dim() else Replicate() for a in arguments), (Shard(dim),)
+                tuple(Shard(dim) if a.dim() else Replicate() for a in arguments),
+                (Shard(dim),) * len(results),
             )
             for dim in dims
             if dim < value.dim()
@@ -275,6 +278,18 @@ def _batch_and_heads_of_functions(
     ]
 
 
+def _updated(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
+    """A parameter's update: element by element, of numbers that all ranks have."""
+    values = [meta(argument)["val"] for argument in tensor_arguments(node)]
+    return [
+        Strategy(
+            tuple(Shard(dim) if value.dim() else Replicate() for value in values),
+            (Shard(dim),) * len(results_of(node)),
+        )
+        for dim in range(values[0].dim())
+    ]
+
+
 def _part(result: object, dim: int) -> Placement:
     """Of a result along a dimension: the gradient of the one head that all heads share is a sum."""
     assert isinstance(result, torch.Tensor)
@@ -376,6 +391,7 @@ TABLE: dict[Any, Entry] = {
     aten.embedding_dense_backward.default: _sorted_into_rows,
     **dict.fromkeys(ATTENTIONS, _batch_and_heads),
     **dict.fromkeys(FLEXES, _batch_and_heads_of_functions),
+    UPDATE: _updated,
 }
 
 # Where a torch only replicates (torch 2.11).

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from stepgraph import torch_internals
+from stepgraph.operators.updates import FUSED_ADAM, UPDATE
 from stepgraph.program.collectives import ON_FIRST, SHARD_OF
 from stepgraph.program.randomness import RANDOM
 from stepgraph.torch_internals import operators as private
@@ -78,6 +79,8 @@ FACTS: tuple[Facts, ...] = (
     ((private.TO_COPY, torch_internals.mutable_copy), {"fusing": LOOP}),
     ((aten.native_dropout.default, aten.native_dropout_backward.default), {"fusing": LOOP}),
     ((RANDOM,), {"fusing": LOOP, "cost": "random"}),
+    ((UPDATE,), {"fusing": LOOP, "elementwise": True}),
+    ((FUSED_ADAM,), {"cost": "root"}),
     # Tagged as random by torch; what they drop is said by their arguments.
     (
         (

@@ -71,7 +71,7 @@ def lower_for_rank(
 
     The Program that is passed in stays as it is: it is what ``engine.programs`` shows.
     """
-    final = executed(program, state.ranks.groups, driver)
+    final = executed(program, decision.name, state.ranks.groups, driver)
     sides = forward_and_backward(final) if in_two else [final]
     return [_lowered(program, side, decision, state) for side in sides]
 

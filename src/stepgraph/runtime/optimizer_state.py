@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from stepgraph.capture import optimizer as capture
 from stepgraph.capture.counters import SharedCounters
-from stepgraph.capture.optimizer import FIRST_STEP, FunctionalOptimizer
+from stepgraph.capture.update_rules import FIRST_STEP, FunctionalOptimizer
 from stepgraph.errors import CheckpointError, FrozenNumberError
 from stepgraph.program import roles
 from stepgraph.program.layout import Placements, local_shape

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from stepgraph import errors, torch_internals
 from stepgraph.capture.counters import SharedCounters
-from stepgraph.capture.optimizer import FunctionalOptimizer
 from stepgraph.capture.update import MAX_GRAD_NORM
+from stepgraph.capture.update_rules import FunctionalOptimizer
 from stepgraph.placement.presets.named import stored_parameter
 from stepgraph.program import roles
 from stepgraph.program.layout import local_shape, replicated

@@ -4,6 +4,7 @@ Everything that depends on numbers and counters alone is emitted once for a para
 bias corrections, say), so the update is as few operations per parameter as torch's own formula.
 """
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +13,10 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from stepgraph.capture.counters import SharedCounters
-from stepgraph.capture.optimizer import FunctionalOptimizer, UpdateRule
+from stepgraph.capture.update_rules import FunctionalOptimizer, UpdateRule
+from stepgraph.capture.whole_tensors import Update
 from stepgraph.errors import OptimizerError
+from stepgraph.operators.updates import UPDATE
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
 from stepgraph.program.metadata import meta
@@ -104,17 +107,34 @@ class _Updates:
     def _instantiate(self, rule: UpdateRule, arguments: list[fx.Node]) -> list[fx.Node]:
         remaining = iter(arguments)
         node_of: dict[fx.Node, fx.Node] = {}
+        whole = rule.whole
         for node in rule.graph.graph.nodes:
             if node.op == "placeholder":
                 node_of[node] = next(remaining)
             elif node.op == "get_attr":
                 node_of[node] = self._constant(getattr(rule.graph, str(node.target)))
             elif node.op == "output":
+                if whole is not None:
+                    node_of |= self._updated(rule, whole, node_of)
                 return [node_of[result] for result in node.args[0]]
-            else:
+            elif whole is None or not meta(node)["val"].dim():
                 args, kwargs = map_arg((node.args, node.kwargs), node_of.__getitem__)
                 node_of[node] = self._operation(node, tuple(args), dict(kwargs))
         raise AssertionError("a rule without an output")
+
+    def _updated(
+        self, rule: UpdateRule, whole: Update, node_of: dict[fx.Node, fx.Node]
+    ) -> dict[fx.Node, fx.Node]:
+        """What the rule computes of whole tensors, as one operation."""
+        tensors, numbers, settings = (
+            [node_of[node] for node in nodes]
+            for nodes in (whole.tensors, whole.numbers, rule.settings)
+        )
+        update = self.emit(UPDATE, tensors, numbers, whole.text, rule.kernel, settings)
+        return {
+            result: self.emit(operator.getitem, update, index)
+            for index, result in enumerate(whole.results)
+        }
 
     def _constant(self, value: torch.Tensor) -> fx.Node:
         """A number that torch's step made a tensor of."""

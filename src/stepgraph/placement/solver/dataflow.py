@@ -2,14 +2,13 @@
 
 from collections.abc import Collection
 
-import torch
 from torch import fx
 
 from stepgraph.analysis.rows import reached
 from stepgraph.operators.views import viewed
 from stepgraph.program import roles
 from stepgraph.program.metadata import meta
-from stepgraph.program.program import BACKWARD, OPTIMIZER, Program
+from stepgraph.program.program import BACKWARD, OPTIMIZER, Program, tensors_of
 
 # Tags of what is done to a gradient on its way into the update.
 _OF_GRADIENTS = ("reduced_before", "accumulates", "accumulated_next")
@@ -47,8 +46,8 @@ def find_gradients(program: Program) -> dict[fx.Node, str]:
         stack = [result]
         while stack:
             node = stack.pop()
-            value = meta(node).get("val")
-            same = isinstance(value, torch.Tensor) and value.shape == shape
+            made = tensors_of(meta(node).get("val"))
+            same = bool(made) and all(tensor.shape == shape for tensor in made)
             if node in seen or node.op != "call_function" or not same:
                 continue
             seen.add(node)
@@ -70,10 +69,9 @@ def update_operations(program: Program) -> dict[str, list[fx.Node]]:
         stack = [result]
         while stack:
             node = stack.pop()
-            value = meta(node).get("val")
             if node.op != "call_function" or decided_here(node) or node in known:
                 continue
-            if is_stored_cast(node) or not isinstance(value, torch.Tensor) or not value.dim():
+            if is_stored_cast(node) or not any(t.dim() for t in tensors_of(meta(node).get("val"))):
                 continue
             known.append(node)
             stack += node.all_input_nodes

@@ -9,7 +9,7 @@ from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from stepgraph.cost.work import matmul_dtype, node_flops, runs_no_kernel
+from stepgraph.cost.work import matmul_dtype, node_flops, runs_no_kernel, size_in_bytes
 from stepgraph.placement.rules.coded import Coded
 from stepgraph.placement.rules.redistribution import Moves
 from stepgraph.placement.solver.dataflow import is_stored_cast, update_operations
@@ -124,7 +124,7 @@ class Storages:
             if runs_no_kernel(node):
                 continue
             reads, writes = meta(node)["traffic"]
-            moved = meta(node)["val"].nbytes if writes else 0
+            moved = size_in_bytes(meta(node)["val"]) if writes else 0
             for argument, read in zip(tensor_arguments(node), reads, strict=True):
                 moved += meta(argument)["val"].nbytes if read else 0
             starts = meta(node).get("starts", True)

@@ -1,0 +1,131 @@
+"""fuse_updates: torch's fused kernel, for several parameters at once, where updates follow one another."""
+
+import pytest
+import torch
+from torch import nn
+
+from stepgraph import torch_internals
+from stepgraph.lowering.passes import fuse_updates as module
+from stepgraph.lowering.passes.fuse_updates import fuse_updates
+from stepgraph.lowering.passes.write_state_in_place import write_state_in_place
+from stepgraph.operators.updates import FUSED_ADAM, UPDATE
+from stepgraph.program import roles
+from stepgraph.program.text import program_text
+from stepgraph.schedule.passes.merge_small_collectives import merge_small_collectives
+from stepgraph.schedule.passes.update_early import update_early
+from tests.schedule.rescheduled import rescheduled
+from tests.support import (
+    RANKS,
+    adamw,
+    assert_golden_text,
+    assert_summation,
+    bound,
+    compiled,
+    mlp,
+    regression_batch,
+    values,
+)
+
+
+def adam(model):
+    return torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def written(program, *passes):
+    """Every rank's own Program, scheduled and written in place, before and after."""
+    before = [write_state_in_place(p) for p in bound(rescheduled(program, *passes))]
+    return before, [fuse_updates(each.copy(), fuses=True) for each in before]
+
+
+def count(program, target):
+    return sum(node.target is target for node in program.operations())
+
+
+def test_the_text_shows_one_call_for_all_parameters():
+    class Sum(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).sum()
+
+    model = Sum(3, 2)
+    program = compiled(model, torch.ones(2, 3), adamw(model), ranks=2, plan="zero1").programs[
+        "step"
+    ]
+    before, after = written(program)
+    text = f"{program_text(before[0], 'before')}\n{program_text(after[0], 'after fuse_updates')}"
+    assert_golden_text(__file__, "fuse_updates", text)
+
+
+@pytest.mark.parametrize("optimizer", [adamw, adam])
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero3"])
+def test_a_step_is_the_same_within_rounding(plan, ranks, optimizer):
+    model, batch = mlp(), regression_batch()
+    optimizer = optimizer(model)
+    placed = compiled(model, batch, optimizer, ranks=ranks, plan=plan, clip=True).programs["step"]
+    before, after = written(placed, merge_small_collectives, update_early)
+    for program in after:
+        program.graph.lint()
+        assert count(program, FUSED_ADAM) == 1
+        # A parameter without dimensions is updated by numbers alone.
+        assert count(program, UPDATE) == 0
+    inputs = values(model, batch, optimizer, max_grad_norm=0.5)
+    expected = inputs.execute(before, in_place=True)
+    found = inputs.execute(after, in_place=True)
+    assert roles.NewParam("first.weight") in expected.keys() & found.keys()
+    assert_summation(expected, found)
+
+
+def test_what_is_made_for_updates_that_wait_is_bounded(monkeypatch):
+    model = mlp()
+    placed = compiled(model, regression_batch(), adamw(model), ranks=3, plan="zero1")
+    monkeypatch.setattr(module, "_HELD", 0)
+    _, after = written(placed.programs["step"])
+    assert count(after[2], FUSED_ADAM) > 1  # its parts are padded
+
+
+def test_no_update_waits_for_a_collective():
+    model, batch = mlp(), regression_batch()
+    placed = compiled(model, batch, adamw(model), ranks=2, plan="zero3").programs["step"]
+    before, after = written(placed, update_early)
+    assert count(after[0], FUSED_ADAM) > 1
+
+    def waits_before_the_first_update(program, target):
+        nodes = list(program.operations())
+        first = next(i for i, node in enumerate(nodes) if node.target is target)
+        return sum(node.target is torch_internals.WAIT for node in nodes[:first])
+
+    assert waits_before_the_first_update(before[0], UPDATE) == waits_before_the_first_update(
+        after[0], FUSED_ADAM
+    )
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True),
+        lambda model: torch.optim.AdamW(model.parameters(), maximize=True),
+        lambda model: torch.optim.NAdam(model.parameters()),
+    ],
+)
+def test_other_steps_stay_their_own_arithmetic(optimizer):
+    model = mlp()
+    placed = compiled(model, regression_batch(), optimizer(model), plan="ddp").programs["step"]
+    _, after = written(placed)
+    assert count(after[0], FUSED_ADAM) == 0
+    assert count(after[0], UPDATE) == 3
+
+
+def test_types_that_the_kernel_rounds_otherwise_stay_arithmetic():
+    model = mlp().to(torch.bfloat16)
+    batch = tuple(x.to(torch.bfloat16) for x in regression_batch())
+    placed = compiled(model, batch, adamw(model), plan="ddp").programs["step"]
+    _, after = written(placed)
+    assert count(after[0], FUSED_ADAM) == 0
+
+
+def test_a_lowering_that_fuses_nothing_runs_the_arithmetic():
+    model = mlp()
+    placed = compiled(model, regression_batch(), adamw(model), plan="ddp").programs["step"]
+    (before,) = map(write_state_in_place, bound(placed))
+    assert str(fuse_updates(before.copy(), fuses=False)) == str(before)

@@ -5,6 +5,7 @@ import torch
 
 from stepgraph.operators.updates import (
     FUSED_ADAM,
+    PIECE,
     UPDATE,
     decomposed,
     held_inside,
@@ -24,6 +25,15 @@ def test_the_operator_computes_its_text():
         new, root = run([x, y], [n], TEXT, "", [])
         assert torch.equal(root, torch.full((3,), 4.0))
         assert torch.equal(new, torch.full((3,), 5.0))
+
+
+def test_a_large_one_is_computed_piece_by_piece_to_the_same_bits():
+    torch.manual_seed(0)
+    x, y, n = torch.rand(3, PIECE // 2 + 1), torch.rand(3, PIECE // 2 + 1), torch.tensor(8.0)
+    for found, expected in zip(
+        UPDATE([x, y], [n], TEXT, "", []), decomposed([x, y], [n], TEXT, "", []), strict=True
+    ):
+        assert torch.equal(found, expected)
 
 
 def test_shapes_are_known_without_values():

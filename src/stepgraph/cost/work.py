@@ -11,7 +11,7 @@ from stepgraph import torch_internals
 from stepgraph.cost.device import Device
 from stepgraph.operators import own
 from stepgraph.operators import table as operators
-from stepgraph.operators.updates import FUSED_ADAM, UPDATE, held_inside, operations_in
+from stepgraph.operators.updates import FUSED_ADAM, PIECE, UPDATE, held_inside, operations_in
 from stepgraph.operators.views import is_view
 from stepgraph.program.build import freeze, kind_of
 from stepgraph.program.collectives import is_collective
@@ -95,12 +95,12 @@ def size_in_bytes(value: object) -> int:
 
 
 def workspace(node: fx.Node) -> int:
-    """Bytes that an operation holds while it runs, besides its arguments and results."""
-    if node.target is not UPDATE:
+    """Bytes that an operation holds while it runs by itself, besides its arguments and results."""
+    if node.target is not UPDATE or not meta(node).get("dispatched", True):
         return 0
     made = tensors_of(meta(node)["val"])
-    more = held_inside(str(node.args[2])) - len(made)
-    return max(0, more) * size_in_bytes(made[0])
+    more = max(0, held_inside(str(node.args[2])) - len(made))
+    return more * min(made[0].numel(), PIECE) * made[0].element_size()
 
 
 def stored_bytes(value: object) -> int:

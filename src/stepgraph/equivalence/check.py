@@ -218,7 +218,7 @@ class _Checker:
         """Every rank's own program as it is executed; and the code that lowerings make of it."""
         driver = PassDriver(replaced=self.driver.replaced)
         before, name, program = self.values.execute(bound), "", bound[0]
-        ranks = [program.copy() for program in bound]
+        ranks, last = [program.copy() for program in bound], before
         try:
             for step in LOWERED:
                 if not self.report.ok:
@@ -226,7 +226,8 @@ class _Checker:
                 name = step.name
                 ranks = [driver.through((step,), each, groups={}, fuses=True) for each in ranks]
                 after = self.values.execute(ranks, in_place=True)
-                self._compare(name, step.preserves, program, before, after)
+                self._compare(name, step.preserves, program, last, after)
+                last = after
             chosen = (decide_lowering(bound[0], name, self.target).name for name in lowerings)
             for name in dict.fromkeys(chosen):
                 if self.report.ok:

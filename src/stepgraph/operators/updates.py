@@ -20,6 +20,9 @@ from stepgraph.operators.scalar_functions import function_of
 ADAM, ADAMW = "adam", "adamw"
 
 
+PIECE = 2**16  # elements that are computed at once: what is made on the way stays in the cache
+
+
 @functools.cache
 def held_inside(text: str) -> int:
     """How many tensors of the parameter's size an update holds at once, besides what it is given."""
@@ -68,7 +71,17 @@ def update(
     Returns:
         what the text returns.
     """
-    return computed(tensors, numbers, text)
+    one = tensors[0]
+    if one.numel() <= PIECE or not all(tensor.is_contiguous() for tensor in tensors):
+        return computed(tensors, numbers, text)
+    flat = [tensor.view(-1) for tensor in tensors]
+    results: list[Tensor] = []
+    for start in range(0, one.numel(), PIECE):
+        made = computed([tensor[start : start + PIECE] for tensor in flat], numbers, text)
+        results = results or [torch.empty_like(one, dtype=part.dtype) for part in made]
+        for result, part in zip(results, made, strict=True):
+            result.view(-1)[start : start + PIECE] = part
+    return results
 
 
 @update.register_fake

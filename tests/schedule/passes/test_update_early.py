@@ -167,9 +167,10 @@ def test_nothing_is_overwritten_before_it_is_read_for_the_last_time():
 def test_gradients_no_longer_pile_up():
     model = tiny_llama()
     before = merged(model, token_batch(2, 2), adamw(model), plan="ddp")
-    peaks = [memory_timeline(written(delayed(p))[0]).peak() for p in (before, early(before))]
-    gradients = sum(4 * parameter.numel() for parameter in model.parameters())
-    assert peaks[1] < peaks[0] - gradients / 2
+    lives = [memory_timeline(written(delayed(p))[0]) for p in (before, early(before))]
+    gradients = [timeline.peak_of("gradients") for timeline in lives]
+    assert gradients[1] < gradients[0] / 2
+    assert lives[1].peak() < lives[0].peak()
 
 
 def test_a_collective_of_the_forward_may_stand_behind_the_optimizers():

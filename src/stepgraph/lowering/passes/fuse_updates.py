@@ -4,18 +4,18 @@ import torch
 from torch import fx
 
 from stepgraph import torch_internals
+from stepgraph.analysis.blocks import repetitions
 from stepgraph.operators.updates import ADAMW, FUSED_ADAM, UPDATE
 from stepgraph.operators.views import is_view, storage_roots
 from stepgraph.program.build import Builder
-from stepgraph.program.collectives import is_collective
 from stepgraph.program.metadata import meta
-from stepgraph.program.program import OPTIMIZER, Program, is_write, tensors_of
+from stepgraph.program.program import OPTIMIZER, Program, is_write
 from stepgraph.program.record import SUMMATION, program_pass
 
 aten = torch.ops.aten
 
-# Bytes of what else may be made between updates that wait for each other: parts of parameters, padded.
-_HELD = 2**24
+# Bytes of gradients that wait for the last of several: updating them takes many times what a call costs.
+_HELD = 2**22
 _WRITTEN = (0, 2, 3)  # of parameter, gradient and the two states
 _TYPES = (torch.float32, torch.float64)
 
@@ -59,36 +59,47 @@ def _is_fusable(node: fx.Node) -> bool:
 
 
 def _groups(program: Program) -> list[list[fx.Node]]:
-    """Updates of one kernel with nothing but the optimizer's arithmetic between them."""
+    """Updates of one kernel that are done together.
+
+    None waits for what is awaited in between, nor for another layer's: layers are then the same code, which
+    is compiled once.
+    """
+    operations = list(program.operations())
+    updates = [node for node in operations if _is_fusable(node)]
+    letters = [(_gradient(node).shape, node.args[2:4]) for node in updates]
+    layers = repetitions(letters, [0] * (len(updates) + 1))
+    starts = {updates[edge] for edges in layers for edge in edges if edge < len(updates)}
     groups: list[list[fx.Node]] = []
     kind: tuple | None = None
     held = 0
     made: set[fx.Node] = set()  # by the updates of the last group
-    for node in program.operations():
+    for node in operations:
         if _is_fusable(node):
-            dtype = meta(node.args[0][0])["val"].dtype  # type: ignore[index,arg-type]
-            mine = (*node.args[3:], dtype)
-            if mine != kind or held > _HELD:
+            mine = (*node.args[3:], _gradient(node).dtype)
+            if mine != kind or node in starts or held > _HELD:
                 groups.append([])
                 kind, held, made = mine, 0, set()
             groups[-1].append(node)
+            held += _gradient(node).nbytes
             made.add(node)
         elif is_view(node) and node.all_input_nodes[0] in made:
             made.add(node)
         elif not _may_stand_between(node, made):
             kind = None
-        elif not is_view(node) and not is_write(node):
-            held += sum(tensor.nbytes for tensor in tensors_of(meta(node)["val"]))
     return groups
+
+
+def _gradient(update: fx.Node) -> torch.Tensor:
+    return meta(update.args[0][1])["val"]  # type: ignore[index,arg-type]
 
 
 def _may_stand_between(node: fx.Node, made: set[fx.Node]) -> bool:
     """Whether an update may wait for another that comes behind this operation."""
     if node.target is torch_internals.mutable_copy:
-        return node.args[1] in made or not meta(node)["val"].dim()
-    if is_write(node) or is_collective(node) or made & {*node.all_input_nodes}:
-        return False
-    return meta(node)["phase"] == OPTIMIZER
+        return True
+    return not (
+        is_write(node) or node.target is torch_internals.WAIT or made & {*node.all_input_nodes}
+    )
 
 
 def _join(program: Program, group: list[fx.Node], read_behind: set[fx.Node]) -> None:

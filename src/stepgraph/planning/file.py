@@ -1,4 +1,4 @@
-"""Plan files, version 3: a plan as plain data, and back; :mod:`stepgraph.planning.schema` checks them.
+"""Plan files, version 4: a plan as plain data, and back; :mod:`stepgraph.planning.schema` checks them.
 
 Names are folded over repeated layers (:mod:`stepgraph.planning.folding`) and grouped by what is said of
 them, so that a model of 32 layers and 10,000 operations takes a few hundred KiB. No name is made before it

@@ -1,4 +1,4 @@
-"""What stands in a plan file, version 3, as types: msgspec checks a file against them.
+"""What stands in a plan file, version 4, as types: msgspec checks a file against them.
 
 An object of a file is a dataclass's own, field by field: :func:`form` makes its type. What is written in
 another way (names folded over layers, placements as texts) is said here, and read by
@@ -21,7 +21,7 @@ from stepgraph.planning.plan import Plan
 from stepgraph.planning.reading import AnyNumber, Count, Number, Positive, Strict, Text, TypeText
 from stepgraph.planning.request import Request
 
-VERSION = 3
+VERSION = 4
 MOST_RANKS = 2**20
 
 Folded = dict[Text, list[Text]]

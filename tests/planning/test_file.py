@@ -224,17 +224,17 @@ def test_a_file_that_grows_while_it_is_read_is_still_bounded(tmp_path, monkeypat
         Plan.load(tmp_path / "plan.json")
 
 
-@pytest.mark.parametrize("version", [0, 1, 2, 99])
+@pytest.mark.parametrize("version", [0, 1, 2, 3, 99])
 def test_another_schema_version_is_said_to_be_one(written, tmp_path, version):
     (tmp_path / "plan.json").write_text(json.dumps(written | {"version": version}))
-    with pytest.raises(PlanError, match=f"plan version {version} cannot be read, only 3"):
+    with pytest.raises(PlanError, match=f"plan version {version} cannot be read, only 4"):
         Plan.load(tmp_path / "plan.json")
 
 
 def test_a_file_of_the_version_before_says_what_to_do(written, tmp_path):
     before = {"version": 2, "mesh": [["dp", 2]], "placements": {}}  # of other fields than today's
     (tmp_path / "plan.json").write_text(json.dumps(before))
-    with pytest.raises(PlanError, match="plan version 2 cannot be read, only 3") as caught:
+    with pytest.raises(PlanError, match="plan version 2 cannot be read, only 4") as caught:
         Plan.load(tmp_path / "plan.json")
     assert "make the plan again with this version of stepgraph" in str(caught.value)
 

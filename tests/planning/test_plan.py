@@ -148,7 +148,7 @@ MALFORMED = {
     "a list": "[]",
     "a number": "7",
     "no fields": "{}",
-    "a field of another type": '{"version": 3, "request": {"mesh": 3, "placement": "zero3",'
+    "a field of another type": '{"version": 4, "request": {"mesh": 3, "placement": "zero3",'
     ' "memory": "none", "schedule": "none", "lowering": "eager"}, "decisions": {}}',
     "deep": "[" * 100_000,
 }

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ from stepgraph import torch_internals
 from stepgraph.cost.devices import device_at_hand
 from stepgraph.errors import BatchError, UsageError
 from stepgraph.lowering.presets import check_lowering
+from stepgraph.memory.patterns import as_text
 from stepgraph.memory.presets import parse_policy
 from stepgraph.placement.presets.named import check_preset
 from stepgraph.planning.file import load_plan
@@ -55,7 +58,7 @@ def check_kinds(loss, mesh, plan, memory, lowering, max_grad_norm) -> None:
     kinds = (
         ("mesh", mesh, (str, DeviceMesh)),
         ("plan", plan, (str, Path, Plan)),
-        ("memory", memory, (str,)),
+        ("memory", memory, (str, Mapping)),
         ("lowering", lowering, (str,)),
     )
     for name, value, allowed in kinds:
@@ -68,7 +71,7 @@ def check_kinds(loss, mesh, plan, memory, lowering, max_grad_norm) -> None:
     if norm is not None and not (isinstance(norm, (int, float)) and 0 < norm < math.inf):
         raise UsageError(f"max_grad_norm must be a positive number, got {max_grad_norm!r}")
     if memory is not None:
-        parse_policy(memory)
+        parse_policy(as_text(memory))
     if lowering is not None:
         check_lowering(lowering)
 
@@ -94,7 +97,7 @@ def check_compile(backend: str, whole: bool, enabled: bool | None, options: dict
     return bool(whole or enabled)
 
 
-def make_plan(plan, mesh: MeshShape, model: nn.Module, **policies: str | None) -> Plan:
+def make_plan(plan, mesh: MeshShape, model: nn.Module, **policies: Any) -> Plan:
     """The plan in force: policies (memory, schedule, lowering) that are not None win over its own.
 
     Raises:
@@ -117,7 +120,8 @@ def make_plan(plan, mesh: MeshShape, model: nn.Module, **policies: str | None) -
         )
     made.check_model(model)
     made = replace(made, fingerprint=made.fingerprint or fingerprint_of(model))
-    return made.under(**{name: value for name, value in policies.items() if value is not None})
+    given = {name: as_text(value) for name, value in policies.items() if value is not None}
+    return made.under(**given)
 
 
 def name_of(optimizer: torch.optim.Optimizer | None) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,8 @@ class Engine(SavesAndLoads):
         mesh: ``"dp=4,tp=2"``, ``"replicate=2,shard=4"``, a DeviceMesh, or None for every rank on ``dp``.
         plan: a preset (``ddp``, ``zero1``, ``zero2``, ``zero3``, ``hsdp``; ``tp``, ``tp+sp``, with any of
             them as ``tp+zero3``), a Plan, or the path of a plan file.
-        memory: ``none``, ``full`` or ``layers:N``; None: the plan's own.
+        memory: ``none``, ``full``, ``layers:N`` or ``ops``, or a table of modules' paths such as
+            ``{"layers.*.mlp": "recompute"}``; None: the plan's own.
         schedule: ``"none"``; None: the plan's own.
         compute_dtype: floating-point parameters and batch leaves are cast to it in the program, before
             any gather; parameters stay as they are. None: what the plan was made for.
@@ -83,7 +84,7 @@ class Engine(SavesAndLoads):
         optimizer: torch.optim.Optimizer | None = None,
         mesh: str | DeviceMesh | None = None,
         plan: str | Path | Plan = "zero3",
-        memory: str | None = None,
+        memory: str | Mapping[str, str] | None = None,
         schedule: str | None = None,
         compute_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,

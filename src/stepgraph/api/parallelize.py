@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def parallelize(
     mesh: str | DeviceMesh | None = None,
     plan: str | Path | Plan = "zero3",
     loss: LossFunction | None = None,
-    memory: str | None = None,
+    memory: str | Mapping[str, str] | None = None,
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     lowering: str | None = None,

@@ -18,6 +18,7 @@ from stepgraph.api.planner import Planner, make_optimizer
 from stepgraph.capture.module import LossFunction, default_loss
 from stepgraph.cost.devices import find_device
 from stepgraph.errors import MeshError, UsageError
+from stepgraph.memory.patterns import as_text
 from stepgraph.memory.presets import parse_policy
 from stepgraph.placement.presets.named import check_preset
 from stepgraph.planning import plan as data
@@ -125,7 +126,7 @@ def plan(
     device: str = "h100",
     optimizer: str | torch.optim.Optimizer | None = "adamw",
     placement: str = AUTO,
-    memory: str = AUTO,
+    memory: str | Mapping[str, str] = AUTO,
     schedule: str = AUTO,
     memory_budget: int | str | None = None,
     compute_dtype: torch.dtype | None = torch.bfloat16,
@@ -145,7 +146,8 @@ def plan(
         device: a name of the device table, such as ``h100``.
         optimizer: ``adamw``, ``adam``, ``sgd``, an optimizer over the model's parameters, or None.
         placement: ``auto``, or a preset such as ``tp+zero3``.
-        memory: ``none``, ``full``, ``layers:N``, or ``auto``: the first of none, layers:2 and full whose
+        memory: ``none``, ``full``, ``layers:N``, ``ops``, a table of modules' paths such as
+            ``{"layers.*.mlp": "recompute"}``, or ``auto``: the first of none, layers:2 and full whose
             predicted peak fits.
         schedule: ``auto`` or ``none``.
         memory_budget: bytes, or ``"70GiB"``: per rank, whole step, optimizer state included. Default:
@@ -167,6 +169,7 @@ def plan(
     make = find_model(model) if isinstance(model, str) else None
     shape = mesh_shape(mesh)
     table = find_device(device)
+    memory = as_text(memory)
     check_request(shape, placement, memory, constraints)
     check_schedule(schedule)
     budget = parse_size(memory_budget)

@@ -23,7 +23,10 @@ def step_options(seq: int, batch_per_rank: int) -> Callable[[Callable], Callable
             help=f"{', '.join(models.BUILT_IN)}; a config.json; or package.module:factory.",
         ),
         click.option("--plan", default="zero3", help="A preset or a plan file."),
-        click.option("--memory", help="none, full or layers:N. Default: the plan's own."),
+        click.option(
+            "--memory",
+            help="none, full, layers:N, ops or MODULE=recompute. Default: the plan's own.",
+        ),
         click.option("--batch-per-rank", type=positive, default=batch_per_rank),
         click.option("--seq", type=click.IntRange(min=2), default=seq),
         click.option("--micro-batches", type=positive, default=1),

@@ -67,7 +67,7 @@ _POSITIVE = click.IntRange(min=1)
 @click.option(
     "--memory",
     default=AUTO,
-    help="none, full, layers:N; auto: the first of none, layers:2, full that fits.",
+    help="none, full, layers:N, ops, MODULE=recompute; auto: the first of none, layers:2, full that fits.",
 )
 @click.option("--memory-budget", help="Such as 70GiB, a rank. Default: the device's capacity.")
 @click.option("--compare", metavar="PLANS", help="Several presets and auto, side by side.")

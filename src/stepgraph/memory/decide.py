@@ -12,7 +12,9 @@ from stepgraph import torch_internals
 from stepgraph.analysis.blocks import Block, find_blocks
 from stepgraph.errors import MemoryPolicyError
 from stepgraph.memory import regions_of_code
-from stepgraph.memory.presets import NONE, parse_policy
+from stepgraph.memory.kept_operations import kept_operations
+from stepgraph.memory.patterns import Parts, are_patterns, parse_patterns
+from stepgraph.memory.presets import NONE, OPS, parse_policy
 from stepgraph.memory.regions_of_code import not_crossing
 from stepgraph.operators import table as operators
 from stepgraph.operators.views import is_view
@@ -43,7 +45,7 @@ def decide(program: Program, policy: str, gather_again: bool = True) -> MemoryDe
 
     Args:
         policy: ``none``; ``full``: every block is recomputed from its inputs; ``layers:N``: every N-th
-            block is.
+            block is; ``ops``: every block, but for what is dear to compute; or patterns.
         gather_again: gathered parameters are not kept for the backward.
 
     Raises:
@@ -56,6 +58,7 @@ def decide(program: Program, policy: str, gather_again: bool = True) -> MemoryDe
     nodes = list(program.operations(FORWARD))
     regions: list[list[fx.Node]] = regions_of_code.find(nodes)
     taken = {node for region in regions for node in region}
+    kept: set[fx.Node] = set()
     if every:
         blocks = find_blocks(program)
         if not blocks and name == "layers":
@@ -65,12 +68,19 @@ def decide(program: Program, policy: str, gather_again: bool = True) -> MemoryDe
             )
         if not blocks:
             blocks = [Block(0, len(nodes))]
-            notes.append("memory 'full': no block repeats, the whole forward is one block")
+            notes.append(f"memory {name!r}: no block repeats, the whole forward is one block")
         for block in blocks[every - 1 :: every]:
-            regions.append([n for n in nodes[block.start : block.stop] if n not in taken])
+            inside = nodes[block.start : block.stop]
+            kept |= kept_operations(inside) if name == OPS else set()
+            regions.append([n for n in inside if n not in taken])
+    elif are_patterns(policy):
+        parts = Parts(parse_patterns(policy), nodes)
+        kept |= parts.saved
+        regions += [[n for n in part if n not in taken] for part in parts.regions.values()]
+        notes += parts.notes
     notes += regions_of_code.notes(nodes)
     for number, region in enumerate(regions):
-        for node in not_crossing(region, program):
+        for node in not_crossing(region, program, kept - taken):
             recompute[meta(node)["name"]] = number
     for name in _gathered(program, gather_again):
         recompute.setdefault(name, -1)

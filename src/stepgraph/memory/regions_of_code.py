@@ -6,7 +6,7 @@ must be recomputed is, with what it would rather save of it where the backward r
 """
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from torch import fx
 
@@ -49,14 +49,16 @@ def notes(nodes: list[fx.Node]) -> list[str]:
     return [OFFLOADED] if offloads else []
 
 
-def not_crossing(region: list[fx.Node], program: Program) -> list[fx.Node]:
-    """Values of a region that no other part of the forward reads, and that are not results.
+def not_crossing(
+    region: list[fx.Node], program: Program, kept: Collection[fx.Node] = ()
+) -> list[fx.Node]:
+    """Values of a region that no other part of the forward reads, neither results nor ``kept``.
 
     Communicated activations are kept: recomputing is not to communicate them twice. So is what a
     generator drew: it would draw something else.
     """
     inside, results = set(region), set(program.results)
-    may_go = {node for node in region if node not in results and not _is_kept(node)}
+    may_go = {n for n in region if n not in results and n not in kept and not _is_kept(n)}
     within = {node for node in may_go if all(u in inside or not _is_forward(u) for u in node.users)}
     dropped = _dropped(region, {node for node in within if _policy(node).endswith("recompute")})
     for product in dropped:

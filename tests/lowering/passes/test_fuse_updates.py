@@ -129,3 +129,19 @@ def test_a_lowering_that_fuses_nothing_runs_the_arithmetic():
     placed = compiled(model, regression_batch(), adamw(model), plan="ddp").programs["step"]
     (before,) = map(write_state_in_place, bound(placed))
     assert str(fuse_updates(before.copy(), fuses=False)) == str(before)
+
+
+def test_views_of_what_is_new_stand_behind_the_call():
+    model, batch = mlp(), regression_batch()
+    optimizer = adamw(model)
+    placed = compiled(model, batch, optimizer, ranks=2, plan="zero1").programs["step"]
+    before, after = written(placed, merge_small_collectives, update_early)
+    for program in after:
+        program.graph.lint()
+        known = {*program.placeholders}
+        for node in program.operations():
+            assert known.issuperset(node.all_input_nodes)
+            known.add(node)
+    inputs = values(model, batch, optimizer)
+    expected = inputs.execute(before, in_place=True)
+    assert_summation(expected, inputs.execute(after, in_place=True))

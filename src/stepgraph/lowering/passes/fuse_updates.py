@@ -125,13 +125,22 @@ def _join(program: Program, group: list[fx.Node], read_behind: set[fx.Node]) -> 
                     replaced += [(result, tensor)] if result is not None else []
             columns[place].append(tensor)
     last = group[-1]
-    emit(FUSED_ADAM, *columns, last.args[4], last.args[3] == ADAMW)
+    point = emit(FUSED_ADAM, *columns, last.args[4], last.args[3] == ADAMW)
     for result, tensor in replaced:
+        for view in _views_before(result, last):
+            point.append(view)
+            point = view
         result.replace_all_uses_with(tensor)
     for node in group:
         for user in list(node.users):
             program.graph.erase_node(user)
         program.graph.erase_node(node)
+
+
+def _views_before(value: fx.Node, last: fx.Node) -> list[fx.Node]:
+    """Views of a value, and views of those, that stand before an operation."""
+    found = [user for user in value.users if is_view(user) and user < last]
+    return [view for user in found for view in (user, *_views_before(user, last))]
 
 
 def _last_reads(program: Program) -> dict[fx.Node, int]:

@@ -1,0 +1,73 @@
+"""Policies for parts of a model, by the paths of their modules."""
+
+import pytest
+
+from stepgraph.errors import UsageError
+from stepgraph.memory.decide import decide
+from stepgraph.memory.patterns import as_text, parse_patterns
+from stepgraph.memory.presets import parse_policy
+from stepgraph.program.metadata import meta
+from stepgraph.program.program import FORWARD
+from tests.support import captured, tiny_llama, token_batch
+
+
+@pytest.fixture(scope="module")
+def program():
+    return captured(tiny_llama(3), token_batch(2))
+
+
+def modules(program, decision):
+    names = {meta(node)["name"]: meta(node)["module"] for node in program.operations(FORWARD)}
+    return {names[name] for name in decision.recompute}
+
+
+def test_a_table_is_a_text_and_back():
+    table = {"layers.*.mlp": "recompute", "*.self_attn": "save"}
+    text = as_text(table)
+    assert text == "layers.*.mlp=recompute,*.self_attn=save"
+    assert parse_patterns(text) == table
+    assert parse_policy(text) == (text, 0)
+    assert as_text({}) == "none"
+    assert as_text("full") == "full"
+
+
+@pytest.mark.parametrize(
+    "text", ["layers.*=drop", "=recompute", "a=recompute,a=save", "a=recompute,", "layers=offload"]
+)
+def test_what_is_no_pattern_is_an_error(text):
+    with pytest.raises(UsageError, match="memory pattern .* cannot be used"):
+        parse_policy(text)
+
+
+def test_a_comma_names_no_module():
+    with pytest.raises(UsageError, match="comma"):
+        as_text({"a,b": "save"})
+
+
+def test_only_the_modules_that_are_named_are_recomputed(program):
+    decision = decide(program, "layers.*.mlp=recompute")
+    found = modules(program, decision)
+    assert found
+    assert all(".mlp" in path for path in found)
+    assert {path.split(".mlp")[0] for path in found} == {f"model.layers.{i}" for i in range(3)}
+    assert len(set(decision.recompute.values())) == 3  # each a region of its own
+
+
+def test_one_layer_is_not_another_that_begins_alike(program):
+    found = modules(program, decide(program, "layers.1=recompute"))
+    assert found and all("layers.1." in f"{path}." for path in found)
+
+
+def test_what_is_saved_stays_within_what_is_recomputed(program):
+    whole = decide(program, "model.layers.*=recompute")
+    part = decide(program, "*.self_attn=save,model.layers.*=recompute")
+    assert any("self_attn" in path for path in modules(program, whole))
+    assert not any("self_attn" in path for path in modules(program, part))
+
+
+def test_a_pattern_that_fits_nothing_names_near_misses(program):
+    decision = decide(program, "layers.*.mpl=recompute")
+    assert not decision.recompute
+    (note,) = decision.notes
+    assert "fit the pattern 'layers.*.mpl'" in note
+    assert "near misses: model.layers." in note

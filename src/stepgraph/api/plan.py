@@ -169,8 +169,8 @@ def plan(
     make = find_model(model) if isinstance(model, str) else None
     shape = mesh_shape(mesh)
     table = find_device(device)
-    memory = as_text(memory)
-    check_request(shape, placement, memory, constraints)
+    policy: str = as_text(memory)
+    check_request(shape, placement, policy, constraints)
     check_schedule(schedule)
     budget = parse_size(memory_budget)
     made: Any = model if make is None else build_on_meta(make)
@@ -186,8 +186,8 @@ def plan(
             stages.begin(f"planning {placement} on {shape}: {name}")
 
         planner = Planner(made, example, loss, optimizer, table, step, stage)
-        attempt = planner.plan(shape, placement, memory, budget, constraints, schedule, last=True)
-    if not attempt.fits and (memory == AUTO or budget is not None):
+        attempt = planner.plan(shape, placement, policy, budget, constraints, schedule, last=True)
+    if not attempt.fits and (policy == AUTO or budget is not None):
         raise attempt.error()
     return public(attempt.plan)
 

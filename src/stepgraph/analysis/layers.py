@@ -1,8 +1,8 @@
 """A step with fewer of its repeated layers, from its operations alone.
 
-What a step takes is a head's part and so much a layer: two short steps say what a deep one takes. Forward and
-backward are read as texts (:mod:`stepgraph.analysis.blocks`); a stretch of whole layers is taken out of both,
-and whoever read one of their values reads that of the layer beside them.
+What a step takes is a head's part and so much a layer: two short steps say what a deep one takes. Forward
+and backward are read as texts (:mod:`stepgraph.analysis.blocks`); a stretch of whole layers is taken out of
+both, and whoever read one of their values reads that of the layer beside them.
 """
 
 from collections import Counter
@@ -23,9 +23,9 @@ Layer = list[fx.Node]
 
 @dataclass(frozen=True)
 class Layers:
-    """Layers of a step that do the same, in order of the forward: what each does there, and in the backward.
+    """Layers of a step that do the same, in order of the forward.
 
-    All but the first and the last can be taken out.
+    What each does in the forward, and in the backward; all but the first and the last can be taken out.
     """
 
     program: Program

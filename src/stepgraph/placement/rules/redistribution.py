@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -65,7 +66,8 @@ def redistribute_over(
     return value
 
 
-def steps(have: Placements, want: Placements) -> list[tuple[int, Placement]]:
+@functools.lru_cache(maxsize=100_000)
+def steps(have: Placements, want: Placements) -> tuple[tuple[int, Placement], ...]:
     """One change of placement per mesh dimension: communication inside out, then slices outside in.
 
     Where several mesh dimensions shard one dimension of the value, the outer one comes first. So before an
@@ -98,7 +100,7 @@ def steps(have: Placements, want: Placements) -> list[tuple[int, Placement]]:
         ends_whole = axis in undone and isinstance(want[axis], Replicate)
         if (begins or axis in undone | waiting) and not ends_whole:
             steps.append((axis, want[axis]))
-    return steps
+    return tuple(steps)
 
 
 def _shards(placement: Placement, part: tuple[int, int] | None = None) -> bool:

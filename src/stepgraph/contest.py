@@ -1,8 +1,8 @@
 """``auto`` is never worse than a preset: presets are simulated too, and the best of all is taken.
 
-A deep step takes as long to simulate as to capture. So a preset is simulated on two steps of few layers first:
-what a layer adds is the same however deep a step is, so they say what the whole takes. Where that is clearly
-more than what is known to be possible, the whole is not simulated.
+A deep step takes as long to simulate as to capture. So a preset is simulated on two steps of few layers
+first: what a layer adds is the same however deep a step is, so they say what the whole takes. Where that is
+clearly more than what is known to be possible, the whole is not simulated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,11 @@ from stepgraph.cost.device import Device
 from stepgraph.cost.devices import find_device
 from stepgraph.cost.predict import Prediction
 from stepgraph.errors import StepgraphError, UsageError
-from stepgraph.pipeline import Made, foresee, make
-from stepgraph.placement.decide import reduces_each_micro_batch
-from stepgraph.placement.presets.beside_data import BESIDE_DATA
+from stepgraph.pipeline import Made, foresee, form, in_order, make
+from stepgraph.placement.decide import decide, reduces_each_micro_batch
+from stepgraph.placement.presets.beside_data import BESIDE_DATA, SEQUENCE_PARALLEL
 from stepgraph.placement.presets.data_parallel import PRESETS
-from stepgraph.placement.presets.named import check_preset
+from stepgraph.placement.presets.named import SharedWalks, check_preset
 from stepgraph.placement.solver.constraints import Constraints
 from stepgraph.planning.decisions import Decisions, PlacementDecision, Reason, Table
 from stepgraph.planning.plan import Plan
@@ -35,12 +35,16 @@ _APART = 2
 # What is foreseen to take so much more does take more.
 _SURELY = 1.03
 _KEEPS = "-keep"  # of presets: what is gathered for the forward is kept for the backward
+_NORMS = 1.1  # norms on slices of the sequence make a step faster by less than this
 _SAME = 1e-9  # a preset that differs by less is not taken
 
 
 @dataclass(frozen=True)
 class Contest:
-    """What answers compete for: a request, the programs that it is about, and what they run on."""
+    """What answers compete for: a request, the programs that it is about, and what they run on.
+
+    ``walks``: of each program, where it has its form already and presets place it one after the other.
+    """
 
     programs: Mapping[str, Program]
     plan: Plan
@@ -48,6 +52,7 @@ class Contest:
     device: Device
     rank: int = 0
     strict: bool = False
+    walks: Mapping[str, SharedWalks] | None = None
 
     @property
     def budget(self) -> int:
@@ -111,24 +116,43 @@ def promising(own: Entrant, names: Sequence[str], contest: Contest) -> list[tupl
     if len(layers) < len(found) or most < 2 * _APART:
         return [(name, 0.0) for name in names]
     short, longer = (
-        replace(contest, programs={name: known.without(count) for name, known in layers.items()})
+        _short(contest, {name: known.without(count) for name, known in layers.items()})
         for count in (most, most - _APART)
     )
     room = max(contest.budget, own.predicted.peak_bytes) * _SURELY
-    kept: list[tuple[str, float]] = []
+    hopeless = own.predicted.step_ms * _SURELY * _NORMS
+    kept: list[str] = []
     roomy: set[str] = set()
+    times: dict[str, float] = {}
     for name in sorted(names, key=lambda name: not name.endswith(_KEEPS)):
-        if name + _KEEPS in roomy:  # which does the same, and gathers once
+        plain = name.replace(f"+{SEQUENCE_PARALLEL}", "", 1)
+        if name + _KEEPS in roomy:  # it gathers twice what that one gathers once
+            times[name] = times[name + _KEEPS]
             continue
-        seen = [foreseen(name, one) for one in (short, longer)]
-        few, more = (() if s is None else (s.step_ms, s.peak_bytes) for s in seen)
-        at_depth = [a + (b - a) * most / _APART for a, b in zip(few, more, strict=False)]
-        step_ms, peak = at_depth or (0.0, 0.0)
-        if 0 < peak * _SURELY <= contest.budget:
-            roomy.add(name)
+        if plain != name and times.get(plain, 0.0) > hopeless:
+            times[name] = times[plain]
+            roomy |= {name} if plain in roomy else set()
+            continue
+        few, more = (_foreseen(name, one) for one in (short, longer))
+        times[name] = peak = 0.0
+        if few is not None and more is not None:
+            times[name], peak = (
+                getattr(few, what) + (getattr(more, what) - getattr(few, what)) * most / _APART
+                for what in ("step_ms", "peak_bytes")
+            )
+            if peak * _SURELY <= contest.budget:
+                roomy.add(name)
         if peak <= room:
-            kept.append((name, step_ms))
-    return sorted(kept, key=lambda row: row[1])
+            kept.append(name)
+    return sorted(((name, times[name]) for name in kept), key=lambda row: row[1])
+
+
+def _short(contest: Contest, programs: Mapping[str, Program]) -> Contest:
+    """The same of other programs, which presets place together."""
+    # All presets want programs in the same form.
+    plan, driver = contest.plan.under(placement=next(iter(PRESETS))), PassDriver()
+    formed = {name: form(program, plan, driver) for name, program in in_order(programs)}
+    return replace(contest, programs=formed, walks={name: {} for name in formed})
 
 
 def rivals(programs: Mapping[str, Program], plan: Plan) -> list[str]:
@@ -172,7 +196,7 @@ def enter(name: str, contest: Contest) -> list[Entrant]:
     return [] if made is None else [Entrant(name, made, predicted(made, contest.device))]
 
 
-def foreseen(name: str, contest: Contest) -> Prediction | None:
+def _foreseen(name: str, contest: Contest) -> Prediction | None:
     """What a step takes under a preset's answer, which is not needed itself."""
     made = _made(name, contest, with_facts=False)
     return None if made is None else predicted(made, contest.device, keep=False)
@@ -183,6 +207,10 @@ def _made(name: str, contest: Contest, with_facts: bool) -> Made | None:
     preset = replace(plan, request=replace(plan.request, placement=name))
     given = {"with_facts": with_facts, "strict": contest.strict}
     try:
+        for key, shared in (contest.walks or {}).items():
+            known = preset.inputs()
+            where = decide(programs[key], plan.mesh, name, known_inputs=known, shared=shared)
+            preset = preset.with_decisions(key, Decisions(where))
         made = make(programs, preset, contest.target, contest.rank, **given)
     except StepgraphError:
         return None

@@ -119,11 +119,12 @@ def promising(own: Entrant, names: Sequence[str], contest: Contest) -> list[tupl
         _short(contest, {name: known.without(count) for name, known in layers.items()})
         for count in (most, most - _APART)
     )
+    fits = own.predicted.peak_bytes <= contest.budget
     room = max(contest.budget, own.predicted.peak_bytes) * _SURELY
     hopeless = own.predicted.step_ms * _SURELY * _NORMS
-    kept: list[str] = []
     roomy: set[str] = set()
     times: dict[str, float] = {}
+    peaks: dict[str, float] = {}
     for name in sorted(names, key=lambda name: not name.endswith(_KEEPS)):
         plain = name.replace(f"+{SEQUENCE_PARALLEL}", "", 1)
         if name + _KEEPS in roomy:  # it gathers twice what that one gathers once
@@ -133,17 +134,22 @@ def promising(own: Entrant, names: Sequence[str], contest: Contest) -> list[tupl
             times[name] = times[plain]
             roomy |= {name} if plain in roomy else set()
             continue
-        few, more = (_foreseen(name, one) for one in (short, longer))
-        times[name] = peak = 0.0
+        few, more = _foreseen(name, short), None
+        if few is not None and few.peak_bytes > room:  # and layers add to it
+            continue
+        if few is not None:
+            more = _foreseen(name, longer)
+        times[name] = peaks[name] = 0.0
         if few is not None and more is not None:
-            times[name], peak = (
+            times[name], peaks[name] = (
                 getattr(few, what) + (getattr(more, what) - getattr(few, what)) * most / _APART
                 for what in ("step_ms", "peak_bytes")
             )
-            if peak * _SURELY <= contest.budget:
+            if peaks[name] * _SURELY <= contest.budget:
                 roomy.add(name)
-        if peak <= room:
-            kept.append(name)
+    if fits or roomy & peaks.keys():  # nothing larger is asked for
+        room = contest.budget * _SURELY
+    kept = [name for name, peak in peaks.items() if peak <= room]
     return sorted(((name, times[name]) for name in kept), key=lambda row: row[1])
 
 

@@ -54,9 +54,13 @@ class Layers:
             if isinstance(role, roles.Param) and _is_of(node, instead)
         }
         outputs = [row for row in program.output_rows if _belongs_to(row[0]) not in gone]
-        inputs = [row for row in program.input_rows if _belongs_to(row[0]) not in gone]
-        kept = {node for _, node, _ in inputs}
-        kept |= _needed((node for _, node, _ in outputs), instead)
+        kept = _needed((node for _, node, _ in outputs), instead)
+        inputs = [
+            (role, node, value)
+            for role, node, value in program.input_rows
+            if node in kept or _belongs_to(role) not in gone
+        ]
+        kept |= {node for _, node, _ in inputs}
         graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in program.graph.nodes:
             if node in kept and node.op != "output":

@@ -55,7 +55,7 @@ def name_operations(graph: fx.Graph) -> None:
     unnamed = [
         node
         for node in graph.nodes
-        if "name" not in node.meta and node.op in ("call_function", "get_attr")
+        if "name" not in meta(node) and node.op in ("call_function", "get_attr")
     ]
     if not unnamed:
         return

@@ -4,7 +4,8 @@
 
 One capture serves all plans of one global batch. A preset that does not fit the device's memory is shown,
 and not compared. ``auto`` takes a preset's answer where that is cheaper: ``answer`` says whose. Models
-have few layers, which costs neither side anything: layers repeat.
+have few layers, which costs neither side anything: layers repeat. Of deep ones, which ``auto`` compares by
+steps of few layers first, there are some more (``--deep``).
 """
 
 from __future__ import annotations
@@ -27,6 +28,13 @@ from stepgraph.runtime.ranks import parse_mesh
 LAYERS = 4
 # Where the certified gap was largest once: three layers.
 THREE = (("llama3-8b", "dp=4,tp=2"), ("llama3-8b", "dp=16,tp=4"))
+# With all their layers.
+DEEP = (
+    ("llama3-8b", "dp=64", 32),
+    ("llama3-8b", "dp=16,tp=8", 32),
+    ("gpt2", "dp=64", 12),
+    ("qwen3-0.6b", "dp=16,tp=8", 28),
+)
 MODELS = {
     "llama3-8b": 8192,
     "qwen3-0.6b": 4096,
@@ -34,7 +42,10 @@ MODELS = {
     "llama3-70b": 8192,
     "llama3-405b": 8192,
 }
-PRESETS = ("ddp", "zero3", "tp+ddp", "tp+zero3", "tp+sp+zero3", "hsdp", "tp+hsdp", "tp+sp+hsdp")
+PRESETS = (
+    "ddp", "zero1", "zero3-keep", "zero3", "tp+ddp", "tp+zero1", "tp+zero3-keep", "tp+zero3", "tp+sp+ddp",
+    "tp+sp+zero3", "hsdp", "tp+hsdp", "tp+sp+hsdp",
+)  # fmt: skip
 
 
 def meshes(ranks: int) -> list[str]:
@@ -50,6 +61,7 @@ def main() -> None:
     parser.add_argument("--ranks", default="8,64,128,512")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--memory", default="full")
+    parser.add_argument("--deep", action="store_true", help="The deep ones alone.")
     parser.add_argument("--minutes", type=float, default=1e9)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -64,7 +76,8 @@ def main() -> None:
         for model in arguments.models.split(",")
         for mesh in meshes(ranks)
     ]
-    for cell in [*cells, *((model, mesh, 3) for model, mesh in THREE)]:
+    cells += [(model, mesh, 3) for model, mesh in THREE]
+    for cell in DEEP if arguments.deep else cells:
         if cell in done or time.monotonic() > end:
             continue
         results.append(compare(*cell, arguments.memory))

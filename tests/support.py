@@ -107,6 +107,26 @@ def tiny_llama(layers: int = 2, seed: int = 0, **config: Any) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**(settings | config)))
 
 
+class Tower(nn.Module):
+    """Residual layers between two that are unlike them: what is cheap to capture and deep."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return ((self.last(x) - y) ** 2).mean()
+
+
+def tower(layers: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    torch.manual_seed(0)
+    return Tower(layers), (torch.randn(8, 8), torch.randn(8, 8))
+
+
 def token_batch(rows: int = ROWS, length: int = 8, seed: int = 1) -> dict[str, torch.Tensor]:
     """Tokens with ignored labels (a different number in every row) and a padding mask."""
     random = torch.Generator().manual_seed(seed)

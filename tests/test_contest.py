@@ -9,7 +9,7 @@ import torch
 
 from stepgraph.api.planner import Planner
 from stepgraph.capture.module import default_loss
-from stepgraph.contest import MANY, Entrant, enter, make_best, rivals, taken
+from stepgraph.contest import Contest, Entrant, enter, make_best, promising, rivals, taken
 from stepgraph.cost.devices import find_device
 from stepgraph.cost.work import node_flops
 from stepgraph.equivalence.check import _Checker
@@ -23,7 +23,7 @@ from stepgraph.runtime.batches import flatten_batch
 from stepgraph.runtime.ranks import parse_mesh
 from tests.placement.solver.test_auto_execution import MODELS
 from tests.placement.solver.test_automatic import chain, gpt2, llama
-from tests.support import HOST, adamw
+from tests.support import HOST, adamw, tower
 
 ON_HOST = HOST.device_type
 
@@ -159,7 +159,7 @@ def test_programs_met_later_are_placed_by_the_preset_that_won(narrow):
     assert late.decisions["evaluate"].placement.preset == plan.decides
 
 
-def test_what_is_asked_for_decided_or_large_has_no_rivals(monkeypatch):
+def test_what_is_asked_for_or_decided_has_no_rivals():
     planner, shape = planner_of(*chain(8, 16, 8)), parse_mesh("dp=2")
     programs = planner.captured("auto", shape).programs
     plan = preset_plan("auto", shape, device=ON_HOST)
@@ -173,9 +173,6 @@ def test_what_is_asked_for_decided_or_large_has_no_rivals(monkeypatch):
     assert {"tp+ddp", "tp+sp+zero3"} <= set(rivals(programs, both)) and len(
         rivals(programs, both)
     ) == 8
-    assert len(programs["step"].graph.nodes) < MANY
-    monkeypatch.setattr("stepgraph.contest.MANY", 3)
-    assert not rivals(programs, plan)
 
 
 @pytest.mark.parametrize(
@@ -191,8 +188,8 @@ def test_presets_that_do_not_satisfy_the_constraints_are_no_rivals(asked, left):
     planner, shape = planner_of(*chain(8, 16, 8)), parse_mesh("dp=2")
     programs = planner.captured("auto", shape).programs
     plan = preset_plan("auto", shape, device=ON_HOST).under(constraints=asked)
-    device = find_device(ON_HOST)
-    entered = [e for n in rivals(programs, plan) for e in enter(n, programs, plan, HOST, device)]
+    contest = Contest(programs, plan, HOST, find_device(ON_HOST))
+    entered = [entrant for name in rivals(programs, plan) for entrant in enter(name, contest)]
     assert [entrant.name for entrant in entered] == left
     made = make_best(programs, plan, HOST).plan.decisions["step"].placement
     assert made.preset in ("auto", *left)
@@ -249,3 +246,66 @@ def test_no_runner_up_costs_less_than_what_was_chosen(make_model, device, mesh):
         plan = make(programs, preset_plan("auto", shape, device=device), HOST, limit=limit).plan
         others = [r for r in plan.reasons.values() if r.runner_up is not None]
         assert others and all(r.runner_up_cost_ms >= r.cost_ms for r in others)
+
+
+# -- deep steps
+
+
+def contest_of(planner: Planner, mesh: str, **asked) -> tuple[Contest, Entrant, list[str]]:
+    """A contest about a step, a solver's answer that is not the best, and its rivals."""
+    shape = parse_mesh(mesh)
+    plan = preset_plan("auto", shape, device=planner.device.name, memory="none").under(**asked)
+    programs = planner.captured("auto", shape).programs
+    own = planner.plan(shape, "ddp", "none").plan.predicted
+    contest = Contest(programs, plan, planner.target, planner.device)
+    return contest, Entrant("auto", Made(plan), own), rivals(programs, plan)
+
+
+@pytest.mark.parametrize("settings", [{}, {"micro_batches": 2, "clip": True}], ids=str)
+def test_a_deep_step_is_foreseen_by_short_ones(settings):
+    planner = planner_of(*tower(8), device="h100", **settings)
+    contest, own, names = contest_of(planner, "dp=4", step=planner.settings)
+    for name, step_ms in promising(own, names, contest):
+        whole = planner.plan(contest.plan.mesh, name, "none").plan.predicted.step_ms
+        assert step_ms == pytest.approx(whole, rel=0.03), name
+
+
+def test_presets_of_a_deep_step_that_surely_lose_are_left_out():
+    contest, own, names = contest_of(planner_of(*tower(8)), "dp=2,tp=2")
+    found = [name for name, _ in promising(own, names, contest)]
+    assert {"tp+ddp", "tp+zero3-keep"} <= set(found) <= set(names)
+    assert "tp+zero3" not in found, "it gathers twice what tp+zero3-keep gathers once"
+    slow = replace(own, predicted=replace(own.predicted, step_ms=own.predicted.step_ms / 10))
+    beside = [name for name, _ in promising(slow, names, contest)]
+    assert not any("sp" in name for name in beside), "norms do not make a step ten times faster"
+    tight = replace(contest, plan=contest.plan.under(memory_budget=10))
+    small = replace(own, predicted=replace(own.predicted, peak_bytes=10))
+    assert not promising(small, names, tight), "none fits"
+
+
+def test_the_answer_for_a_deep_step_is_that_of_a_whole_contest(monkeypatch):
+    answers, entered = [], []
+
+    def counted(name, contest):
+        entered.append(name)
+        return enter(name, contest)
+
+    monkeypatch.setattr("stepgraph.contest.enter", counted)
+    for many in (10**6, 10):
+        monkeypatch.setattr("stepgraph.contest.MANY", many)
+        planner = planner_of(*tower(8), device="h100")
+        answers.append(planner.plan(parse_mesh("dp=4"), "auto", "none").plan)
+        entered.append("|")
+    whole, short = answers
+    assert short.predicted.step_ms == whole.predicted.step_ms
+    assert short.decisions == whole.decisions
+    assert len(entered) - entered.index("|") - 2 < entered.index("|"), entered
+
+
+def test_where_no_layer_repeats_all_presets_are_simulated(monkeypatch):
+    monkeypatch.setattr("stepgraph.contest.MANY", 10)
+    contest, own, names = contest_of(planner_of(*chain(8, 16, 8)), "dp=2")
+    assert promising(own, names, contest) == [(name, 0.0) for name in names]
+    plan = planner_of(*chain(8, 16, 8)).plan(parse_mesh("dp=2"), "auto", "none").plan
+    (note,) = [note for note in plan.notes if note.startswith("auto: ")]
+    assert "the cheapest of 5" in note

@@ -1,17 +1,24 @@
-"""``auto`` is never worse than a preset: presets are simulated too, and the best of all is taken."""
+"""``auto`` is never worse than a preset: presets are simulated too, and the best of all is taken.
+
+A deep step takes as long to simulate as to capture. So a preset is simulated on two steps of few layers
+first: what a layer adds is the same however deep a step is, so they say what the whole takes. Where that is
+clearly more than what is known to be possible, the whole is not simulated.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
+from stepgraph.analysis.layers import find_layers
 from stepgraph.cost.device import Device
 from stepgraph.cost.devices import find_device
 from stepgraph.cost.predict import Prediction
 from stepgraph.errors import StepgraphError, UsageError
-from stepgraph.pipeline import Made, foresee, make
-from stepgraph.placement.decide import reduces_each_micro_batch
-from stepgraph.placement.presets.beside_data import BESIDE_DATA
+from stepgraph.pipeline import Made, foresee, form, in_order, make
+from stepgraph.placement.decide import decide, reduces_each_micro_batch
+from stepgraph.placement.presets.beside_data import BESIDE_DATA, SEQUENCE_PARALLEL
 from stepgraph.placement.presets.data_parallel import PRESETS
-from stepgraph.placement.presets.named import check_preset
+from stepgraph.placement.presets.named import SharedWalks, check_preset
 from stepgraph.placement.solver.constraints import Constraints
 from stepgraph.planning.decisions import Decisions, PlacementDecision, Reason, Table
 from stepgraph.planning.plan import Plan
@@ -21,10 +28,36 @@ from stepgraph.program.driver import PassDriver
 from stepgraph.program.layout import MeshShape, Placements, show
 from stepgraph.program.program import Program
 
-# Simulating a preset takes as long as capturing does: of a step of more operations none is, and what the
-# solver has certified stands alone.
+# A step of more operations is simulated with fewer layers first.
 MANY = 2500
+# Layers that the two short steps differ in: memory policies may recompute every second one.
+_APART = 2
+# What is foreseen to take so much more does take more.
+_SURELY = 1.03
+_KEEPS = "-keep"  # of presets: what is gathered for the forward is kept for the backward
+_NORMS = 1.1  # norms on slices of the sequence make a step faster by less than this
 _SAME = 1e-9  # a preset that differs by less is not taken
+
+
+@dataclass(frozen=True)
+class Contest:
+    """What answers compete for: a request, the programs that it is about, and what they run on.
+
+    ``walks``: of each program, where it has its form already and presets place it one after the other.
+    """
+
+    programs: Mapping[str, Program]
+    plan: Plan
+    target: Target
+    device: Device
+    rank: int = 0
+    strict: bool = False
+    walks: Mapping[str, SharedWalks] | None = None
+
+    @property
+    def budget(self) -> int:
+        """Bytes of a rank."""
+        return self.plan.request.memory_budget or self.device.capacity
 
 
 @dataclass(frozen=True)
@@ -53,28 +86,79 @@ def make_best(
     names = rivals(programs, plan)
     if not names:
         return made
-    device = find_device(plan.request.device)
-    own = Entrant(AUTO, made, predicted(made, device))
-    entrants = compete(own, names, programs, plan, target, device, rank, strict)
-    budget = plan.request.memory_budget or device.capacity
-    return taken(entrants, budget).made
+    contest = Contest(programs, plan, target, find_device(plan.request.device), rank, strict)
+    own = Entrant(AUTO, made, predicted(made, contest.device))
+    return taken(compete(own, names, contest), contest.budget).made
 
 
-def compete(
-    own: Entrant,
-    names: Sequence[str],
-    programs: Mapping[str, Program],
-    plan: Plan,
-    target: Target,
-    device: Device,
-    rank: int = 0,
-    strict: bool = False,
-) -> list[Entrant]:
+def compete(own: Entrant, names: Sequence[str], contest: Contest) -> list[Entrant]:
     """A solver's answer, and those of the presets that may take less time than it."""
+    if len(contest.programs["step"].graph.nodes) <= MANY:
+        return [own, *(entrant for name in names for entrant in enter(name, contest))]
     entrants = [own]
-    for name in names:
-        entrants += enter(name, programs, plan, target, device, rank, strict)
+    for name, step_ms in promising(own, names, contest):
+        fitting = (e for e in entrants if e.predicted.peak_bytes <= contest.budget)
+        best = min((e.predicted.step_ms for e in fitting), default=inf)
+        if step_ms <= best * _SURELY:
+            entrants += enter(name, contest)
     return entrants
+
+
+def promising(own: Entrant, names: Sequence[str], contest: Contest) -> list[tuple[str, float]]:
+    """Presets with the ms that a step is foreseen to take by steps of few layers; the least first.
+
+    Those that take more bytes than there are, and than a solver's answer, are left out. Where layers do not
+    repeat, or a preset cannot place the short steps, nothing is foreseen: 0 ms.
+    """
+    found = {name: find_layers(program) for name, program in contest.programs.items()}
+    layers = {name: known for name, known in found.items() if known is not None}
+    most = min((known.most for known in layers.values()), default=0)
+    if len(layers) < len(found) or most < 2 * _APART:
+        return [(name, 0.0) for name in names]
+    short, longer = (
+        _short(contest, {name: known.without(count) for name, known in layers.items()})
+        for count in (most, most - _APART)
+    )
+    fits = own.predicted.peak_bytes <= contest.budget
+    room = max(contest.budget, own.predicted.peak_bytes) * _SURELY
+    hopeless = own.predicted.step_ms * _SURELY * _NORMS
+    roomy: set[str] = set()
+    times: dict[str, float] = {}
+    peaks: dict[str, float] = {}
+    for name in sorted(names, key=lambda name: not name.endswith(_KEEPS)):
+        plain = name.replace(f"+{SEQUENCE_PARALLEL}", "", 1)
+        if name + _KEEPS in roomy:  # it gathers twice what that one gathers once
+            times[name] = times[name + _KEEPS]
+            continue
+        if plain != name and times.get(plain, 0.0) > hopeless:
+            times[name] = times[plain]
+            roomy |= {name} if plain in roomy else set()
+            continue
+        few, more = _foreseen(name, short), None
+        if few is not None and few.peak_bytes > room:  # and layers add to it
+            continue
+        if few is not None:
+            more = _foreseen(name, longer)
+        times[name] = peaks[name] = 0.0
+        if few is not None and more is not None:
+            times[name], peaks[name] = (
+                getattr(few, what) + (getattr(more, what) - getattr(few, what)) * most / _APART
+                for what in ("step_ms", "peak_bytes")
+            )
+            if peaks[name] * _SURELY <= contest.budget:
+                roomy.add(name)
+    if fits or roomy & peaks.keys():  # nothing larger is asked for
+        room = contest.budget * _SURELY
+    kept = [name for name, peak in peaks.items() if peak <= room]
+    return sorted(((name, times[name]) for name in kept), key=lambda row: row[1])
+
+
+def _short(contest: Contest, programs: Mapping[str, Program]) -> Contest:
+    """The same of other programs, which presets place together."""
+    # All presets want programs in the same form.
+    plan, driver = contest.plan.under(placement=next(iter(PRESETS))), PassDriver()
+    formed = {name: form(program, plan, driver) for name, program in in_order(programs)}
+    return replace(contest, programs=formed, walks={name: {} for name in formed})
 
 
 def rivals(programs: Mapping[str, Program], plan: Plan) -> list[str]:
@@ -85,8 +169,6 @@ def rivals(programs: Mapping[str, Program], plan: Plan) -> list[str]:
     request = plan.request
     searched = request.searches and not plan.decisions
     if not searched or "step" not in programs or request.mesh.world_size == 1:
-        return []
-    if len(programs["step"].graph.nodes) > MANY:
         return []
     found = []
     for name in _names(request.mesh):
@@ -114,25 +196,34 @@ def _names(mesh: MeshShape) -> list[str]:
     return ["+".join(filter(None, (way, name))) for way in dict.fromkeys(ways) for name in data]
 
 
-def enter(
-    name: str,
-    programs: Mapping[str, Program],
-    plan: Plan,
-    target: Target,
-    device: Device,
-    rank: int = 0,
-    strict: bool = False,
-) -> list[Entrant]:
+def enter(name: str, contest: Contest) -> list[Entrant]:
     """A preset's answer to a request; none where it cannot place a program."""
+    made = _made(name, contest, with_facts=True)
+    return [] if made is None else [Entrant(name, made, predicted(made, contest.device))]
+
+
+def _foreseen(name: str, contest: Contest) -> Prediction | None:
+    """What a step takes under a preset's answer, which is not needed itself."""
+    made = _made(name, contest, with_facts=False)
+    return None if made is None else predicted(made, contest.device, keep=False)
+
+
+def _made(name: str, contest: Contest, with_facts: bool) -> Made | None:
+    plan, programs = contest.plan, contest.programs
     preset = replace(plan, request=replace(plan.request, placement=name))
+    given = {"with_facts": with_facts, "strict": contest.strict}
     try:
-        made = make(programs, preset, target, rank, with_facts=True, strict=strict)
+        for key, shared in (contest.walks or {}).items():
+            known = preset.inputs()
+            where = decide(programs[key], plan.mesh, name, known_inputs=known, shared=shared)
+            preset = preset.with_decisions(key, Decisions(where))
+        made = make(programs, preset, contest.target, contest.rank, **given)
     except StepgraphError:
-        return []
+        return None
     if plan.request.constraints and not _is_as_asked(made, programs, plan):
-        return []
+        return None
     made.plan = replace(made.plan, request=plan.request)
-    return [Entrant(name, made, predicted(made, device))]
+    return made
 
 
 def _is_as_asked(made: Made, programs: Mapping[str, Program], plan: Plan) -> bool:
@@ -147,10 +238,14 @@ def _is_as_asked(made: Made, programs: Mapping[str, Program], plan: Plan) -> boo
         return False
 
 
-def predicted(made: Made, device: Device) -> Prediction:
-    """What a step takes under an answer."""
+def predicted(made: Made, device: Device, keep: bool = True) -> Prediction:
+    """What a step takes under an answer.
+
+    Args:
+        keep: its programs are needed again.
+    """
     request = made.plan.request
-    return foresee(made.programs, device, request.lowering, request.step.micro_batches)
+    return foresee(made.programs, device, request.lowering, request.step.micro_batches, keep)
 
 
 def taken(entrants: Sequence[Entrant], budget: int) -> Entrant:

@@ -34,8 +34,8 @@ class Block:
 def find_blocks(program: Program) -> list[Block]:
     """All repeated blocks of the forward, in order; empty where nothing repeats."""
     nodes = list(program.operations(FORWARD))
-    letters = [_letter(node) for node in nodes]
-    crossing = _crossing_bytes(nodes)
+    letters = [letter(node) for node in nodes]
+    crossing = crossing_bytes(nodes)
     blocks: list[Block] = []
     for edges in repetitions(letters, crossing):
         found = [Block(start, stop) for start, stop in itertools.pairwise(edges)]
@@ -82,7 +82,8 @@ def _chained(blocks: list[Block], nodes: list[fx.Node]) -> bool:
     return True
 
 
-def _letter(node: fx.Node) -> tuple:
+def letter(node: fx.Node) -> tuple:
+    """What an operation is to a reader of the text: operator, shapes and types."""
     shapes = tuple((tuple(t.shape), t.dtype) for t in tensors_of(meta(node)["val"]))
     return (str(node.target), shapes)
 
@@ -116,7 +117,7 @@ def _longest_repetition(letters: list, low: int, high: int) -> tuple[int, int, i
     return best
 
 
-def _crossing_bytes(nodes: list[fx.Node]) -> list[int]:
+def crossing_bytes(nodes: list[fx.Node]) -> list[int]:
     """Bytes of forward values alive between operation i - 1 and operation i."""
     position = {node: i for i, node in enumerate(nodes)}
     change = [0] * (len(nodes) + 2)

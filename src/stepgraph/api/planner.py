@@ -13,7 +13,7 @@ from torch import nn
 from stepgraph import torch_internals
 from stepgraph.capture.module import BatchSpec, LossFunction
 from stepgraph.capture.step import Captured, Source
-from stepgraph.contest import Entrant, compete, predicted, rivals, taken
+from stepgraph.contest import Contest, Entrant, compete, predicted, rivals, taken
 from stepgraph.cost.device import Device
 from stepgraph.cost.memory import CATEGORIES, memory_timeline
 from stepgraph.cost.predict import Prediction
@@ -315,9 +315,11 @@ class Planner:
         if not names:
             return own
         self.stage("simulation")
-        solved = Entrant(AUTO, own.made, predicted(own.made, self.device))
-        entrants = compete(solved, names, programs, plan, self.target, self.device)
-        best = taken(entrants, budget)
+        solved = Entrant(AUTO, own.made, predicted(own.made, self.device, keep=False))
+        contest = Contest(programs, plan, self.target, self.device)
+        best = taken(compete(solved, names, contest), budget)
+        if best is solved:
+            return replace(own, plan=best.made.plan, predicted=best.predicted)
         return replace(_attempt(best.made, budget), predicted=best.predicted)
 
 

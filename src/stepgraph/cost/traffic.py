@@ -66,6 +66,7 @@ class _Groups:
         self.level: dict[fx.Node, int] = {}
         self.loop: dict[fx.Node, int] = {}
         self.of_rows: set[fx.Node] = set()  # one number a row of the loop
+        self.readers: dict[fx.Node, int] = {}
         self.fuses = {node: _fuses(node) for node in program.operations()}
         self.results = [self._whole(node) for node in program.results]
 
@@ -150,8 +151,12 @@ class _Groups:
         return node
 
     def _readers(self, node: fx.Node) -> int:
-        users = node.users
-        return sum(self._readers(user) if self.shown.get(user) is node else 1 for user in users)
+        """How many operations read a value, or views of it; a mask's are counted once for all layers."""
+        if node not in self.readers:
+            self.readers[node] = sum(
+                self._readers(user) if self.shown.get(user) is node else 1 for user in node.users
+            )
+        return self.readers[node]
 
     def _find(self, group: int) -> int:
         while self.parent[group] != group:

@@ -9,7 +9,7 @@ from torch.distributed.tensor import Shard
 from stepgraph.analysis.rows import drawn_for_rows, of_one_shape
 from stepgraph.cost.devices import Device
 from stepgraph.placement.presets.data_parallel import ranks_that_divide
-from stepgraph.placement.presets.named import check_preset, decide_by_preset
+from stepgraph.placement.presets.named import SharedWalks, check_preset, decide_by_preset
 from stepgraph.placement.solver.automatic import decide_automatically
 from stepgraph.planning.decisions import PlacementDecision
 from stepgraph.planning.request import AUTO
@@ -29,6 +29,7 @@ def decide(
     constraints: Mapping[str, str] | None = None,
     memory_limit: int | None = None,
     recomputed: Collection[str] = (),
+    shared: SharedWalks | None = None,
 ) -> PlacementDecision:
     """Where every value of a global Program lives; it stays as it is.
 
@@ -38,9 +39,10 @@ def decide(
         known_inputs: where other programs of the step store inputs, by label.
         device: whose costs count, for ``auto``.
         constraints, memory_limit, recomputed: of :func:`decide_automatically`.
+        shared: of :func:`decide_by_preset`.
     """
     if policy != AUTO:
-        decision = decide_by_preset(program, mesh, policy, known_inputs)
+        decision = decide_by_preset(program, mesh, policy, known_inputs, shared)
     else:
         assert device is not None, "a plan that is to be found says for which device"
         decision = decide_automatically(

@@ -75,11 +75,17 @@ class PassDriver:
 
 @contextlib.contextmanager
 def no_collections() -> Iterator[None]:
-    """No search for garbage in a heap of a million nodes that all live on."""
+    """No search for garbage in a heap of a million nodes that all live on.
+
+    Nor behind it, where they would all be young: they are searched when all that is old is.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_on:
+            if not gc.get_freeze_count():  # what a user has frozen stays so
+                gc.freeze()
+                gc.unfreeze()  # into the oldest generation
             gc.enable()

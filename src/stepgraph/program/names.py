@@ -52,11 +52,16 @@ def kernel_name(node: fx.Node) -> str:
 
 def name_operations(graph: fx.Graph) -> None:
     """Gives every unnamed operation its stable name, in graph order."""
+    unnamed = [
+        node
+        for node in graph.nodes
+        if "name" not in meta(node) and node.op in ("call_function", "get_attr")
+    ]
+    if not unnamed:
+        return
     taken = {meta(node)["name"] for node in graph.nodes if "name" in meta(node)}
     counts: Counter[str] = Counter()
-    for node in graph.nodes:
-        if node.op not in ("call_function", "get_attr") or "name" in meta(node):
-            continue
+    for node in unnamed:
         base = f"{meta(node).get('module', '')}/{operation_name(node)}".lstrip("/")
         phase = meta(node).get("phase", FORWARD)
         if phase != FORWARD:

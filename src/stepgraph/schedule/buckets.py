@@ -124,29 +124,29 @@ def _width(node: fx.Node, table: int) -> int:
     return meta(node)["val"].shape[-1] if is_table and moved_bytes(node) >= table else 0
 
 
-def positions(program: Program) -> dict[fx.Node, int]:
+def positions(program: Program) -> dict[fx.Node, float]:
     """Where each node stands."""
     return {node: i for i, node in enumerate(program.graph.nodes)}
 
 
-def _first_reader(node: fx.Node, position: dict[fx.Node, int]) -> int:
+def _first_reader(node: fx.Node, position: dict[fx.Node, float]) -> float:
     """Where the result of a collective is first read, past its wait."""
     (wait,) = node.users
     return min((position[reader] for reader in wait.users), default=len(position))
 
 
-def can_run_last(members: list[fx.Node], position: dict[fx.Node, int]) -> bool:
+def can_run_last(members: list[fx.Node], position: dict[fx.Node, float]) -> bool:
     """Whether all can run where the last one stands: nobody reads any of them before."""
     last = position[members[-1]]
     return all(_first_reader(member, position) > last for member in members)
 
 
-def can_run_first(members: list[fx.Node], position: dict[fx.Node, int]) -> bool:
+def can_run_first(members: list[fx.Node], position: dict[fx.Node, float]) -> bool:
     """Whether all can run where the first one stands: their inputs are there."""
     first = position[members[0]]
     return all(position[member.args[0]] < first for member in members)  # type: ignore[index]
 
 
-def _fits(bucket: _Bucket, node: fx.Node, position: dict[fx.Node, int]) -> bool:
+def _fits(bucket: _Bucket, node: fx.Node, position: dict[fx.Node, float]) -> bool:
     members = [*bucket.members, node]
     return can_run_last(members, position) or can_run_first(members, position)

@@ -24,6 +24,8 @@ from stepgraph.program.metadata import meta
 from stepgraph.program.program import OPTIMIZER, Program
 
 NOTHING_KNOWN: Mapping[str, Placements] = {}
+# Walks of one Program, with their notes, that presets have in common: by mesh dimension and what is asked.
+SharedWalks = dict[tuple, tuple[Walk, list[str]]]
 
 
 def check_preset(name: str, mesh: MeshShape) -> dict[str, Storage]:
@@ -90,6 +92,7 @@ def decide_by_preset(
     mesh: MeshShape,
     preset_name: str,
     known: Mapping[str, Placements] = NOTHING_KNOWN,
+    shared: SharedWalks | None = None,
 ) -> PlacementDecision:
     """Places every value of a Program by a preset.
 
@@ -98,6 +101,7 @@ def decide_by_preset(
         mesh: has the dimensions that the preset names.
         preset_name: presets of :data:`PRESETS` and ``tp``, joined by ``+``.
         known: where another program of the same step stores inputs already, by label.
+        shared: walks of this Program that other presets have asked for.
 
     Returns:
         the decision, in the model's own names.
@@ -106,12 +110,17 @@ def decide_by_preset(
     decision = PlacementDraft(preset_name)
     words = preset_name.split("+")
     walks: dict[str, Walk] = {}
+    shared = {} if shared is None else shared
     taken: frozenset = frozenset()
     for axis, role in enumerate(mesh.roles):
         if role in BESIDE_DATA:
             labels = {r.name: roles.label(r) for r in program.inputs if isinstance(r, roles.Param)}
             stored = {name: known[label][axis] for name, label in labels.items() if label in known}
-            walk, notes = BESIDE_DATA[role].walk(program, mesh, axis, words, stored)
+            own = tuple(word for word in words if word in BESIDE_DATA[role].words)
+            key = (axis, own, tuple(stored.items()))
+            if key not in shared:
+                shared[key] = BESIDE_DATA[role].walk(program, mesh, axis, words, stored)
+            walk, notes = shared[key]
             walks[mesh.names[axis]] = walk
             taken |= _sharded_by_rows(walk)
             decision.notes += notes

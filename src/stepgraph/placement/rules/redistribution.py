@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -65,7 +66,8 @@ def redistribute_over(
     return value
 
 
-def steps(have: Placements, want: Placements) -> list[tuple[int, Placement]]:
+@functools.lru_cache(maxsize=100_000)
+def steps(have: Placements, want: Placements) -> tuple[tuple[int, Placement], ...]:
     """One change of placement per mesh dimension: communication inside out, then slices outside in.
 
     Where several mesh dimensions shard one dimension of the value, the outer one comes first. So before an
@@ -98,7 +100,7 @@ def steps(have: Placements, want: Placements) -> list[tuple[int, Placement]]:
         ends_whole = axis in undone and isinstance(want[axis], Replicate)
         if (begins or axis in undone | waiting) and not ends_whole:
             steps.append((axis, want[axis]))
-    return steps
+    return tuple(steps)
 
 
 def _shards(placement: Placement, part: tuple[int, int] | None = None) -> bool:
@@ -202,6 +204,7 @@ class Moves:
         self.mesh, self.device = mesh, device
         self.groups: Mapping[str, Group] = links(mesh, device)
         self._known: dict[Any, Cost] = {}
+        self._copies: dict[tuple[int, torch.dtype], float] = {}
 
     def cost(
         self,
@@ -261,7 +264,7 @@ class Moves:
                 wires = (wires[0] + last[0], wires[1] + last[1])
             elif target in _COPIES:
                 last = (0.0, 0.0)
-                seconds = self.device.seconds(0.0, before.bytes + after.bytes, dtype)
+                seconds = self._copied(before.bytes + after.bytes, dtype)
             gathered = again > 0 and target not in KINDS
             if target is torch_internals.ALL_GATHER or gathered:
                 again += seconds
@@ -274,6 +277,13 @@ class Moves:
         start = SimpleNamespace(meta={"val": part})
         redistribute_over(emit, start, shape, have, want, self.mesh)
         return Cost(once, again, kept if once else 0, temporary, wires, last)
+
+    def _copied(self, size: int, dtype: torch.dtype) -> float:
+        """Seconds of a copy that reads and writes so many bytes."""
+        key = size, dtype
+        if key not in self._copies:
+            self._copies[key] = self.device.seconds(0.0, size, dtype)
+        return self._copies[key]
 
 
 # Not what makes a whole value one rank's share of a sum: only sums read that, in one kernel with it.

@@ -35,28 +35,31 @@ def merge_small_collectives(program: Program, decision: ScheduleDecision) -> Pro
     position = positions(program)
     for names in decision.buckets:
         members = [named[name] for name in names]
-        if _merge(program, members, position):
-            position = positions(program)
+        _merge(program, members, position)
     return program.finish()
 
 
-def _merge(program: Program, members: list[fx.Node], position: dict[fx.Node, int]) -> bool:
-    """Whether it could: flat collectives before this one may have moved inputs back, or readers up."""
+def _merge(program: Program, members: list[fx.Node], position: dict[fx.Node, float]) -> None:
+    """Where it can: flat collectives before this one may have moved inputs back, or readers up.
+
+    What it adds gets its position.
+    """
     if can_run_last(members, position):
         anchor = members[-1]
     elif can_run_first(members, position):
         anchor = members[0]
     else:
-        return False
-    emit = Builder(program, meta(anchor)["phase"], anchor)
+        return
+    emit, before = Builder(program, meta(anchor)["phase"], anchor), anchor.prev
     flat = _FLAT[anchor.target](emit, members)
+    while (before := before.next) is not anchor:
+        position[before] = position[anchor] - 0.5  # the anchor goes, so that is between two others
     for member, part in zip(members, flat, strict=True):
         (wait,) = member.users
         meta(part)["placements"] = meta(wait).get("placements", ())
         wait.replace_all_uses_with(part)
         program.graph.erase_node(wait)
         program.graph.erase_node(member)
-    return True
 
 
 def _collective(emit: Builder, members: list[fx.Node], flat: fx.Node) -> fx.Node:

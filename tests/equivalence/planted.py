@@ -346,12 +346,12 @@ PLANTED: dict[str, Planted] = {
 # In these programs a pass finds nothing of its kind to do; a bug in it may strike them all the same.
 BESIDE_THE_PASS = {
     "step": (),
-    "accumulate": ("copy_views", "update_early"),
+    "accumulate": ("copy_views", "update_early", "fuse_updates"),
     "evaluate": (
         "compare_with_classes", "copy_views", "draw_by_global_row", "recompute_in_backward",
-        "update_early", "write_state_in_place",
+        "update_early", "write_state_in_place", "fuse_updates",
     ),
-    "gradients": ("draw_by_global_row", "update_early", "write_state_in_place"),
+    "gradients": ("draw_by_global_row", "update_early", "write_state_in_place", "fuse_updates"),
     "update": (
         "spell_out_log_softmax", "spell_out_norms", "copy_views", "draw_by_global_row", "place_values",
         "compare_with_classes", "recompute_in_backward", "merge_small_collectives", "bind_to_rank",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from stepgraph.errors import name_a_few
-from stepgraph.planning.decisions import MemoryDecision, ScheduleDecision
+from stepgraph.planning.decisions import MemoryDecision, OperationPlacement, ScheduleDecision
 from stepgraph.planning.folding import fold
 from stepgraph.planning.placements import show_operation
 from stepgraph.program.layout import Placements, show
@@ -42,7 +43,7 @@ def difference(mine: Plan, theirs: Plan) -> str:
         placed = (_starting(outputs, _RESULTS) for outputs in (here.outputs, there.outputs))
         lines += _values(f"{key} results", *placed)
         both = (here.operations, there.operations)
-        shown = ({name: show_operation(o) for name, o in placed.items()} for placed in both)
+        shown = ({name: _shortly(o) for name, o in placed.items()} for placed in both)
         lines += _values(f"{key} operations", *shown)
         lines += _kept(key, first[key].memory, second[key].memory)
         lines += _scheduled(key, first[key].schedule, second[key].schedule)
@@ -70,6 +71,14 @@ def _scheduled(
         lines.append(f"{key}: {len(mine.buckets)} -> {len(theirs.buckets)} flat collectives")
     lines += _values(f"{key} updates start behind", mine.updates or {}, theirs.updates or {})
     return lines + _values(f"{key} collectives complete before", mine.waits, theirs.waits)
+
+
+def _shortly(operation: OperationPlacement) -> str:
+    """Equal placements of neighbours once: ``RR x3``, of three arguments."""
+    runs = [(word, len([*same])) for word, same in groupby(show_operation(operation).split(" "))]
+    return " ".join(
+        f"{word} x{count}" if count > 2 else " ".join([word] * count) for word, count in runs
+    )
 
 
 def _starting(placed: Mapping[str, Placements], starts: tuple[str, ...]) -> dict[str, str]:

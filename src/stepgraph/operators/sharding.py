@@ -21,6 +21,7 @@ from stepgraph import torch_internals
 from stepgraph.operators import flex, own
 from stepgraph.operators import table as operators
 from stepgraph.operators.attention import ATTENTIONS
+from stepgraph.operators.every_way import Way, every_way, kinds_apart, of_kind
 from stepgraph.operators.flex import FLEXES
 from stepgraph.program.build import freeze
 from stepgraph.program.layout import InnerShard, blocks_of, from_torch, to_torch
@@ -157,9 +158,15 @@ class Rules:
             found = [Strategy(*way) for way in own.ways_of(node, results)]
         elif entry is not None:
             found = entry(node, placements)
+        elif (ways := every_way(node, placements, results, self.size)) is not None:
+            found = [Strategy(*way) for way in ways]
         else:
             try:
-                found = self._ask_dtensor(node, placements)
+                found = [
+                    Strategy(*(tuple(of_kind(p, kind) for p in side) for side in way))
+                    for asked, kind in kinds_apart(placements)
+                    for way in self._ask_dtensor(node, asked)
+                ]
             except Exception:  # rules raise all sorts on arguments they cannot handle
                 if node.target not in WHERE_DTENSOR_HAS_NONE:
                     self.without_rule.add(str(node.target))
@@ -171,12 +178,12 @@ class Rules:
             found += _repeated(node)
         kept = [s for s in found if self._usable(s, arguments, results)]
         if not {*kept} - {replicate} and node.target in WHERE_DTENSOR_HAS_NONE:
-            found = WHERE_DTENSOR_HAS_NONE[node.target](node, placements)
+            found = [replicate, *WHERE_DTENSOR_HAS_NONE[node.target](node, placements)]
             kept = [s for s in found if self._usable(s, arguments, results)]
         kept = [s for s in kept if not _is_mistaken(node, s)]
         return list(dict.fromkeys([*kept, replicate]))
 
-    def _ask_dtensor(self, node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
+    def _ask_dtensor(self, node: fx.Node, placements: tuple[Placement, ...]) -> list[Way]:
         remaining = iter(placements)
 
         def to_spec(argument: fx.Node):
@@ -189,12 +196,10 @@ class Rules:
         answers = torch_internals.sharding_strategies(
             node.target, tuple(args), dict(kwargs), meta(node)["val"]
         )
-        found = []
+        found: list[Way] = []
         for inputs, outputs in answers:
             results = tuple(p and from_torch(p) for p in outputs)
-            found.append(
-                Strategy(results if inputs is None else tuple(map(from_torch, inputs)), results)  # type: ignore[arg-type]
-            )
+            found.append((results if inputs is None else tuple(map(from_torch, inputs)), results))  # type: ignore[arg-type]
         return found
 
     def _usable(self, strategy: Strategy, arguments: list, results: list) -> bool:
@@ -243,6 +248,16 @@ def _same_everywhere(node: fx.Node, placements: tuple[Placement, ...]) -> list[S
 def _follows_first(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
     """The result is placed like the only argument, whatever that is."""
     return [Strategy((placements[0],), (placements[0],))]
+
+
+def _transposed(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
+    """Shards of the other dimension, those of blocks, too (which torch 2.11 leaves where they are)."""
+    (place,), rank = placements, meta(node)["val"].dim()
+    if not isinstance(place, Shard) or rank < 2:
+        return [Strategy((place,), (place,))]
+    other = 1 - place.dim
+    inner = isinstance(place, InnerShard)
+    return [Strategy((place,), (InnerShard(other, place.outer) if inner else Shard(other),))]
 
 
 def _batch_and_heads(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
@@ -324,29 +339,16 @@ def _is_mistaken(node: fx.Node, strategy: Strategy) -> bool:
     if node.target in (private.SOFTMAX, private.LOG_SOFTMAX):  # all of a sum is needed
         dim = node.args[1] % meta(node)["val"].dim()  # type: ignore[operator]
         return isinstance(first, Shard) and first.dim == dim
-    if node.target is aten.convolution.default:  # rows alone, the weight whole
-        whole = all(p == Replicate() for p in strategy.inputs[1:])
-        rows = first == Replicate() or (isinstance(first, Shard) and first.dim == 0)
-        return not (whole and rows and strategy.outputs == (first,))
     return False
-
-
-def _padded(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
-    """Shards of a dimension that nothing is added to."""
-    value, padding = meta(node)["val"], list(node.args[1])  # type: ignore[arg-type]
-    last_first = list(zip(padding[::2], padding[1::2], strict=True))
-    whole = range(value.dim() - len(last_first))
-    added = [pair != (0, 0) for pair in reversed(last_first)]
-    free = [*whole, *(len(whole) + i for i, adds in enumerate(added) if not adds)]
-    return [Strategy((Shard(dim),), (Shard(dim),)) for dim in free]
 
 
 def _scattered(node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
     """Shards of a dimension along which nothing is scattered."""
-    value, index = meta(node)["val"], meta(node.args[2])["val"]  # type: ignore[arg-type]
-    along = node.args[1] % value.dim()  # type: ignore[operator]
-    free = [d for d in range(value.dim()) if d != along and index.shape[d] == value.shape[d]]
-    return [Strategy((Shard(dim), Shard(dim)), (Shard(dim),)) for dim in free]
+    shapes = [meta(argument)["val"].shape for argument in tensor_arguments(node)]
+    along = node.args[1] % len(shapes[0])  # type: ignore[operator]
+    alike = [len(set(sizes)) == 1 for sizes in zip(*shapes, strict=True)]
+    free = [dim for dim, same in enumerate(alike) if same and dim != along]
+    return [Strategy((Shard(dim),) * len(shapes), (Shard(dim),)) for dim in free]
 
 
 def _repeated(node: fx.Node) -> list[Strategy]:
@@ -380,13 +382,14 @@ TABLE: dict[Any, Entry] = {
 
 # Where a torch only replicates (torch 2.11).
 WHERE_DTENSOR_HAS_NONE: dict[Any, Entry] = {
-    aten.constant_pad_nd.default: _padded,
     aten.scatter.value: _scattered,
+    aten.scatter.src: _scattered,
 }
 
 # Entries that answer only for the placements in question.
 FOLLOWERS: dict[Any, Entry] = {
     aten.lift_fresh_copy.default: _follows_first,
+    aten.t.default: _transposed,
     aten.view.default: _reshaped,
     torch_internals.UNSAFE_VIEW: _reshaped,
 }

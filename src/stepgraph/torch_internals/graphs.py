@@ -19,6 +19,8 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 
+from stepgraph.torch_internals.limits import LIMITS
+
 BACKWARD = "backward"
 
 
@@ -185,7 +187,7 @@ def compile_apart(function: Callable, backend: Callable, limit: int, fullgraph: 
         options |= {"isolate_recompiles": True, "recompile_limit": limit}
     compiled = torch.compile(function, **options)
     backend.region = getattr(compiled, "_isolate_recompiles_id", -1)  # type: ignore[attr-defined]
-    return compiled
+    return compiled if "isolate_recompiles" in known else LIMITS.raised_by(limit, compiled)
 
 
 @contextlib.contextmanager

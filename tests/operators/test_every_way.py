@@ -8,8 +8,9 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from stepgraph import torch_internals
 from stepgraph.operators import every_way as module
-from stepgraph.operators.every_way import RULES, WHERE_TORCH_HAS_NONE, kinds_apart
+from stepgraph.operators.every_way import kinds_apart
 from stepgraph.operators.sharding import Rules
+from stepgraph.operators.ways import RULES, WHERE_TORCH_HAS_NONE
 from stepgraph.program.layout import InnerShard
 from stepgraph.program.program import tensors_of
 from stepgraph.torch_internals import operators as private

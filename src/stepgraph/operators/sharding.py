@@ -21,8 +21,9 @@ from stepgraph import torch_internals
 from stepgraph.operators import flex, own
 from stepgraph.operators import table as operators
 from stepgraph.operators.attention import ATTENTIONS
-from stepgraph.operators.every_way import Way, every_way, kinds_apart, of_kind
+from stepgraph.operators.every_way import every_way, kinds_apart, of_kind
 from stepgraph.operators.flex import FLEXES
+from stepgraph.operators.ways import Way
 from stepgraph.program.build import freeze
 from stepgraph.program.layout import InnerShard, blocks_of, from_torch, to_torch
 from stepgraph.program.metadata import meta

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 
 from stepgraph.torch_internals.limits import LIMITS
+from stepgraph.torch_internals.sharding import copy_uneven_shards
 
 BACKWARD = "backward"
 
@@ -357,6 +358,7 @@ def compiled_autograd(compiler: Callable) -> Iterator[None]:
     from torch._dynamo import compiled_autograd
 
     by_storage = compiled_autograd.maybe_clone
+    copy_uneven_shards()
 
     def clone(x: torch.Tensor | None) -> torch.Tensor | None:
         return x.detach().clone() if isinstance(x, DTensor) else by_storage(x)

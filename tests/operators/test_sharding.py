@@ -154,6 +154,7 @@ CASES = {
     "unsafe view": (aten._unsafe_view.default, (rand(4, 6, 8), [24, 8]), {}),
     "expand": (aten.expand.default, (rand(4, 1), [4, 6]), {}),
     "permute": (aten.permute.default, (rand(4, 6, 8), [2, 0, 1]), {}),
+    "t": (aten.t.default, (rand(4, 6),), {}),
     "transpose": (aten.transpose.int, (rand(4, 6), 0, 1), {}),
     "unsqueeze": (aten.unsqueeze.default, (rand(4, 6), 1), {}),
     "squeeze": (aten.squeeze.dim, (rand(4, 1, 6), 1), {}),

@@ -90,17 +90,14 @@ def kinds_apart(placements: tuple[Placement, ...]) -> list[tuple[tuple[Placement
     kinds = _kinds(placements)
     if max(kinds, default=1) == 1 or knows_every_way(aten.add.Tensor):
         return [(placements, 1)]
-    return [
-        (
-            tuple(Shard(p.dim) if _kinds([p]) == [kind] else _without_shard(p) for p in placements),
-            kind,
-        )
-        for kind in kinds
-    ]
+    return [(tuple(_if_of_kind(p, kind) for p in placements), kind) for kind in kinds]
 
 
-def _without_shard(placement: Placement) -> Placement:
-    return WHOLE if isinstance(placement, Shard) else placement
+def _if_of_kind(placement: Placement, blocks: int) -> Placement:
+    """The plain shard of one that is of so many blocks; what is sharded otherwise as whole."""
+    if not isinstance(placement, Shard):
+        return placement
+    return Shard(placement.dim) if blocks_of(placement) == blocks else WHOLE
 
 
 def _kinds(placements: Iterable[Placement]) -> list[int]:

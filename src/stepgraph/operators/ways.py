@@ -112,11 +112,9 @@ def _padded(node: fx.Node, results: list[Any]) -> Iterable[Way]:
 
 def _moved(node: fx.Node, results: list[Any]) -> Iterable[Way]:
     """Flip and roll: along what they leave alone."""
-    rank = results[0].dim()
-    *_, given = (
-        (*node.args, []) if len(node.args) < 3 and node.target is aten.roll.default else node.args
-    )
-    touched = {dim % rank for dim in given} or set(range(rank))  # type: ignore[union-attr]
+    rank, position = results[0].dim(), 2 if node.target is aten.roll.default else 1
+    given: Any = node.args[position] if len(node.args) > position else []
+    touched = {dim % rank for dim in given} or set(range(rank))
     yield from _along((dim for dim in range(rank) if dim not in touched), 1, 1)
     yield from _waiting(_ANY, "p")
 

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 
 from stepgraph.torch_internals.limits import LIMITS
-from stepgraph.torch_internals.sharding import copy_uneven_shards
+from stepgraph.torch_internals.uneven import copy_uneven_shards
 
 BACKWARD = "backward"
 

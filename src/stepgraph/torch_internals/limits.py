@@ -23,7 +23,7 @@ class Limits:
 
         @functools.wraps(compiled)
         def call(*args: Any, **kwargs: Any) -> Any:
-            least = {
+            least: dict[str, Any] = {
                 name: max(self.sum, getattr(_dynamo_config, name))
                 for name in ("recompile_limit", "accumulated_recompile_limit")
             }

@@ -116,6 +116,10 @@ CASES = {
         aten.upsample_nearest2d_backward.default,
         (rand(4, 2, 12, 12), [12, 12], [4, 2, 6, 6]),
     ),
+    "upsample backward, smooth": (
+        aten.upsample_bilinear2d_backward.default,
+        (rand(4, 2, 12, 12), [12, 12], [4, 2, 6, 6], False),
+    ),
     "squeeze": (aten.squeeze.dims, (rand(4, 1, 6, 1), [1, 3])),
     "variance": (aten.var_mean.correction, (rand(4, 6, 2), [1]), {"correction": 1}),
     "variance, kept": (

@@ -303,7 +303,15 @@ RULES: dict[Any, Callable[[fx.Node, list[Any]], Iterable[Way]]] = {
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
     aten.max_pool2d_with_indices_backward.default: _pooled_backward,
-    **dict.fromkeys(overloads(aten.upsample_nearest2d, aten.upsample_bilinear2d), _resized),
+    **dict.fromkeys(
+        overloads(
+            aten.upsample_nearest2d,
+            aten.upsample_nearest2d_backward,
+            aten.upsample_bilinear2d,
+            aten.upsample_bilinear2d_backward,
+        ),
+        _resized,
+    ),  # fmt: skip
     aten.index.Tensor: _picked,
     aten.index_put.default: _put,
     aten.index_select.default: _selected,

@@ -62,7 +62,8 @@ class Functional(nn.Module):
 
     def forward(self, x):
         x = x @ self.first
-        for up, down in zip(self.weights[::2], self.weights[1::2], strict=True):
+        weights = list(self.weights)  # dynamo of torch 2.11 does not slice a ParameterList
+        for up, down in zip(weights[::2], weights[1::2], strict=True):
             y = nn.functional.layer_norm(x, (8,))
             x = x + torch.tanh(y @ up) @ down
         return x.square().mean()

@@ -19,8 +19,9 @@ from stepgraph.operators.attention import (
     ATTENTION_BACKWARD,
     ATTENTION_BIAS_BACKWARD,
 )
+from stepgraph.operators.entries import FOLLOWERS, TABLE, Strategy
 from stepgraph.operators.flex import FLEX, FLEX_BACKWARD
-from stepgraph.operators.sharding import FOLLOWERS, TABLE, Rules, Strategy
+from stepgraph.operators.sharding import Rules
 from stepgraph.placement.passes.place_values import place_values
 from stepgraph.planning.decisions import OperationPlacement, PlacementDraft
 from stepgraph.program import randomness, roles
@@ -154,6 +155,7 @@ CASES = {
     "unsafe view": (aten._unsafe_view.default, (rand(4, 6, 8), [24, 8]), {}),
     "expand": (aten.expand.default, (rand(4, 1), [4, 6]), {}),
     "permute": (aten.permute.default, (rand(4, 6, 8), [2, 0, 1]), {}),
+    "t": (aten.t.default, (rand(4, 6),), {}),
     "transpose": (aten.transpose.int, (rand(4, 6), 0, 1), {}),
     "unsqueeze": (aten.unsqueeze.default, (rand(4, 6), 1), {}),
     "squeeze": (aten.squeeze.dim, (rand(4, 1, 6), 1), {}),

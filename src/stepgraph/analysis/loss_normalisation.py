@@ -25,7 +25,8 @@ from stepgraph.analysis.rows import (
     of_one_shape,
     with_numbers,
 )
-from stepgraph.operators.sharding import Rules, results_of
+from stepgraph.operators.entries import results_of
+from stepgraph.operators.sharding import Rules
 from stepgraph.planning.decisions import Normalisation
 from stepgraph.program import roles
 from stepgraph.program.layout import Apart, Spread

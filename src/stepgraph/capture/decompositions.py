@@ -13,6 +13,7 @@ import torch
 
 from stepgraph import torch_internals
 from stepgraph.capture.masked_writes import MASKED_WRITES
+from stepgraph.operators.every_way import has_every_way
 from stepgraph.torch_internals import operators as private
 
 aten = torch.ops.aten
@@ -52,7 +53,7 @@ def decomposition_table() -> dict[Any, Callable]:
         for op, function in torch_internals.decomposable_operators().items()
         if hasattr(op, "_schema")
         and op not in KEPT_WHOLE
-        and not torch_internals.has_sharding_rule(op)
+        and not (torch_internals.has_sharding_rule(op) or has_every_way(op))
         and torch.Tag.nondeterministic_seeded not in op.tags
     }
     for op in LOSSES:

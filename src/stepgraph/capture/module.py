@@ -156,7 +156,11 @@ def capture(
             other_device.enter_on_host(captured, device_type)
             names = _canonical_names(model, captured, flat_names)
             read = _read_from_outside(outside, captured)
-            with other_device.casts_of(device_type), custom_operators.keeping_triton_operators():
+            with (
+                other_device.casts_of(device_type),
+                custom_operators.keeping_triton_operators(),
+                effects.keeping_checks(),
+            ):
                 joint, result_tree = torch_internals.joint_graph(
                     captured, tuple(batch.tensors), decomposition_table()
                 )

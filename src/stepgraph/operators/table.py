@@ -104,6 +104,10 @@ FACTS: tuple[Facts, ...] = (
         (aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format),
         {"shape_argument": 0},
     ),
+    (
+        (aten.upsample_nearest2d_backward.default, aten.upsample_bilinear2d_backward.default),
+        {"shape_argument": 2},  # torch 2.11 does not say
+    ),
     ((aten.zeros_like.default,), {"elementwise": True}),
     # What picks, places or joins parts of values.
     (

@@ -30,6 +30,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: F401  (the one door to it)
 
 from stepgraph.torch_internals.code import generating_late
+from stepgraph.torch_internals.sharding import SIZE_ADJUSTERS
 
 collective_ops = torch.ops._c10d_functional
 mutable_copy = torch.ops.aten.copy_.default
@@ -242,7 +243,7 @@ def shape_argument(op: Any) -> int | None:
 
 def scalar_shape_adjuster(op: Any) -> Callable | None:
     """DTensor's function that turns scalar size arguments (group norm's N, C) into local ones."""
-    return getattr(_propagator(), "op_to_scalar_shape_adjuster", {}).get(op)
+    return getattr(_propagator(), "op_to_scalar_shape_adjuster", SIZE_ADJUSTERS).get(op)
 
 
 StridedShard = _StridedShard

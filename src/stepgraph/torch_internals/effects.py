@@ -1,14 +1,31 @@
 """Effects in a captured graph: operations that return nothing, kept in order by tokens."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
+from torch._higher_order_ops import effects as torchs
 from torch._higher_order_ops.effects import with_effects
 
 from stepgraph.torch_internals import descriptors
 
 # They raise where a result (of ``torch.linalg.solve``, say) does not exist, and compute nothing.
 _CHECKS = {"aten._linalg_check_errors.default"}
+
+
+@contextlib.contextmanager
+def keeping_checks() -> Iterator[None]:
+    """Lets a joint graph have the checks of results, which older releases (2.11) lose without a word."""
+    check = "aten::_linalg_check_errors"
+    if torchs._get_effect(check) is not None:
+        yield
+        return
+    kept = torchs._register_effectful_op(check, torchs._EffectType.ORDERED)
+    try:
+        yield
+    finally:
+        kept.destroy()
 
 
 def drop_checks(joint: fx.GraphModule) -> list[str]:

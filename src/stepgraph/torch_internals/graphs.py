@@ -19,6 +19,9 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 
+from stepgraph.torch_internals.limits import LIMITS
+from stepgraph.torch_internals.uneven import copy_uneven_shards
+
 BACKWARD = "backward"
 
 
@@ -185,7 +188,7 @@ def compile_apart(function: Callable, backend: Callable, limit: int, fullgraph: 
         options |= {"isolate_recompiles": True, "recompile_limit": limit}
     compiled = torch.compile(function, **options)
     backend.region = getattr(compiled, "_isolate_recompiles_id", -1)  # type: ignore[attr-defined]
-    return compiled
+    return compiled if "isolate_recompiles" in known else LIMITS.raised_by(limit, compiled)
 
 
 @contextlib.contextmanager
@@ -355,6 +358,7 @@ def compiled_autograd(compiler: Callable) -> Iterator[None]:
     from torch._dynamo import compiled_autograd
 
     by_storage = compiled_autograd.maybe_clone
+    copy_uneven_shards()
 
     def clone(x: torch.Tensor | None) -> torch.Tensor | None:
         return x.detach().clone() if isinstance(x, DTensor) else by_storage(x)

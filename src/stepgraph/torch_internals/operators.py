@@ -1,7 +1,7 @@
 """Operators of ATen with private names, under public ones.
 
-Each was used on torch 2.13.0 and 2.15.0, and in what of the suite passes on 2.11.0. A name that a torch
-does not have stands for nothing (:class:`Absent`): no graph of that torch can hold it.
+Each was used on torch 2.11.0, 2.13.0 and 2.15.0. A name that a torch does not have stands for nothing
+(:class:`Absent`): no graph of that torch can hold it.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 # torch version: how far the names below were tried there (``docs/releases.md``).
-SEEN = {"2.11.0": "in part", "2.13.0": "tried", "2.15.0": "tried"}
+SEEN = {"2.11.0": "tried", "2.13.0": "tried", "2.15.0": "tried"}
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ LOG_SOFTMAX_BACKWARD = _find("_log_softmax_backward_data.default")
 SOFTMAX = _find("_softmax.default")
 SOFTMAX_BACKWARD = _find("_softmax_backward_data.default")
 FUSED_RMS_NORM = _find("_fused_rms_norm.default")
+FUSED_RMS_NORM_BACKWARD = _find("_fused_rms_norm_backward.default")
 CPU_ATTENTION = _find("_scaled_dot_product_flash_attention_for_cpu.default")
 CPU_ATTENTION_BACKWARD = _find("_scaled_dot_product_flash_attention_for_cpu_backward.default")
 EFFICIENT_ATTENTION = _find("_scaled_dot_product_efficient_attention.default")
@@ -51,6 +52,8 @@ CUDNN_ATTENTION_BACKWARD = _find("_scaled_dot_product_cudnn_attention_backward.d
 BATCH_NORM_FUNCTIONAL = _find("_native_batch_norm_legit_functional.default")
 BATCH_NORM_FROZEN = _find("_native_batch_norm_legit_no_training.default")
 BATCH_NORM_WITHOUT_BUFFERS = _find("_native_batch_norm_legit.no_stats")
+ADAPTIVE_AVERAGE_POOL = _find("_adaptive_avg_pool2d.default")
+ADAPTIVE_AVERAGE_POOL_BACKWARD = _find("_adaptive_avg_pool2d_backward.default")
 BATCH_NORM_WITH_RESERVE = _find("_batch_norm_with_update_functional.default")
 
 # All overloads of one of them, under the same name in small letters.

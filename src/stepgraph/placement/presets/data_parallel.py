@@ -17,8 +17,9 @@ from torch import fx
 from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from stepgraph.operators.entries import Strategy
 from stepgraph.operators.flex import FLEXES
-from stepgraph.operators.sharding import Rules, Strategy
+from stepgraph.operators.sharding import Rules
 from stepgraph.placement.presets.walk import (
     REPLICATE,
     SUM,

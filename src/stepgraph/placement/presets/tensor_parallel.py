@@ -24,8 +24,9 @@ from torch.distributed.tensor.placement_types import Placement
 from stepgraph import torch_internals
 from stepgraph.cost.work import size_in_bytes
 from stepgraph.operators.attention import ATTENTIONS
+from stepgraph.operators.entries import Strategy
 from stepgraph.operators.flex import FLEXES
-from stepgraph.operators.sharding import Rules, Strategy
+from stepgraph.operators.sharding import Rules
 from stepgraph.placement.presets.walk import (
     REPLICATE,
     SUM,

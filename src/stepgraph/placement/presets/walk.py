@@ -16,8 +16,9 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph.cost.work import size_in_bytes
+from stepgraph.operators.entries import Strategy
 from stepgraph.operators.own import is_own
-from stepgraph.operators.sharding import Rules, Strategy
+from stepgraph.operators.sharding import Rules
 from stepgraph.placement.presets.whole_matrices import whole_in_update
 from stepgraph.program import roles
 from stepgraph.program.build import freeze

@@ -13,7 +13,7 @@ from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from stepgraph.operators.sharding import Entry, Strategy
+from stepgraph.operators.entries import Entry, Strategy
 from stepgraph.program.collectives import SHARD_OF
 from stepgraph.program.metadata import meta, set_meta
 from stepgraph.program.program import tensor_arguments

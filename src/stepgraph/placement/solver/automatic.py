@@ -17,7 +17,8 @@ from torch.distributed.tensor.placement_types import Placement
 from stepgraph.cost.devices import Device
 from stepgraph.cost.traffic import assign_traffic
 from stepgraph.errors import BudgetError, UsageError
-from stepgraph.operators.sharding import Rules, Strategy
+from stepgraph.operators.entries import Strategy
+from stepgraph.operators.sharding import Rules
 from stepgraph.placement.presets.data_parallel import (
     WHOLE,
     ZERO3,

@@ -15,7 +15,8 @@ from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from stepgraph.operators.sharding import TABLE, Rules, Strategy
+from stepgraph.operators.entries import TABLE, Strategy
+from stepgraph.operators.sharding import Rules
 from stepgraph.operators.views import REARRANGES
 from stepgraph.placement.rules.vocabulary import STRATEGIES
 from stepgraph.placement.solver.dataflow import decided_here

@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 
 from stepgraph.errors import UsageError, near_misses
-from stepgraph.operators.sharding import Strategy
+from stepgraph.operators.entries import Strategy
 from stepgraph.placement.presets.beside_data import BESIDE_DATA
 from stepgraph.placement.presets.data_parallel import PRESETS
 from stepgraph.placement.presets.named import check_preset, walk_along

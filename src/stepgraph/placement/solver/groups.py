@@ -19,7 +19,7 @@ from torch import fx
 from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from stepgraph.operators.sharding import Strategy
+from stepgraph.operators.entries import Strategy
 from stepgraph.operators.views import REARRANGES
 from stepgraph.program.build import freeze
 from stepgraph.program.metadata import meta

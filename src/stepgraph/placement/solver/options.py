@@ -17,7 +17,7 @@ from stepgraph.cost.work import (
     stored_bytes,
 )
 from stepgraph.operators import own
-from stepgraph.operators.sharding import Strategy, results_of
+from stepgraph.operators.entries import Strategy, results_of
 from stepgraph.operators.views import viewed
 from stepgraph.placement.rules.coded import Coded
 from stepgraph.placement.rules.redistribution import Cost, Moves

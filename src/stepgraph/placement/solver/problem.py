@@ -18,7 +18,7 @@ from torch.distributed.tensor import Partial, Replicate
 
 from stepgraph.cost.devices import Device
 from stepgraph.operators.attention import is_saved_inside
-from stepgraph.operators.sharding import Strategy
+from stepgraph.operators.entries import Strategy
 from stepgraph.placement.rules.redistribution import Moves
 from stepgraph.placement.solver.candidates import find_strategies
 from stepgraph.placement.solver.choices import (

@@ -27,7 +27,11 @@ LOOP = re.compile(
 
 
 def generated_code(
-    preset: str, apart: bool, llama: bool = False, lowering: str = "inductor"
+    preset: str,
+    apart: bool,
+    llama: bool = False,
+    lowering: str = "inductor",
+    amsgrad: bool = False,
 ) -> str:
     """Trains a step on this rank and returns the code that inductor generated for it."""
     rank = int(os.environ.get("RANK", "0"))
@@ -38,7 +42,7 @@ def generated_code(
         model.second = torch.nn.Linear(WIDTH, 2)  # every parameter divides over two ranks
     engine = stepgraph.Engine(
         model,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
+        optimizer=torch.optim.AdamW(model.parameters(), lr=0.01, amsgrad=amsgrad),
         plan=preset,
         lowering=lowering,
     )
@@ -56,6 +60,7 @@ SETTINGS = [
     ("zero1", True),
     ("zero3", True),
     ("ddp", False),
+    ("ddp", False, False, "inductor", True),
     ("zero3", True, True),
     ("zero3", True, True, "inductor_whole"),
 ]
@@ -122,8 +127,14 @@ def test_nor_under_zero1():
 
 
 def test_adams_bias_correction_is_computed_once_not_per_element(codes):
-    code = codes["ddp", False]
+    code = codes["ddp", False, False, "inductor", True]
     assert "std::pow" in code
     inside = "".join(body for _, body in LOOP.findall(code))
     assert ".sqrt()" in inside
     assert "std::pow" not in inside
+
+
+def test_adam_is_torchs_kernel_once_for_all_parameters(codes):
+    code = codes["ddp", False]
+    assert code.count("torch.ops.stepgraph.fused_adam_.default(") == 1
+    assert "std::pow" not in code

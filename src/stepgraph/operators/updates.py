@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.operators.scalar_functions import function_of
+from stepgraph.torch_internals import operators as private
 
 # Torch's own kernels: "" is none.
 ADAM, ADAMW = "adam", "adamw"
@@ -117,7 +118,7 @@ def fused_adam_(
     """
     step, *numbers = settings
     lr, beta1, beta2, weight_decay, eps = (number.item() for number in numbers)
-    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    kernel = private.FUSED_ADAMW if decoupled else private.FUSED_ADAM
     kernel(
         list(parameters),
         [gradient.contiguous() for gradient in gradients],

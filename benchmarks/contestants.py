@@ -137,14 +137,14 @@ def fsdp2_compile_model(model: nn.Module) -> Step:
     return usual_step(_compiled(model), model)
 
 
-def stepgraph_engine(plan: str) -> Builder:
+def stepgraph_engine(plan: str, lowering: str = "inductor") -> Builder:
     """A builder of stepgraph's engine under a preset plan."""
 
     def build(model: nn.Module) -> Step:
         import stepgraph
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-        return stepgraph.Engine(model, optimizer=optimizer, plan=plan, lowering="inductor").step
+        return stepgraph.Engine(model, optimizer=optimizer, plan=plan, lowering=lowering).step
 
     return build
 

@@ -4,11 +4,11 @@
     python benchmarks/two_sources.py src@inductor_whole src --sizes small,medium,large --plan-rounds 0 \
         --json benchmarks/results/switch.json
 
-For a change that must cost nothing, or two lowerings of one source. Steps: two gloo ranks of one thread each
-for each source, compiled by inductor, alive at the same time; they take turns, the others waiting. Plans:
-whole processes in turn, and what is timed is `stepgraph.plan` inside. A ratio is the median over rounds of
-(second / first). Peaks are resident memory of the larger rank during all steps but the first, what it
-imported included.
+For a change that must cost nothing, or two lowerings of one source. Steps: two gloo ranks of one thread
+each for each source, compiled by inductor, alive at the same time; they take turns, the others waiting.
+Plans: whole processes in turn, and what is timed is `stepgraph.plan` inside. A ratio is the median over
+rounds of (second / first). Peaks are resident memory of the larger rank during all steps but the first,
+what it imported included.
 """
 
 import argparse

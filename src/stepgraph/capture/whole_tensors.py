@@ -40,7 +40,7 @@ def update_in(graph: fx.Graph) -> Update | None:
         graph: functional, of (parameter, gradient, *states, *numbers) to (parameter, *states).
     """
     whole = [node for node in graph.nodes if _dims(node)]
-    shape = meta(whole[0])["val"].shape if whole else None
+    shape = _shape(whole[0]) if whole else ()
     computed = [node for node in whole if node.op == "call_function"]
     if not computed or not all(_is_elementwise(node, shape) for node in computed):
         return None
@@ -60,20 +60,25 @@ def update_in(graph: fx.Graph) -> Update | None:
 
 
 def _dims(node: fx.Node) -> int:
+    return len(_shape(node))
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    """Of a tensor; a constant that has none in its metadata is a number."""
     value = meta(node).get("val")
-    return value.dim() if isinstance(value, Tensor) else 0
+    return tuple(value.shape) if isinstance(value, Tensor) else ()
 
 
-def _is_elementwise(node: fx.Node, shape: Any) -> bool:
-    target, value = node.target, meta(node)["val"]
+def _is_elementwise(node: fx.Node, shape: tuple[int, ...]) -> bool:
+    target = node.target
     return (
         isinstance(target, Overload)
         and target.namespace == "aten"
         and not target._schema.is_mutable
         and operators.of(target).elementwise
         and not operators.of(target).draws
-        and value.shape == shape
-        and all(meta(n)["val"].shape in ((), shape) for n in node.all_input_nodes)
+        and _shape(node) == shape
+        and all(_shape(source) in ((), shape) for source in node.all_input_nodes)
     )
 
 

@@ -1,6 +1,7 @@
 """CPU seconds to the end of the first training step, by depth: stepgraph beside torch.compile.
 
     python benchmarks/compile_time.py --depths 2,4,8,16,32 --json benchmarks/results/compile_time.json
+    python benchmarks/compile_time.py --draw benchmarks/results/compile_time.json  # an .svg beside it
 
 A run is a process of its own with an empty compiler cache; children count, imports do not. Contestants
 take turns. ``stepgraph`` is one process under ``ddp``, ``whole`` the same with
@@ -127,6 +128,38 @@ def measure(name: str, depth: int, width: int) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def draw(found: dict[str, Any], width: int) -> str:
+    """CPU seconds over depth at one width, a line for each contestant, as SVG."""
+    rows = {
+        int(key.split()[2]): row for key, row in found.items() if key.startswith(f"width {width},")
+    }
+    names = dict.fromkeys(name for row in rows.values() for name in row)
+    deepest, most = max(rows), max(r["cpu_s"] for row in rows.values() for r in row.values())
+    colours = ("#1f77b4", "#d62728", "#2ca02c", "#ff7f0e", "#7f7f7f")
+
+    def place(depth: float, seconds: float) -> tuple[float, float]:
+        return 60 + 440 * depth / deepest, 290 - 260 * seconds / most
+
+    parts = ['<svg xmlns="http://www.w3.org/2000/svg" width="680" height="340" font-size="12">']
+    parts.append('<rect width="680" height="340" fill="white"/><g font-family="sans-serif">')
+    for depth in rows:
+        parts.append(
+            f'<text x="{place(depth, 0)[0]:.0f}" y="308" text-anchor="middle">{depth}</text>'
+        )
+    for seconds in range(0, int(most) + 1, 20 if most < 200 else 50):
+        y = place(0, seconds)[1]
+        parts.append(f'<path d="M60 {y:.0f}H500" stroke="#ddd"/>')
+        parts.append(f'<text x="52" y="{y + 4:.0f}" text-anchor="end">{seconds}</text>')
+    for name, colour in zip(names, colours, strict=False):
+        points = [place(d, row[name]["cpu_s"]) for d, row in sorted(rows.items()) if name in row]
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        x, y = points[-1]
+        parts.append(f'<text x="{x + 6:.0f}" y="{y + 4:.0f}" fill="{colour}">{name}</text>')
+    title = f"CPU seconds to the end of the first step, by layers (Llama of width {width})"
+    return "\n".join([*parts, f'<text x="60" y="16">{title}</text></g></svg>']) + "\n"
+
+
 def main() -> None:
     """Measures all contestants at all depths, in turns."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -135,7 +168,12 @@ def main() -> None:
     parser.add_argument("--widths", default="128")
     parser.add_argument("--contestants", default=",".join(CONTESTANTS))
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--draw", type=Path)
     arguments = parser.parse_args()
+    if arguments.draw:
+        picture = draw(json.loads(arguments.draw.read_text()), int(arguments.widths.split(",")[0]))
+        arguments.draw.with_suffix(".svg").write_text(picture)
+        return
     if arguments.run:
         name, depth, width = arguments.run
         print(json.dumps(run(name, int(depth), int(width))))

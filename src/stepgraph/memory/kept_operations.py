@@ -33,7 +33,8 @@ def first_residual(block: Sequence[fx.Node]) -> list[fx.Node]:
         if node.target is not aten.add.Tensor:
             continue
         terms = [_shown(term) for term in tensor_arguments(node)]
-        alike = all(meta(t)["val"].numel() == meta(node)["val"].numel() for t in terms)
+        size = meta(node)["val"].numel()
+        alike = all(meta(term)["val"].numel() == size for term in tensor_arguments(node))
         if len(terms) == 2 and alike and (terms[0] in inside) != (terms[1] in inside):
             return [node]
     return []

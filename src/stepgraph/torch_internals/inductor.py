@@ -135,6 +135,31 @@ def _for_inductor(mode: Any) -> Iterator[None]:
         mode.allow_non_fake_inputs, mode.shape_env = before
 
 
+@contextlib.contextmanager
+def _waiting_for_writes() -> Iterator[None]:
+    """A kernel whose loops are made anew goes on waiting for what is written before it reads.
+
+    Inductor (2.11 to 2.15) then forgets by which names it knows what was mutated: a kernel may read what a
+    collective gathers before the wait for it.
+    """
+    from torch._inductor.dependencies import StarDep, WeakDep
+    from torch._inductor.scheduler import SchedulerNode
+
+    recompute = SchedulerNode.recompute_size_and_body
+
+    def recompute_and_rename(self: Any, *args: Any, **kwargs: Any) -> None:
+        renamed = any(isinstance(read, (WeakDep, StarDep)) for read in self.read_writes.reads)
+        recompute(self, *args, **kwargs)
+        if not renamed:
+            self.set_read_writes(self.read_writes.rename(self.mutation_renames))
+
+    SchedulerNode.recompute_size_and_body = recompute_and_rename  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        SchedulerNode.recompute_size_and_body = recompute  # type: ignore[method-assign]
+
+
 _WHOLE = "whole"  # inductor's passes run on the graphs in a graph, too
 
 
@@ -220,6 +245,7 @@ def compile_with_inductor(
     prepare = _first_pass(module, examples, decompositions)
     with (
         _for_inductor(mode),
+        _waiting_for_writes(),
         torch.no_grad(),
         V.set_fake_mode(mode),
         tracing(TracingContext(mode)),

@@ -5,6 +5,7 @@ import functools
 import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._op_schema import OpSchema
+from torch.utils._python_dispatch import _disable_current_modes
 
 from stepgraph.torch_internals import planning_mesh, sharding_strategies, tensor_spec
 
@@ -18,9 +19,10 @@ def copy_uneven_shards() -> None:
     (The rule stays: its answers are cached, and hold for what autograd copies anywhere.)
     """
     whole, strided = torch.ops.aten.new_empty.default, torch.ops.aten.new_empty_strided.default
-    value = torch.empty(3, device="meta")
-    spec = tensor_spec(planning_mesh((2,)), (Shard(0),), value)
-    ways = sharding_strategies(strided, (spec, [3], [1]), {}, value)
+    with _disable_current_modes():  # whatever the backward runs on
+        value = torch.empty(3, device="meta")
+        spec = tensor_spec(planning_mesh((2,)), (Shard(0),), value)
+        ways = sharding_strategies(strided, (spec, [3], [1]), {}, value)
     if any(results == [Shard(0)] for _, results in ways):
         return
     propagator = DTensor._op_dispatcher.sharding_propagator

@@ -1,5 +1,7 @@
 """What of an optimizer's step is one operation."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -74,6 +76,19 @@ class OwnStep(torch.optim.AdamW):
         return super().step(closure)
 
 
+class Wrapped(torch.optim.AdamW):
+    @functools.wraps(torch.optim.AdamW.step)
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class Signed(torch.optim.AdamW):
+    def _init_group(self, group, params, grads, *rest):
+        found = super()._init_group(group, params, grads, *rest)
+        grads[:] = [gradient.sign() for gradient in grads]
+        return found
+
+
 @pytest.mark.parametrize(
     ("make", "kernel"),
     [
@@ -83,6 +98,8 @@ class OwnStep(torch.optim.AdamW):
         (lambda p: torch.optim.AdamW(p, maximize=True), ""),
         (torch.optim.NAdam, ""),
         (OwnStep, ""),
+        (Wrapped, ""),
+        (Signed, ""),
     ],
 )
 def test_torchs_kernel_is_named_where_it_is_the_same_step(make, kernel):

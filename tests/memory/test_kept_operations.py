@@ -82,3 +82,20 @@ def test_a_block_without_a_residual_has_none():
     program = captured(Plain(), torch.ones(2, 4))
     assert not first_residual(list(program.operations(FORWARD)))
     assert decide(program, "ops").recompute
+
+
+def test_a_residual_may_be_one_of_several_results():
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(
+                nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+                for _ in range(3)
+            )
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x.sum()
+
+    assert decide(captured(Normed(), torch.ones(2, 3, 8)), "ops").recompute

@@ -71,3 +71,8 @@ def test_a_pattern_that_fits_nothing_names_near_misses(program):
     (note,) = decision.notes
     assert "fit the pattern 'layers.*.mpl'" in note
     assert "near misses: model.layers." in note
+
+
+def test_a_pattern_whose_modules_an_earlier_one_took_did_fit(program):
+    decision = decide(program, "layers.*=recompute,layers.1=save")
+    assert not decision.notes

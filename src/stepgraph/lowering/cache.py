@@ -15,6 +15,7 @@ import os
 import platform
 import shutil
 import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,11 +39,19 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 
 def folder_of_cache() -> Path:
-    """``~/.cache/stepgraph/compiled``, or in the folder that ``TORCHINDUCTOR_CACHE_DIR`` names."""
+    """``~/.cache/stepgraph/compiled``, or in the folder that ``TORCHINDUCTOR_CACHE_DIR`` names.
+
+    Of a user without a home, in the folder for temporary files.
+    """
     if given := inductor.chosen_cache_directory():
         return Path(given, "stepgraph")
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "stepgraph" / "compiled"
+    if not base:
+        try:
+            base = str(Path.home() / ".cache")
+        except RuntimeError:  # a user without a home, as in some containers
+            base = str(Path(tempfile.gettempdir()) / f"stepgraph_{os.getuid()}")
+    return Path(base) / "stepgraph" / "compiled"
 
 
 @dataclass(frozen=True)
@@ -173,7 +182,8 @@ class Cache:
             folder.mkdir(mode=0o700)
             with inductor.cache_in(folder):
                 made = make()
-            _write_list(folder)
+            with contextlib.suppress(FileNotFoundError):  # somebody clears the cache meanwhile
+                _write_list(folder)
         except Exception as error:
             with contextlib.suppress(OSError):
                 _remove(folder)

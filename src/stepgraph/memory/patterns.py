@@ -67,12 +67,13 @@ class Parts:
         self.saved: set[fx.Node] = set()
         met: set[str] = set()
         paths = {meta(node).get("module", "") for node in nodes}
-        named = {path: _first(patterns, path) for path in paths}
+        fits = {path: _fitting(patterns, path) for path in paths}
         for node in nodes:
-            if (found := named[meta(node).get("module", "")]) is None:
+            found = fits[meta(node).get("module", "")]
+            if not found:
                 continue
-            pattern, path = found
-            met.add(pattern)
+            pattern, path = next(iter(found.items()))
+            met |= found.keys()
             if patterns[pattern] == SAVE:
                 self.saved.add(node)
             else:
@@ -80,13 +81,14 @@ class Parts:
         self.notes = tuple(_missed(p, sorted(paths)) for p in patterns if p not in met)
 
 
-def _first(patterns: Mapping[str, str], path: str) -> tuple[str, str] | None:
-    """The first pattern that a path, or one above it, fits; and that path."""
+def _fitting(patterns: Mapping[str, str], path: str) -> dict[str, str]:
+    """Patterns that a path, or one above it, fits; and that path."""
+    found = {}
     for pattern in patterns:
         text = re.escape(pattern).replace(r"\*", ".*?")
         if match := re.match(rf"((?:.*?\.)?{text})(?:\.|$)", path):
-            return pattern, match[1]
-    return None
+            found[pattern] = match[1]
+    return found
 
 
 def _missed(pattern: str, paths: Sequence[str]) -> str:

@@ -501,6 +501,13 @@ def test_a_setting_of_a_parameter_group_that_changes_is_an_error(change):
         engine.step(pairs())
 
 
+def test_an_optimizer_without_states_has_none():
+    model = Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stepgraph.Engine(model, optimizer=optimizer, lowering="eager").step(pairs())
+    assert optimizer.state_dict()["state"] == {}
+
+
 def test_the_optimizers_state_dict_is_current_and_can_be_loaded():
     model, reference = Regression(), Regression()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -88,12 +88,12 @@ def publish(state: Stored) -> None:
     if state.optimizer is None or state.functional is None:
         return
     for name in state.functional.group_of:
-        parameter = state.model.get_parameter(name)
-        if _is_fresh(state, name):
+        parameter, states = state.model.get_parameter(name), states_of(state, name)
+        if not states or _is_fresh(state, name):
             state.optimizer.state.pop(parameter, None)
             continue
         table = state.optimizer.state[parameter]
-        for key, role in states_of(state, name).items():
+        for key, role in states.items():
             # A number that several share becomes one per parameter, as torch keeps it.
             local, value = state.tensors[role].clone(), state.values[role]
             table[key] = state.as_dtensor(local, value) if value.shape else local

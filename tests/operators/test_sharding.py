@@ -22,6 +22,7 @@ from stepgraph.operators.attention import (
 from stepgraph.operators.entries import FOLLOWERS, TABLE, Strategy
 from stepgraph.operators.flex import FLEX, FLEX_BACKWARD
 from stepgraph.operators.sharding import Rules
+from stepgraph.operators.updates import UPDATE
 from stepgraph.placement.passes.place_values import place_values
 from stepgraph.planning.decisions import OperationPlacement, PlacementDraft
 from stepgraph.program import randomness, roles
@@ -99,6 +100,18 @@ CASES = {
     "random": (
         randomness.RANDOM,
         (randomness.seed_words(1, 2, 0), "bits", 3, [4, 6, 2], [4, 6, 2], [0, 0, 0], [], ""),
+        {},
+    ),
+    "update": (
+        UPDATE,
+        (
+            [rand(4, 6), rand(4, 6)],
+            [rand(1)[0]],
+            "def f(t0, t1, n0): v0 = aten.mul.Tensor(t1, n0); "
+            "v1 = aten.add.Tensor(t0, v0); return [v1, v0]",
+            "",
+            [],
+        ),
         {},
     ),
     "lift": (aten.lift_fresh_copy.default, (rand(4, 6),), {}),

@@ -139,13 +139,16 @@ def _for_inductor(mode: Any) -> Iterator[None]:
 def _waiting_for_writes() -> Iterator[None]:
     """A kernel whose loops are made anew goes on waiting for what is written before it reads.
 
-    Inductor (2.11 to 2.15) then forgets by which names it knows what was mutated: a kernel may read what a
+    Inductor (torch 2.13) then forgets by which names it knows what was mutated: a kernel may read what a
     collective gathers before the wait for it.
     """
     from torch._inductor.dependencies import StarDep, WeakDep
     from torch._inductor.scheduler import SchedulerNode
 
-    recompute = SchedulerNode.recompute_size_and_body
+    recompute = getattr(SchedulerNode, "recompute_size_and_body", None)
+    if recompute is None:  # a torch that makes none anew
+        yield
+        return
 
     def recompute_and_rename(self: Any, *args: Any, **kwargs: Any) -> None:
         renamed = any(isinstance(read, (WeakDep, StarDep)) for read in self.read_writes.reads)

@@ -108,11 +108,24 @@ def run(name: str, depth: int, width: int) -> dict[str, Any]:
         step(batch)
         times.append(1e3 * (time.perf_counter() - start))
     record["step_ms"] = statistics.median(times[3:])
-    cache = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-    record["kernels"] = len([*cache.rglob("*.main.so"), *cache.rglob("*.kernel.so")]) or len(
-        [*cache.rglob("*.so")]
-    )
+    record["files"] = generated(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
+    record["kernels"] = sum(".main." in name or ".kernel." in name for name in record["files"])
     return record
+
+
+def generated(cache: Path) -> dict[str, str]:
+    """The C++ files that inductor wrote: their bytes, and the seconds from there to their library.
+
+    Several are compiled at a time, so their seconds overlap. Those without ``.main.`` or ``.kernel.`` in
+    their names are inductor's questions to the compiler about this machine.
+    """
+    found = {}
+    for library in sorted(cache.rglob("*.so")):
+        source = library.with_suffix(".cpp")
+        if source.exists():
+            seconds = library.stat().st_mtime - source.stat().st_mtime
+            found[source.name] = f"{source.stat().st_size} bytes, {seconds:.2f} s"
+    return found
 
 
 def measure(name: str, depth: int, width: int) -> dict[str, Any]:

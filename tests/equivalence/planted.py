@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from stepgraph.operators.norms import SUM_OF_SQUARES
 from stepgraph.operators.updates import FUSED_ADAM, UPDATE
 from stepgraph.pipeline import ROADS
 from stepgraph.planning.plan import preset_plan
@@ -305,7 +306,14 @@ def other_decay(program: Program) -> None:
     """torch's kernel for another kind of weight decay."""
     for node in program.operations():
         if node.target is FUSED_ADAM:
-            node.args = (*node.args[:-1], not node.args[-1])
+            node.args = (*node.args[:-2], not node.args[-2], node.args[-1])
+
+
+def counted_often(program: Program) -> None:
+    """Tensors whose squares are summed a thousand times."""
+    for node in program.operations():
+        if node.target is SUM_OF_SQUARES:
+            node.args = (1000 * list(node.args[0]), *node.args[1:])
 
 
 PLANTED: dict[str, Planted] = {
@@ -337,6 +345,7 @@ PLANTED: dict[str, Planted] = {
         ("move_to_target", "parts", after(scaled(aten.tanh.default))),
         ("choose_attention_kernels", "parts", after(other_scale)),
         ("write_state_in_place", "clipped", after(written_first)),
+        ("fuse_square_sums", "clipped", after(counted_often)),
         ("fuse_updates", "clipped", after(other_decay)),
         ("name_groups", "two dimensions", after(other_dimension)),
     )
@@ -346,12 +355,14 @@ PLANTED: dict[str, Planted] = {
 # In these programs a pass finds nothing of its kind to do; a bug in it may strike them all the same.
 BESIDE_THE_PASS = {
     "step": (),
-    "accumulate": ("copy_views", "update_early", "fuse_updates"),
+    "accumulate": ("copy_views", "update_early", "fuse_square_sums", "fuse_updates"),
     "evaluate": (
         "compare_with_classes", "copy_views", "draw_by_global_row", "recompute_in_backward",
-        "update_early", "write_state_in_place", "fuse_updates",
+        "update_early", "write_state_in_place", "fuse_square_sums", "fuse_updates",
     ),
-    "gradients": ("draw_by_global_row", "update_early", "write_state_in_place", "fuse_updates"),
+    "gradients": (
+        "draw_by_global_row", "update_early", "write_state_in_place", "fuse_square_sums", "fuse_updates",
+    ),
     "update": (
         "spell_out_log_softmax", "spell_out_norms", "copy_views", "draw_by_global_row", "place_values",
         "compare_with_classes", "recompute_in_backward", "merge_small_collectives", "bind_to_rank",

@@ -65,6 +65,6 @@ def test_the_kernel_is_torchs_step(decoupled, dtype):
         torchs.step()
         numbers = (0.01, 0.8, 0.9, 0.1, 1e-6)
         settings = [torch.tensor(float(step)), *(torch.tensor(n).double() for n in numbers)]
-        FUSED_ADAM(parameters, gradients, means, squares, settings, decoupled)
+        FUSED_ADAM(parameters, gradients, means, squares, settings, decoupled, None)
     for found, wanted in zip(parameters, expected, strict=True):
         torch.testing.assert_close(found, wanted.detach(), atol=1e-6, rtol=1e-5)

@@ -11,7 +11,14 @@ from stepgraph import torch_internals
 from stepgraph.cost.device import Device
 from stepgraph.operators import own
 from stepgraph.operators import table as operators
-from stepgraph.operators.updates import FUSED_ADAM, PIECE, UPDATE, held_inside, operations_in
+from stepgraph.operators.updates import (
+    COPIED,
+    FUSED_ADAM,
+    PIECE,
+    UPDATE,
+    held_inside,
+    operations_in,
+)
 from stepgraph.operators.views import is_view
 from stepgraph.program.build import freeze, kind_of
 from stepgraph.program.collectives import is_collective
@@ -96,6 +103,9 @@ def size_in_bytes(value: object) -> int:
 
 def workspace(node: fx.Node) -> int:
     """Bytes that an operation holds while it runs by itself, besides its arguments and results."""
+    if node.target is FUSED_ADAM:  # gradients that are scaled first
+        sizes = [size_in_bytes(meta(gradient)["val"]) for gradient in node.args[1]]  # type: ignore[union-attr]
+        return max(*sizes, min(COPIED, sum(sizes))) if node.args[-1] is not None else 0
     if node.target is not UPDATE or not meta(node).get("dispatched", True):
         return 0
     made = tensors_of(meta(node)["val"])

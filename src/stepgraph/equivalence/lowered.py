@@ -16,6 +16,7 @@ from torch import fx
 from stepgraph.equivalence.lockstep import compute_collective
 from stepgraph.equivalence.values import GlobalValues
 from stepgraph.lowering.apply import lower
+from stepgraph.lowering.passes.fuse_square_sums import fuse_square_sums
 from stepgraph.lowering.passes.fuse_updates import fuse_updates
 from stepgraph.lowering.passes.write_state_in_place import write_state_in_place
 from stepgraph.lowering.presets import LOWERINGS
@@ -114,7 +115,8 @@ def _meeting_others(program: Program, meeting: int, rank: int, fuses: bool) -> P
         (wait,) = node.users
         wait.replace_all_uses_with(node)
         program.graph.erase_node(wait)
-    return fuse_updates(write_state_in_place(program), fuses)
+    program = fuse_square_sums(write_state_in_place(program), fuses)
+    return fuse_updates(program, fuses)
 
 
 def _constant(program: Program, before: fx.Node, name: str, value: torch.Tensor) -> fx.Node:

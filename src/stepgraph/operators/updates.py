@@ -8,7 +8,7 @@ beside the text: a lowering may call it instead.
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ ADAM, ADAMW = "adam", "adamw"
 
 
 PIECE = 2**16  # elements that are computed at once: what is made on the way stays in the cache
+COPIED = 2**20  # bytes of small gradients that are made ready for torch's kernel at once
 
 
 @functools.cache
@@ -109,35 +110,49 @@ def fused_adam_(
     squares: Sequence[Tensor],
     settings: Sequence[Tensor],
     decoupled: bool,
+    factor: Tensor | None,
 ) -> None:
     """A step of Adam on several parameters by torch's fused kernel, in place.
 
     Args:
         settings: 0-dim, on the host: the number of the step, lr, two betas, weight decay, eps.
         decoupled: the weight decay is AdamW's.
+        factor: 0-dim, what gradients are multiplied with before; None: nothing.
     """
     step, *numbers = settings
     lr, beta1, beta2, weight_decay, eps = (number.item() for number in numbers)
     kernel = private.FUSED_ADAMW if decoupled else private.FUSED_ADAM
-    kernel(
-        list(parameters),
-        [gradient.contiguous() for gradient in gradients],
-        list(means),
-        list(squares),
-        [],
-        [step] * len(parameters),
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay,
-        eps=eps,
-        amsgrad=False,
-        maximize=False,
-    )
+    for few in _few_at_a_time(gradients):
+        prepared = (g if factor is None else g * factor for g in gradients[few])
+        kernel(
+            list(parameters[few]),
+            [gradient.contiguous() for gradient in prepared],
+            list(means[few]),
+            list(squares[few]),
+            [],
+            [step] * len(parameters[few]),
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=weight_decay,
+            eps=eps,
+            amsgrad=False,
+            maximize=False,
+        )
+
+
+def _few_at_a_time(tensors: Sequence[Tensor]) -> Iterator[slice]:
+    """What is called at once: small ones together, so that copies of them are small."""
+    start = held = 0
+    for position, tensor in enumerate(tensors, 1):
+        held += tensor.nbytes
+        if held > COPIED or position == len(tensors):
+            yield slice(start, position)
+            start, held = position, 0
 
 
 @fused_adam_.register_fake
-def _(parameters, gradients, means, squares, settings, decoupled):
+def _(parameters, gradients, means, squares, settings, decoupled, factor):
     return None
 
 

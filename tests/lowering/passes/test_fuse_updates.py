@@ -75,12 +75,67 @@ def test_a_step_is_the_same_within_rounding(plan, ranks, optimizer):
     assert_summation(expected, found)
 
 
-def test_what_is_made_for_updates_that_wait_is_bounded(monkeypatch):
-    model = mlp()
-    placed = compiled(model, regression_batch(), adamw(model), ranks=3, plan="zero1")
+def test_gradients_wait_where_that_does_not_raise_the_peak(monkeypatch):
     monkeypatch.setattr(module, "_HELD", 0)
-    _, after = written(placed.programs["step"])
-    assert count(after[2], FUSED_ADAM) > 1  # its parts are padded
+
+    class Narrowing(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x).square().mean()
+
+    model = Narrowing(*(nn.Linear(n, n - 1) for n in range(48, 42, -1)))
+    batch = torch.randn(2, 48)
+    alone = compiled(model, batch, adamw(model), plan="ddp").programs["step"]
+    _, (early,) = written(
+        alone, update_early
+    )  # one gradient at a time: held, they would be the peak
+    assert count(early, FUSED_ADAM) > 4
+    clipped = compiled(model, batch, adamw(model), plan="ddp", clip=True).programs["step"]
+    _, (late,) = written(clipped, update_early)  # all of them wait for the norm
+    assert count(late, FUSED_ADAM) == 1
+
+
+def test_clipping_is_done_within_the_call():
+    model, batch = mlp(), regression_batch()
+    placed = compiled(model, batch, adamw(model), plan="ddp", clip=True).programs["step"]
+    _, (after,) = written(placed)
+    (call,) = (node for node in after.operations() if node.target is FUSED_ADAM)
+    assert call.args[-1].target is torch.ops.aten._to_copy.default  # the coefficient
+    assert not [g for g in call.args[1] if g.target is torch.ops.aten.mul.Tensor]
+
+
+class Swapped(torch.autograd.Function):
+    """Of whose factors each is the other's gradient, in the same memory."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return (a * b).sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        a, b = ctx.saved_tensors
+        return b.view(-1), a.view(-1)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_gradient_that_is_another_parameter_is_read_before_that_is_written():
+    class Product(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = (nn.Parameter(torch.randn(5)) for _ in range(2))
+
+        def forward(self, x):
+            return Swapped.apply(self.a, self.b) + 0 * x.sum()
+
+    torch.manual_seed(0)
+    model, batch = Product(), torch.ones(2)
+    for clip in (False, True):
+        placed = compiled(model, batch, adamw(model), plan="ddp", clip=clip).programs["step"]
+        before, after = written(placed, update_early)
+        given = {"max_grad_norm": 0.5} if clip else {}
+        inputs = values(model, batch, adamw(model), **given)
+        expected = inputs.execute(before, in_place=True)
+        assert_summation(expected, inputs.execute(after, in_place=True))
 
 
 def test_no_update_waits_for_a_collective():

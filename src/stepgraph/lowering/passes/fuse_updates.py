@@ -1,10 +1,15 @@
 """Updates for which torch has a fused kernel on the host call that, several at once, in place."""
 
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any, NamedTuple
+
 import torch
 from torch import fx
 
 from stepgraph import torch_internals
 from stepgraph.analysis.blocks import repetitions
+from stepgraph.cost.memory import memory_timeline
 from stepgraph.operators.updates import ADAMW, FUSED_ADAM, UPDATE
 from stepgraph.operators.views import is_view, storage_roots
 from stepgraph.program.build import Builder
@@ -14,7 +19,8 @@ from stepgraph.program.record import SUMMATION, program_pass
 
 aten = torch.ops.aten
 
-# Bytes of gradients that wait for the last of several: updating them takes many times what a call costs.
+# Bytes of gradients that wait for the last of several, where more would be held at the program's peak:
+# updating them takes many times what a call costs.
 _HELD = 2**22
 _WRITTEN = (0, 2, 3)  # of parameter, gradient and the two states
 _TYPES = (torch.float32, torch.float64)
@@ -30,7 +36,8 @@ def fuse_updates(program: Program, fuses: bool) -> Program:
     """Joins updates that follow one another into calls of torch's fused kernel.
 
     A value that is not written into its own input (ZeRO's part of a parameter that every rank holds whole)
-    is copied, and the copy written.
+    is copied, and the copy written. A gradient that is multiplied with a number for its update alone is
+    multiplied within the call.
 
     Args:
         fuses: the lowering makes one kernel of several operations.
@@ -39,15 +46,53 @@ def fuse_updates(program: Program, fuses: bool) -> Program:
         return program
     position = {node: i for i, node in enumerate(program.operations())}
     last_read = _last_reads(program)
-    for group in _groups(program):
-        behind = position[group[-1]]
+    updates = _fusable(program)
+    groups = _groups(program, updates)
+    if not _fits(program, groups):
+        groups = _groups(program, updates, _HELD)
+    for group in groups:
+        behind = position[group[-1].node]
         _join(program, group, {node for node, last in last_read.items() if last > behind})
     return program.finish()
 
 
-def _is_fusable(node: fx.Node) -> bool:
-    if node.target is not UPDATE or not node.args[3]:
-        return False
+class _Update(NamedTuple):
+    """An update that the kernel can do.
+
+    ``gradient`` times ``factor``, where there is one, is what it takes.
+    """
+
+    node: fx.Node
+    gradient: fx.Node
+    factor: fx.Node | None
+
+    def bytes(self) -> int:
+        """Of the gradient."""
+        return meta(self.gradient)["val"].nbytes
+
+    def kind(self) -> tuple[Any, ...]:
+        """What those that are done together have in common."""
+        return (*self.node.args[3:], meta(self.gradient)["val"].dtype, self.factor)
+
+
+def _fusable(program: Program) -> dict[fx.Node, _Update]:
+    root = storage_roots(program)
+    found = {}
+    for node in program.operations():
+        if node.target is not UPDATE or not node.args[3]:
+            continue
+        gradient: fx.Node = node.args[0][1]  # type: ignore
+        # Of an input's own memory: another's update may write there meanwhile.
+        if root[gradient].op != "placeholder" and _is_for_the_kernel(node):
+            scaled = _scaled(gradient)
+            if scaled is not None and root[scaled[0]].op != "placeholder":
+                found[node] = _Update(node, *scaled)
+            else:
+                found[node] = _Update(node, gradient, None)
+    return found
+
+
+def _is_for_the_kernel(node: fx.Node) -> bool:
     values = [meta(tensor)["val"] for tensor in node.args[0]]  # type: ignore[union-attr]
     host = torch_internals.host_device().type
     return all(
@@ -58,39 +103,53 @@ def _is_fusable(node: fx.Node) -> bool:
     )
 
 
-def _groups(program: Program) -> list[list[fx.Node]]:
+def _scaled(gradient: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """What is multiplied with which number, for one reader."""
+    if gradient.target is not aten.mul.Tensor or len(gradient.users) != 1:
+        return None
+    value, factor = gradient.args
+    if not isinstance(factor, fx.Node) or meta(factor)["val"].dim():
+        return None
+    types = {meta(node)["val"].dtype for node in (gradient, value, factor)}  # type: ignore[arg-type]
+    return (value, factor) if len(types) == 1 else None  # type: ignore[return-value]
+
+
+def _groups(
+    program: Program, updates: Mapping[fx.Node, _Update], limit: int | None = None
+) -> list[list[_Update]]:
     """Updates of one kernel that are done together.
 
-    None waits for what is awaited in between, nor for another layer's: layers are then the same code, which
-    is compiled once.
+    None waits for what is awaited in between, nor for another layer's while something else is computed:
+    layers are then the same code, which is compiled once.
+
+    Args:
+        limit: bytes of gradients that may wait in a group.
     """
-    operations = list(program.operations())
-    updates = [node for node in operations if _is_fusable(node)]
-    letters = [(_gradient(node).shape, node.args[2:4]) for node in updates]
-    layers = repetitions(letters, [0] * (len(updates) + 1))
-    starts = {updates[edge] for edges in layers for edge in edges if edge < len(updates)}
-    groups: list[list[fx.Node]] = []
+    order = [*updates]
+    letters = [(meta(updates[node].gradient)["val"].shape, node.args[2:4]) for node in order]
+    layers = repetitions(letters, [0] * (len(order) + 1))
+    starts = {order[edge] for edges in layers for edge in edges if edge < len(order)}
+    groups: list[list[_Update]] = []
     kind: tuple | None = None
-    held = 0
+    computes = False  # since the last update
     made: set[fx.Node] = set()  # by the updates of the last group
-    for node in operations:
-        if _is_fusable(node):
-            mine = (*node.args[3:], _gradient(node).dtype)
-            if mine != kind or node in starts or held > _HELD:
+    for node in program.operations():
+        if node in updates:
+            mine = updates[node]
+            full = limit is not None and kind and sum(one.bytes() for one in groups[-1]) > limit
+            if mine.kind() != kind or full or (node in starts and computes):
                 groups.append([])
-                kind, held, made = mine, 0, set()
-            groups[-1].append(node)
-            held += _gradient(node).nbytes
+                kind, made = mine.kind(), set()
+            groups[-1].append(mine)
             made.add(node)
+            computes = False
         elif is_view(node) and node.all_input_nodes[0] in made:
             made.add(node)
         elif not _may_stand_between(node, made):
             kind = None
+        else:
+            computes |= meta(node)["phase"] != OPTIMIZER
     return groups
-
-
-def _gradient(update: fx.Node) -> torch.Tensor:
-    return meta(update.args[0][1])["val"]  # type: ignore[index,arg-type]
 
 
 def _may_stand_between(node: fx.Node, made: set[fx.Node]) -> bool:
@@ -102,36 +161,71 @@ def _may_stand_between(node: fx.Node, made: set[fx.Node]) -> bool:
     )
 
 
-def _join(program: Program, group: list[fx.Node], read_behind: set[fx.Node]) -> None:
+def _fits(program: Program, groups: list[list[_Update]]) -> bool:
+    """Whether gradients may wait without raising the most that is held at once.
+
+    New values that the kernel will write over the old ones are not counted.
+    """
+    memory = memory_timeline(program)
+    position = {node: i for i, node in enumerate(memory.operations)}
+    held = [sum(alive.values()) for alive in memory.at]
+    for update in (update.node for group in groups for update in group):
+        values = _written_values(update)
+        writes = [write for result, old in values if (write := _only_write(result, old))]
+        made = sum(meta(write)["val"].nbytes for write in writes)
+        # A list of results is held until the last of them is taken out.
+        for i in range(position[update], max(map(position.__getitem__, writes), default=0) + 1):
+            held[i] -= made
+    peak = max(held, default=0)
+    for group in groups:
+        waiting = 0
+        for one, following in pairwise(group):
+            waiting += one.bytes()
+            if waiting + max(held[position[one.node] + 1 : position[following.node] + 1]) > peak:
+                return False
+    return True
+
+
+def _written_values(update: fx.Node) -> list[tuple[fx.Node | None, fx.Node]]:
+    """What the kernel writes: the new value, where it is read, and the old one."""
+    results = {user.args[1]: user for user in update.users}
+    tensors = update.args[0]
+    return [(results.get(i), tensors[place]) for i, place in enumerate(_WRITTEN)]  # type: ignore
+
+
+def _join(program: Program, group: list[_Update], read_behind: set[fx.Node]) -> None:
     """One call, where the last of them stands.
 
     Args:
         read_behind: values that are read behind that.
     """
-    emit = Builder(program, OPTIMIZER, group[-1])
-    columns: list[list[fx.Node]] = [[], [], [], []]
+    last = group[-1].node
+    emit = Builder(program, OPTIMIZER, last)
+    gradients: list[fx.Node] = []
+    written: tuple[list[fx.Node], ...] = ([], [], [])  # parameters and their two states
     replaced: list[tuple[fx.Node, fx.Node]] = []
-    for node in group:
+    for node, gradient, _ in group:
         emit.module = meta(node)["module"]
-        results = {user.args[1]: user for user in node.users}
-        for place, tensor in enumerate(node.args[0]):  # type: ignore[arg-type]
-            if place in _WRITTEN:
-                result = results.get(_WRITTEN.index(place))
-                write = _only_write(result, tensor)
-                if write is not None and tensor not in read_behind:
-                    program.graph.erase_node(write)
-                else:
-                    tensor = emit(aten.clone.default, tensor)
-                    replaced += [(result, tensor)] if result is not None else []
-            columns[place].append(tensor)
-    last = group[-1]
-    point = emit(FUSED_ADAM, *columns, last.args[4], last.args[3] == ADAMW)
+        gradients.append(gradient)
+        for column, (result, tensor) in zip(written, _written_values(node), strict=True):
+            write = _only_write(result, tensor)
+            if write is not None and tensor not in read_behind:
+                program.graph.erase_node(write)
+            else:
+                tensor = emit(aten.clone.default, tensor)
+                replaced += [(result, tensor)] if result is not None else []
+            column.append(tensor)
+    parameters, means, squares = written
+    settings, is_adamw = last.args[4], last.args[3] == ADAMW
+    point = emit(
+        FUSED_ADAM, parameters, gradients, means, squares, settings, is_adamw, group[-1].factor
+    )
     for result, tensor in replaced:
         for view in _views_before(result, last):
             point.append(view)
             point = view
         result.replace_all_uses_with(tensor)
-    for node in group:
+    for node, _, _ in group:
         for user in list(node.users):
             program.graph.erase_node(user)
         program.graph.erase_node(node)

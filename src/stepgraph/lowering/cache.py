@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import torch
 from filelock import FileLock, Timeout
 
+from stepgraph.lowering.kernels import IN_USE, Kernels, digest_of
 from stepgraph.torch_internals import inductor
 
 log = logging.getLogger("stepgraph")
@@ -33,7 +34,7 @@ T = TypeVar("T")
 
 LIMIT = 4 * 2**30  # bytes that are kept
 _LIST = "files.json"
-_IN_USE = 3600.0  # seconds since a folder was last used, within which it stays
+_BESIDE = ("locks", "kernels")  # folders that are no entries
 _SPARE = 16 * 2**20  # bytes: a file system with less is full
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
@@ -68,7 +69,7 @@ def entries(root: Path) -> list[Entry]:
     found = []
     for folder in root.glob("*/"):
         with contextlib.suppress(OSError):
-            if not folder.is_symlink() and folder.name != "locks":
+            if not folder.is_symlink() and folder.name not in _BESIDE:
                 sizes = (path.lstat().st_size for path in _paths(folder))
                 found.append(Entry(folder, sum(sizes), folder.lstat().st_mtime))
     return sorted(found, key=lambda entry: entry.used)
@@ -91,6 +92,7 @@ class Cache:
 
     def __init__(self, root: Path | None = None, limit: int = LIMIT) -> None:
         self.root, self.limit = root or folder_of_cache(), limit
+        self._kernels = Kernels(self.root / "kernels")
         self._usable = inductor.caches() and self._made()
 
     def _made(self) -> bool:
@@ -180,7 +182,7 @@ class Cache:
         try:
             _remove(folder)
             folder.mkdir(mode=0o700)
-            with inductor.cache_in(folder):
+            with inductor.cache_in(folder), inductor.libraries_from(self._kernels.provide):
                 made = make()
             with contextlib.suppress(FileNotFoundError):  # somebody clears the cache meanwhile
                 _write_list(folder)
@@ -195,10 +197,11 @@ class Cache:
 
     def _shrink(self) -> None:
         """Removes what was unused for longest, down to the limit; never what may be in use."""
+        self._kernels.forget()
         kept = entries(self.root)
         excess = sum(entry.bytes for entry in kept) - self.limit
         for entry in kept:
-            if excess <= 0 or time.time() - entry.used < _IN_USE:
+            if excess <= 0 or time.time() - entry.used < IN_USE:
                 return
             with contextlib.suppress(OSError):
                 shutil.rmtree(entry.folder)
@@ -222,7 +225,7 @@ def damage(folder: Path) -> str | None:
         if found.keys() != files.keys():
             return f"other files than its list says: {sorted(found.keys() ^ files.keys())[0]}"
         for name, path in found.items():
-            if path.lstat().st_uid != os.getuid() or _digest(path) != files[name]:
+            if path.lstat().st_uid != os.getuid() or digest_of(path) != files[name]:
                 return f"{name} is not what was written"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
@@ -242,14 +245,6 @@ def _relative(path: Path, folder: Path) -> str:
     return str(path.relative_to(folder))
 
 
-def _digest(path: Path) -> str:
-    """Of a regular file's bytes."""
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(f"{path.name} is not a file")
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _read_list(folder: Path) -> dict[str, Any]:
     """The list of a folder.
 
@@ -267,7 +262,7 @@ def _read_list(folder: Path) -> dict[str, Any]:
 
 def _write_list(folder: Path) -> None:
     """Says what a folder holds, all at once."""
-    files = {_relative(path, folder): _digest(path) for path in _paths(folder)}
+    files = {_relative(path, folder): digest_of(path) for path in _paths(folder)}
     new = folder.parent / "locks" / f"{folder.name}.{os.getpid()}"
     new.write_text(json.dumps({"name": folder.name, "files": files}))
     new.replace(folder / _LIST)

@@ -1,10 +1,13 @@
 """Inductor's inner compiler, on a whole step."""
 
 import contextlib
+import functools
 import inspect
 import itertools
 import os
+import platform
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -311,14 +314,51 @@ def cache_in(folder: Path) -> Iterator[None]:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
 
 
+@contextlib.contextmanager
+def libraries_from(provide: Callable[[Path, Callable[[], None]], None]) -> Iterator[None]:
+    """Within it, inductor asks for the libraries that it compiles for the host.
+
+    Args:
+        provide: given a file and what compiles it, sees to it that it is there; called by several threads.
+    """
+    from torch._inductor import codecache
+
+    compiled = codecache._worker_compile_cpp
+
+    def worker(lock: str, builders: Sequence[Any], *more: Any) -> None:
+        for builder in builders:
+            file = Path(builder.get_target_file_path())
+            make = functools.partial(compiled, lock, (builder,), *more)
+            if file.suffix == ".so":
+                provide(file, make)
+            else:
+                make()
+
+    codecache._worker_compile_cpp = worker
+    try:
+        yield
+    finally:
+        codecache._worker_compile_cpp = compiled
+
+
 def look_at_machine() -> None:
     """Finds out which vector instructions this machine and its compiler have; once a process.
 
-    Trial programs are compiled for that, seconds in all, and kept where inductor keeps its code.
+    Trial programs are compiled for that, seconds in all, several at a time, and kept where inductor keeps
+    its code.
     """
-    from torch._inductor.cpu_vec_isa import pick_vec_isa
+    from torch._inductor import cpu_vec_isa
 
-    pick_vec_isa()
+    if platform.machine() in ("x86_64", "AMD64"):
+        offered = cpu_vec_isa.x86_isa_checker()
+        possible = [
+            isa
+            for isa in cpu_vec_isa.supported_vec_isa_list
+            if all(flag in offered for flag in str(isa).split())
+        ]
+        with ThreadPoolExecutor(max_workers=len(possible) + 1) as trials:
+            [*trials.map(bool, possible)]
+    cpu_vec_isa.pick_vec_isa()
 
 
 def settings() -> str:

@@ -1,0 +1,167 @@
+"""Kernels that several things have in common are compiled once, on all ranks of a machine."""
+
+import multiprocessing
+import os
+import time
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from stepgraph.lowering.cache import Cache
+from stepgraph.lowering.inductor import _compiled
+from stepgraph.lowering.kernels import IN_USE, Kernels
+from stepgraph.torch_internals import inductor
+from tests.support import HOST
+
+
+@pytest.fixture
+def kernels(tmp_path):
+    return Kernels(tmp_path / "kernels")
+
+
+def maker(library, content=b"code", made=None):
+    def make():
+        library.write_bytes(content)
+        if made is not None:
+            made.append(library)
+
+    return make
+
+
+def test_the_second_who_needs_it_gets_a_copy(kernels, tmp_path):
+    made = []
+    for number in range(3):
+        library = tmp_path / str(number) / "k.main.so"
+        library.parent.mkdir()
+        kernels.provide(library, maker(library, made=made))
+        kernels.provide(library, maker(library, made=made))  # there already
+        assert library.read_bytes() == b"code"
+    assert len(made) == 1
+
+
+def flipped(path, outside):
+    path.write_bytes(b"edoc")
+
+
+def emptied(path, outside):
+    path.write_bytes(b"")
+
+
+def linked(path, outside):
+    (outside / "other").write_bytes(b"code")
+    path.unlink()
+    path.symlink_to(outside / "other")
+
+
+def a_folder(path, outside):
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("poison", [flipped, emptied, linked, a_folder])
+def test_what_was_damaged_is_made_again(poison, kernels, tmp_path):
+    made = []
+    first, second = tmp_path / "k.main.so", tmp_path / "again" / "k.main.so"
+    second.parent.mkdir()
+    kernels.provide(first, maker(first, made=made))
+    (kept,) = (path for path in kernels.folder.iterdir() if path.suffix != ".lock")
+    poison(kept, tmp_path)
+    kernels.provide(second, maker(second, made=made))
+    assert made == [first, second] and second.read_bytes() == b"code"
+
+
+def test_a_failure_leaves_nothing(kernels, tmp_path):
+    library = tmp_path / "k.main.so"
+
+    def fail():
+        raise RuntimeError("no compiler")
+
+    with pytest.raises(RuntimeError, match="no compiler"):
+        kernels.provide(library, fail)
+    assert not library.exists()
+    kernels.provide(library, maker(library))
+    assert library.read_bytes() == b"code"
+
+
+def test_a_folder_that_cannot_be_made_is_no_obstacle(tmp_path):
+    (tmp_path / "kernels").write_text("in the way")
+    library = tmp_path / "k.main.so"
+    Kernels(tmp_path / "kernels").provide(library, maker(library))
+    assert library.read_bytes() == b"code"
+
+
+def test_old_ones_are_forgotten(kernels, tmp_path):
+    for name in ("old.main.so", "new.main.so"):
+        kernels.provide(tmp_path / name, maker(tmp_path / name))
+    for path in kernels.folder.glob("old*"):
+        os.utime(path, (time.time() - 2 * IN_USE,) * 2)
+    kernels.forget()
+    assert {path.name.split(".")[0] for path in kernels.folder.iterdir()} == {"new"}
+
+
+def _slow(folder, number, made):
+    own = folder / str(number) / "k.main.so"
+    own.parent.mkdir()
+
+    def make():
+        time.sleep(0.3)
+        own.write_bytes(b"code")
+        made.put(number)
+
+    Kernels(folder / "kernels").provide(own, make)
+    assert own.read_bytes() == b"code"
+
+
+def test_processes_that_want_the_same_wait_for_the_first(tmp_path):
+    context = multiprocessing.get_context("fork")
+    made = context.Queue()
+    processes = [context.Process(target=_slow, args=(tmp_path, n, made)) for n in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert made.get(timeout=5) in range(3) and made.empty()
+
+
+def test_another_graph_takes_the_kernels_that_it_has_in_common(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    compiled = []
+    provide = Kernels.provide
+
+    def counted(self, library, make):
+        provide(self, library, lambda: (compiled.append(library.name), make()))
+
+    monkeypatch.setattr(Kernels, "provide", counted)
+    worker = inductor_worker()
+    x = torch.randn(32, 64)
+
+    def layer(x):
+        return (torch.cos(x),)
+
+    def end(x):
+        return (torch.tanh(torch.cos(x) @ x.T),)
+
+    modules = [make_fx(function, tracing_mode="fake")(x) for function in (layer, end)]
+    graphs = [(module, module.graph.find_nodes(op="placeholder")) for module in modules]
+    first, second = _compiled(graphs, HOST)
+    assert torch.allclose(first([x])[0], torch.cos(x))
+    assert torch.allclose(second([x])[0], end(x)[0], atol=1e-5)
+    assert len(compiled) == len({*compiled}) == 2
+    entries = [path.name for path in Cache().root.glob("*/*/*.main.so")]
+    assert len(entries) == 3 and {*entries} == {*compiled}
+    assert inductor_worker() is worker
+
+
+def inductor_worker():
+    from torch._inductor import codecache
+
+    return codecache._worker_compile_cpp
+
+
+def test_the_machine_is_looked_at_as_inductor_does():
+    from torch._inductor import cpu_vec_isa
+
+    inductor.look_at_machine()
+    assert cpu_vec_isa.pick_vec_isa() == (cpu_vec_isa.valid_vec_isa_list() or [None])[0]

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from stepgraph.lowering.cache import Cache
 from stepgraph.lowering.inductor import _compiled
 from stepgraph.lowering.kernels import IN_USE, Kernels
-from stepgraph.torch_internals import inductor
+from stepgraph.torch_internals import compiler
 from tests.support import HOST
 
 
@@ -163,5 +163,23 @@ def inductor_worker():
 def test_the_machine_is_looked_at_as_inductor_does():
     from torch._inductor import cpu_vec_isa
 
-    inductor.look_at_machine()
+    compiler.look_at_machine()
     assert cpu_vec_isa.pick_vec_isa() == (cpu_vec_isa.valid_vec_isa_list() or [None])[0]
+
+
+def test_a_trial_program_is_loaded_once(monkeypatch, tmp_path):
+    from torch._inductor.cpu_vec_isa import VecAVX2, VecISA
+
+    asked = []
+
+    def probe(self, library):
+        asked.append(library)
+        return "good" in library
+
+    monkeypatch.setattr(VecISA, "_probe_load", probe)
+    good, bad = str(tmp_path / "good.so"), str(tmp_path / "bad.so")
+    for _ in range(2):
+        with compiler._remembering_what_loads():
+            assert VecAVX2()._probe_load(good) and not VecAVX2()._probe_load(bad)
+    assert asked == [good, bad, bad]
+    assert VecISA._probe_load is probe

@@ -19,7 +19,7 @@ import torch
 
 from stepgraph.cli import launcher
 from stepgraph.runtime.ranks import communication_first
-from stepgraph.torch_internals import inductor
+from stepgraph.torch_internals import compiler
 
 TESTED_TORCH = ("2.11", "2.13")
 _PYTHON = (3, 11)
@@ -110,7 +110,7 @@ def _accelerators(name: str) -> Iterator[Check]:
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         device = torch.cuda.get_device_properties(index)
         memory = f"{device.total_memory / 2**30:.0f} GiB"
-        versions = f"CUDA {torch.version.cuda}, driver for CUDA {inductor.cuda_driver_version()}"
+        versions = f"CUDA {torch.version.cuda}, driver for CUDA {compiler.cuda_driver_version()}"
         yield Check(f"GPU {index}", OK, f"{device.name}, {memory}, {versions}")
     if torch.cuda.is_available():
         return
@@ -144,7 +144,7 @@ def _scheduling(name: str) -> Iterator[Check]:
 
 def _compiler(name: str) -> Iterator[Check]:
     try:
-        yield Check(name, OK, inductor.cpp_compiler(), needed=True)
+        yield Check(name, OK, compiler.cpp_compiler(), needed=True)
     except Exception as error:  # torch raises its own, which moved between versions
         why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         do = "install g++ (apt-get install g++), or set CXX to a compiler; or use lowering='eager'"
@@ -173,7 +173,7 @@ _CHECKS: dict[str, Callable[[str], Iterable[Check]]] = {
     "communication": _backends,
     "communication threads": _scheduling,
     "C++ compiler": _compiler,
-    "inductor cache": lambda name: [cache_check(inductor.cache_directory())],
+    "inductor cache": lambda name: [cache_check(compiler.cache_directory())],
 }
 
 

@@ -26,7 +26,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from stepgraph.lowering.kernels import IN_USE, Kernels, digest_of
-from stepgraph.torch_internals import inductor
+from stepgraph.torch_internals import compiler
 
 log = logging.getLogger("stepgraph")
 
@@ -44,7 +44,7 @@ def folder_of_cache() -> Path:
 
     Of a user without a home, in the folder for temporary files.
     """
-    if given := inductor.chosen_cache_directory():
+    if given := compiler.chosen_cache_directory():
         return Path(given, "stepgraph")
     base = os.environ.get("XDG_CACHE_HOME")
     if not base:
@@ -93,7 +93,7 @@ class Cache:
     def __init__(self, root: Path | None = None, limit: int = LIMIT) -> None:
         self.root, self.limit = root or folder_of_cache(), limit
         self._kernels = Kernels(self.root / "kernels")
-        self._usable = inductor.caches() and self._made()
+        self._usable = compiler.caches() and self._made()
 
     def _made(self) -> bool:
         try:
@@ -168,7 +168,7 @@ class Cache:
 
     def _found(self, folder: Path, make: Callable[[], T]) -> T:
         listed = _read_list(folder)["files"]
-        with inductor.cache_in(folder):
+        with compiler.cache_in(folder):
             made = make()
         with contextlib.suppress(OSError):
             os.utime(folder)
@@ -182,7 +182,7 @@ class Cache:
         try:
             _remove(folder)
             folder.mkdir(mode=0o700)
-            with inductor.cache_in(folder), inductor.libraries_from(self._kernels.provide):
+            with compiler.cache_in(folder), compiler.libraries_from(self._kernels.provide):
                 made = make()
             with contextlib.suppress(FileNotFoundError):  # somebody clears the cache meanwhile
                 _write_list(folder)
@@ -284,4 +284,4 @@ def _free(root: Path) -> int:
 
 def _surroundings() -> tuple:
     """What code is compiled for, besides what inductor looks at itself."""
-    return torch.__version__, platform.python_version(), platform.machine(), inductor.settings()
+    return torch.__version__, platform.python_version(), platform.machine(), compiler.settings()

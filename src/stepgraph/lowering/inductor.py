@@ -20,7 +20,8 @@ from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program
 from stepgraph.program.randomness import RANDOM, fused_random
 from stepgraph.torch_internals.code import generate_code
-from stepgraph.torch_internals.inductor import compile_with_inductor, look_at_machine
+from stepgraph.torch_internals.compiler import look_at_machine
+from stepgraph.torch_internals.inductor import compile_with_inductor
 
 # The whole step is one graph, already differentiated and scheduled, and inductor keeps its order: when it
 # reorders for locality or peak memory, half of the waits end right behind their collectives.

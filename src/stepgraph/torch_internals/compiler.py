@@ -1,0 +1,150 @@
+"""What inductor finds on a machine: a compiler, vector instructions, and what was compiled before."""
+
+import contextlib
+import functools
+import os
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._inductor.config as _inductor_config
+
+
+def cpp_compiler() -> str:
+    """The C++ compiler that inductor calls.
+
+    Raises:
+        Exception: torch's own; it found none that works.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    return str(get_cpp_compiler())
+
+
+def cache_directory() -> str:
+    """Where inductor keeps what it compiled; made if it is not there."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
+
+
+def chosen_cache_directory() -> str | None:
+    """Where the user wants inductor to keep what it compiled; None: they did not say.
+
+    (Inductor says where it does in the same variable.)
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    return None if given is None or os.path.abspath(given) == default_cache_dir() else given
+
+
+@contextlib.contextmanager
+def cache_in(folder: Path) -> Iterator[None]:
+    """Within it, a folder is all that inductor finds of what was compiled, and where it keeps it."""
+    from torch._inductor.utils import clear_caches
+
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    clear_caches()  # what it has in memory it would not write
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    try:
+        yield
+    finally:
+        clear_caches()
+        if before is None:
+            os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+        else:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+
+
+@contextlib.contextmanager
+def libraries_from(provide: Callable[[Path, Callable[[], None]], None]) -> Iterator[None]:
+    """Within it, inductor asks for the libraries that it compiles for the host.
+
+    Args:
+        provide: given a file and what compiles it, sees to it that it is there; called by several threads.
+    """
+    from torch._inductor import codecache
+
+    compiled = codecache._worker_compile_cpp
+
+    def worker(lock: str, builders: Sequence[Any], *more: Any) -> None:
+        for builder in builders:
+            file = Path(builder.get_target_file_path())
+            make = functools.partial(compiled, lock, (builder,), *more)
+            if file.suffix == ".so":
+                provide(file, make)
+            else:
+                make()
+
+    codecache._worker_compile_cpp = worker
+    try:
+        yield
+    finally:
+        codecache._worker_compile_cpp = compiled
+
+
+@contextlib.contextmanager
+def _remembering_what_loads() -> Iterator[None]:
+    """A trial program that this system has loaded is not loaded again.
+
+    Each costs a process that loads torch's libraries, a quarter of a second.
+    """
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    probe = getattr(VecISA, "_probe_load", None)
+    if probe is None:  # a torch that asks otherwise
+        yield
+        return
+
+    def loads(self: Any, library: str) -> bool:
+        loaded = Path(f"{library}.{platform.platform()}")
+        if not loaded.exists() and not probe(self, library):
+            return False
+        loaded.touch()
+        return True
+
+    VecISA._probe_load = loads  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        VecISA._probe_load = probe  # type: ignore[method-assign]
+
+
+def look_at_machine() -> None:
+    """Finds out which vector instructions this machine and its compiler have; once a process.
+
+    Trial programs are compiled for that, seconds in all, several at a time, and kept where inductor keeps
+    its code.
+    """
+    from torch._inductor import cpu_vec_isa
+
+    if platform.machine() in ("x86_64", "AMD64"):
+        offered = cpu_vec_isa.x86_isa_checker()
+        possible = [
+            isa
+            for isa in cpu_vec_isa.supported_vec_isa_list
+            if all(flag in offered for flag in str(isa).split())
+        ]
+        with _remembering_what_loads(), ThreadPoolExecutor(len(possible) + 1) as trials:
+            [*trials.map(bool, possible)]
+    cpu_vec_isa.pick_vec_isa()
+
+
+def settings() -> str:
+    """A digest of all that inductor can be told."""
+    return _inductor_config.get_hash().hex()
+
+
+def caches() -> bool:
+    """Whether inductor keeps what it compiles, for other processes too."""
+    return bool(_inductor_config.fx_graph_cache) and not _inductor_config.force_disable_caches
+
+
+def cuda_driver_version() -> str:
+    """The newest CUDA that the driver runs: ``13.0``."""
+    number = torch._C._cuda_getDriverVersion()
+    return f"{number // 1000}.{number % 1000 // 10}"

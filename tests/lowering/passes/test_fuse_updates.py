@@ -5,16 +5,24 @@ import torch
 from torch import nn
 
 from stepgraph import torch_internals
+from stepgraph.capture.module import default_loss
+from stepgraph.capture.step import Source
 from stepgraph.lowering.passes import fuse_updates as module
 from stepgraph.lowering.passes.fuse_updates import fuse_updates
 from stepgraph.lowering.passes.write_state_in_place import write_state_in_place
 from stepgraph.operators.updates import FUSED_ADAM, UPDATE
+from stepgraph.pipeline import capture_of, make
+from stepgraph.planning.plan import preset_plan
+from stepgraph.planning.request import StepSettings
 from stepgraph.program import roles
+from stepgraph.program.driver import PassDriver
 from stepgraph.program.text import program_text
+from stepgraph.runtime.ranks import parse_mesh
 from stepgraph.schedule.passes.merge_small_collectives import merge_small_collectives
 from stepgraph.schedule.passes.update_early import update_early
 from tests.schedule.rescheduled import rescheduled
 from tests.support import (
+    HOST,
     RANKS,
     adamw,
     assert_golden_text,
@@ -23,6 +31,7 @@ from tests.support import (
     compiled,
     mlp,
     regression_batch,
+    spec_of,
     values,
 )
 
@@ -200,3 +209,17 @@ def test_views_of_what_is_new_stand_behind_the_call():
     inputs = values(model, batch, optimizer)
     expected = inputs.execute(before, in_place=True)
     assert_summation(expected, inputs.execute(after, in_place=True))
+
+
+def test_the_split_use_is_fused_as_well():
+    """Gradients are inputs there, which nobody writes."""
+    model = mlp()
+    source = Source(model, default_loss, spec_of(regression_batch()), adamw(model))
+    for clip in (False, True):
+        plan = preset_plan("ddp", parse_mesh("dp=1"), step=StepSettings("optimizer", clip=clip))
+        names = [name for name, _ in model.named_parameters()]
+        captured = capture_of(source, plan.request.step, PassDriver()).update(names)
+        program = make(captured.programs, plan, HOST).programs["update"]
+        after = fuse_updates(write_state_in_place(program), fuses=True)
+        (call,) = (node for node in after.operations() if node.target is FUSED_ADAM)
+        assert (call.args[-1] is not None) is clip

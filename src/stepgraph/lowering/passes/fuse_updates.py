@@ -77,15 +77,16 @@ class _Update(NamedTuple):
 
 def _fusable(program: Program) -> dict[fx.Node, _Update]:
     root = storage_roots(program)
+    written = {root[node] for node in program.operations() if is_write(node)}
     found = {}
     for node in program.operations():
         if node.target is not UPDATE or not node.args[3]:
             continue
         gradient: fx.Node = node.args[0][1]  # type: ignore
-        # Of an input's own memory: another's update may write there meanwhile.
-        if root[gradient].op != "placeholder" and _is_for_the_kernel(node):
+        # In the memory of another parameter, whose update may write there meanwhile.
+        if root[gradient] not in written and _is_for_the_kernel(node):
             scaled = _scaled(gradient)
-            if scaled is not None and root[scaled[0]].op != "placeholder":
+            if scaled is not None and root[scaled[0]] not in written:
                 found[node] = _Update(node, *scaled)
             else:
                 found[node] = _Update(node, gradient, None)

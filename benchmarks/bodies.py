@@ -63,7 +63,9 @@ def main() -> None:
         for depth in map(int, arguments.depths.split(",")):
             start = time.perf_counter()
             found[name][f"{depth} layers"] = cell(depth, settings)
-            print(name, depth, found[name][f"{depth} layers"], f"{time.perf_counter() - start:.0f} s")
+            print(
+                name, depth, found[name][f"{depth} layers"], f"{time.perf_counter() - start:.0f} s"
+            )
         if arguments.json:
             arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 

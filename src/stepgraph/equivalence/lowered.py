@@ -16,14 +16,14 @@ from torch import fx
 from stepgraph.equivalence.lockstep import compute_collective
 from stepgraph.equivalence.values import GlobalValues
 from stepgraph.lowering.apply import lower
-from stepgraph.lowering.passes.fuse_square_sums import fuse_square_sums
-from stepgraph.lowering.passes.fuse_updates import fuse_updates
-from stepgraph.lowering.passes.write_state_in_place import write_state_in_place
+from stepgraph.lowering.passes.name_groups import name_groups
 from stepgraph.lowering.presets import LOWERINGS
 from stepgraph.lowering.record import Executable
+from stepgraph.pipeline import LOWERED
 from stepgraph.planning.decisions import LoweringDecision
 from stepgraph.planning.target import Target
 from stepgraph.program.collectives import is_collective
+from stepgraph.program.driver import PassDriver
 from stepgraph.program.metadata import meta, set_meta
 from stepgraph.program.program import Program
 from stepgraph.program.record import Results
@@ -115,8 +115,8 @@ def _meeting_others(program: Program, meeting: int, rank: int, fuses: bool) -> P
         (wait,) = node.users
         wait.replace_all_uses_with(node)
         program.graph.erase_node(wait)
-    program = fuse_square_sums(write_state_in_place(program), fuses)
-    return fuse_updates(program, fuses)
+    passes = [step for step in LOWERED if step is not name_groups]  # there are no groups
+    return PassDriver().through(passes, program, fuses=fuses)
 
 
 def _constant(program: Program, before: fx.Node, name: str, value: torch.Tensor) -> fx.Node:

@@ -102,10 +102,13 @@ def _remembering_what_loads() -> Iterator[None]:
 
     def loads(self: Any, library: str) -> bool:
         loaded = Path(f"{library}.{platform.platform()}")
-        if not loaded.exists() and not probe(self, library):
-            return False
-        loaded.touch()
-        return True
+        if loaded.exists():
+            return True
+        found = probe(self, library)
+        with contextlib.suppress(OSError):  # a full disk: it is asked again
+            if found:
+                loaded.touch()
+        return found
 
     VecISA._probe_load = loads  # type: ignore[method-assign]
     try:

@@ -1,5 +1,7 @@
 """fuse_square_sums: the squares of many gradients, which clipping adds up, by one operation."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ from stepgraph.operators.norms import SUM_OF_SQUARES
 from stepgraph.program.text import program_text
 from stepgraph.schedule.passes.merge_small_collectives import merge_small_collectives
 from stepgraph.schedule.passes.update_early import update_early
-from tests.schedule.rescheduled import rescheduled
+from tests.lowering.passes.written import written as written_by
 from tests.support import (
     RANKS,
     assert_golden_text,
@@ -35,10 +37,7 @@ class Chain(nn.Sequential):
         return x.square().mean()
 
 
-def written(program, *passes):
-    """Every rank's own Program, scheduled and written in place, before and after."""
-    before = [write_state_in_place(p) for p in bound(rescheduled(program, *passes))]
-    return before, [fuse_square_sums(each.copy(), fuses=True) for each in before]
+written = functools.partial(written_by, fuse_square_sums)
 
 
 def sums(program):

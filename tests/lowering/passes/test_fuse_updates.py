@@ -1,5 +1,7 @@
 """fuse_updates: torch's fused kernel, for several parameters at once, where updates follow one another."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -20,7 +22,7 @@ from stepgraph.program.text import program_text
 from stepgraph.runtime.ranks import parse_mesh
 from stepgraph.schedule.passes.merge_small_collectives import merge_small_collectives
 from stepgraph.schedule.passes.update_early import update_early
-from tests.schedule.rescheduled import rescheduled
+from tests.lowering.passes.written import written as written_by
 from tests.support import (
     HOST,
     RANKS,
@@ -40,10 +42,7 @@ def adam(model):
     return torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=0.1)
 
 
-def written(program, *passes):
-    """Every rank's own Program, scheduled and written in place, before and after."""
-    before = [write_state_in_place(p) for p in bound(rescheduled(program, *passes))]
-    return before, [fuse_updates(each.copy(), fuses=True) for each in before]
+written = functools.partial(written_by, fuse_updates)
 
 
 def count(program, target):

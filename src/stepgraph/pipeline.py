@@ -37,6 +37,7 @@ from stepgraph.lowering import apply as lowering
 from stepgraph.lowering.decide import decide as decide_lowering
 from stepgraph.lowering.passes.bind_to_rank import bind_to_rank
 from stepgraph.lowering.passes.choose_attention_kernels import choose_attention_kernels
+from stepgraph.lowering.passes.communicate_between_layers import communicate_between_layers
 from stepgraph.lowering.passes.fuse_square_sums import fuse_square_sums
 from stepgraph.lowering.passes.fuse_updates import fuse_updates
 from stepgraph.lowering.passes.move_to_target import move_to_target
@@ -105,7 +106,13 @@ REMEMBERED: Road = (recompute_in_backward,)
 SCHEDULED: Road = (merge_small_collectives, update_early, delay_waits)
 BOUND: Road = (bind_to_rank,)
 TARGETED: Road = (move_to_target, choose_attention_kernels)
-LOWERED: Road = (write_state_in_place, fuse_square_sums, fuse_updates, name_groups)
+LOWERED: Road = (
+    write_state_in_place,
+    fuse_square_sums,
+    fuse_updates,
+    communicate_between_layers,
+    name_groups,
+)
 # One graph of many, in place of what is captured, formed and placed.
 GRAPH_CAPTURED: Road = (name_mesh_dims, key_random_operations, draw_seed)
 GRAPH_PLACED: Road = (place_markers,)

@@ -347,6 +347,7 @@ PLANTED: dict[str, Planted] = {
         ("write_state_in_place", "clipped", after(written_first)),
         ("fuse_square_sums", "clipped", after(counted_often)),
         ("fuse_updates", "clipped", after(other_decay)),
+        ("communicate_between_layers", "clipped", after(written_first)),
         ("name_groups", "two dimensions", after(other_dimension)),
     )
 }  # fmt: skip
@@ -359,9 +360,11 @@ BESIDE_THE_PASS = {
     "evaluate": (
         "compare_with_classes", "copy_views", "draw_by_global_row", "recompute_in_backward",
         "update_early", "write_state_in_place", "fuse_square_sums", "fuse_updates",
+        "communicate_between_layers",
     ),
     "gradients": (
         "draw_by_global_row", "update_early", "write_state_in_place", "fuse_square_sums", "fuse_updates",
+        "communicate_between_layers",
     ),
     "update": (
         "spell_out_log_softmax", "spell_out_norms", "copy_views", "draw_by_global_row", "place_values",

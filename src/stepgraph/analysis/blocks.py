@@ -10,7 +10,7 @@ values look alike, too, but stand side by side.
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -44,32 +44,36 @@ def find_blocks(program: Program) -> list[Block]:
     return sorted(blocks, key=lambda block: block.start)
 
 
-def repetitions(
-    letters: list,
-    crossing: Sequence[int],
-    lengthen: Callable[[int, int], int] = lambda period, covered: period,
-) -> Iterator[list[int]]:
+def repetitions(letters: list, crossing: Sequence[int]) -> Iterator[list[int]]:
     """Where each repetition in a text has its edges, set where the least crosses.
 
     Args:
         letters: what is compared.
         crossing: what crosses from the letter before each to it.
-        lengthen: (period, letters covered) -> a multiple of the period.
     """
-    stretches = [(0, len(letters))]
-    while stretches:
-        low, high = stretches.pop()
-        found = _longest_repetition(letters, low, high)
-        if found is None:
-            continue
-        start, period, covered = found
-        stretches += [(low, start), (start + covered, high)]
-        period = lengthen(period, covered)
-        count, slack = divmod(covered, period)
-        first = start + min(
-            range(slack + 1),
-            key=lambda o: sum(crossing[start + o + k * period] for k in range(count + 1)),  # noqa: B023
+    for start, period, covered in stretches(letters):
+        yield min(
+            possible_edges(start, period, covered),
+            key=lambda edges: sum(crossing[edge] for edge in edges),
         )
+
+
+def stretches(letters: list) -> Iterator[tuple[int, int, int]]:
+    """Where a text repeats itself: from which letter on, with which period, for how many letters."""
+    left = [(0, len(letters))]
+    while left:
+        low, high = left.pop()
+        found = _longest_repetition(letters, low, high)
+        if found is not None:
+            start, _, covered = found
+            left += [(low, start), (start + covered, high)]
+            yield found
+
+
+def possible_edges(start: int, period: int, covered: int) -> Iterator[list[int]]:
+    """Where the periods of a stretch may begin and end: it is some letters longer than they are."""
+    count, slack = divmod(covered, period)
+    for first in range(start, start + slack + 1):
         yield [first + k * period for k in range(count + 1)]
 
 

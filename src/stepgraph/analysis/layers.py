@@ -80,7 +80,7 @@ class Layers:
 
 def find_layers(program: Program) -> Layers | None:
     """The repeated layers of a step; None where fewer than three are alike in forward and backward."""
-    forward, backward = (_repeated(program, phase) for phase in (FORWARD, BACKWARD))
+    forward, backward = (layers_of(program, phase) for phase in (FORWARD, BACKWARD))
     number = {node: i for i, layer in enumerate(forward) for node in layer}
     reads = [_layer_of(layer, number) for layer in backward]
     best: list[tuple[int, int]] = []  # (layer, its place in the backward)
@@ -94,8 +94,8 @@ def find_layers(program: Program) -> Layers | None:
     return Layers(program, [forward[i] for i, _ in best], [backward[j] for _, j in best])
 
 
-def _repeated(program: Program, phase: str) -> list[Layer]:
-    """Layers of a phase, in its order."""
+def layers_of(program: Program, phase: str) -> list[Layer]:
+    """The repeated layers of a phase, in its order; of several kinds those that are most of it."""
     nodes = list(program.operations(phase))
     edges = next(repetitions([letter(node) for node in nodes], crossing_bytes(nodes)), [])
     return [nodes[start:stop] for start, stop in pairwise(edges)]

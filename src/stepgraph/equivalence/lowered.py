@@ -111,6 +111,7 @@ def _meeting_others(program: Program, meeting: int, rank: int, fuses: bool) -> P
     for index, node in enumerate(list(filter(is_collective, program.operations()))):
         shape = list(meta(node)["val"].shape)
         number = _constant(program, node, f"collective_{index}", torch.tensor(index))
+        meta(node)["stands_for"] = node.target
         node.target, node.args = MEET, (node.args[0], shape, meeting, rank, number)
         (wait,) = node.users
         wait.replace_all_uses_with(node)

@@ -2,7 +2,8 @@
 
 Whatever was decided stays as it is: a piece is a stretch of the order in which the Program runs, and pieces
 run one after the other. What is handed on are tensors that were allocated (or are inputs): a view is taken
-anew by each piece that reads it, so that no piece is given one memory twice.
+anew by each piece that reads it, so that no piece is given one memory twice. What stands beside the layers
+is called between them as it is.
 """
 
 import operator
@@ -14,20 +15,18 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from stepgraph.lowering.attention import KEYED
+from stepgraph import torch_internals
 from stepgraph.lowering.handed_on import computed_anew, floats, memory, root_of
-from stepgraph.lowering.repeats import find_pieces
+from stepgraph.lowering.repeats import VARYING, Piece, find_pieces, read
 from stepgraph.operators.views import viewed
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.metadata import meta, set_meta
-from stepgraph.program.program import Program
+from stepgraph.program.program import Program, is_write
 from stepgraph.program.randomness import RANDOM, offset_of
 from stepgraph.torch_internals.code import graph_module
 
 aten = torch.ops.aten
 
-# Their arguments that tell operations, and ranks, apart.
-VARYING: dict[Any, tuple[int, ...]] = {RANDOM: (2, 5), KEYED: (9,)}
 _WORTH = 0.8  # of the operations: where bodies hold more than that, the whole is compiled
 
 
@@ -63,11 +62,12 @@ class Call:
 class Body:
     """What several pieces compute: a graph of tensors that may write into what it is given.
 
-    ``results``: places among its nodes.
+    ``plain``: it is run operator by operator; ``results``: places among its nodes.
     """
 
     root: fx.GraphModule
     graph: fx.Graph
+    plain: bool = False
     results: set[int] = field(default_factory=set)
 
     def finish(self) -> None:
@@ -105,24 +105,29 @@ def in_pieces(program: Program) -> Pieces | None:
     Args:
         program: as it is executed.
     """
-    operations = [node for node in program.operations() if not floats(node)]
-    found = find_pieces(operations, VARYING)
-    if len(found) < 2:
+    text = read(program)
+    operations = text.operations
+    if not text.layers:
         return None
-    piece_of: dict[fx.Node, int] = {}
-    for number, piece in enumerate(found):
+    holder: dict[fx.Node, Piece] = {}
+    for piece in find_pieces(text):
         for node in operations[piece.start : piece.stop]:
             source = node.args[0] if node.target is operator.getitem else None
-            piece_of[node] = piece_of[source] if isinstance(source, fx.Node) else number
-    members: list[list[fx.Node]] = [[] for _ in found]
+            holder[node] = holder[source] if isinstance(source, fx.Node) else piece
+    members: dict[Piece, list[fx.Node]] = {}
     for node in operations:
-        members[piece_of[node]].append(node)
-    anew = computed_anew(operations, piece_of)
+        members.setdefault(holder[node], []).append(node)
+    number = {piece: i for i, piece in enumerate(members)}
+    piece_of = {node: number[holder[node]] for node in operations}
+    anew = computed_anew(operations, piece_of, {number[piece] for piece in members if piece.plain})
     try:
-        copies = [_Copy(program, piece_of, anew, n, nodes) for n, nodes in enumerate(members)]
+        copies = [
+            _Copy(program, piece_of, anew, number[piece], piece.plain, nodes)
+            for piece, nodes in members.items()
+        ]
     except IndivisibleError:
         return None
-    return _joined(program, copies, piece_of, len(operations))
+    return _joined(program, copies, piece_of)
 
 
 class _Copy:
@@ -134,9 +139,11 @@ class _Copy:
         piece_of: dict[fx.Node, int],
         anew: set[tuple[int, fx.Node]],
         number: int,
+        plain: bool,
         nodes: list[fx.Node],
     ) -> None:
-        self.program, self.piece_of, self.anew, self.number = program, piece_of, anew, number
+        self.program, self.piece_of, self.anew = program, piece_of, anew
+        self.number, self.plain = number, plain
         self.graph = fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}
         self.given: dict[Given, fx.Node] = {}
@@ -198,11 +205,14 @@ class _Copy:
         args, kwargs = map_arg((node.args, node.kwargs), self.get)
         if node.target in VARYING:
             args = self.lifted(node, list(args))
+        target = node.target
+        if self.plain and target is torch_internals.ALL_REDUCE and _is_read_by(node):
+            target = torch_internals.ALL_REDUCE_INTO  # as inductor does
         new = self.new[node] = self.graph.create_node(
-            "call_function", node.target, tuple(args), dict(kwargs)
+            "call_function", target, tuple(args), dict(kwargs)
         )
         set_meta(new, meta(node))
-        self.text.append(f"{new} {node.target} {new.args} {new.kwargs}")
+        self.text.append(f"{new} {target} {new.args} {new.kwargs}")
         return new
 
     def lifted(self, node: fx.Node, args: list[Any]) -> list[Any]:
@@ -235,15 +245,26 @@ class _Copy:
         return args
 
 
-def _joined(
-    program: Program, copies: list[_Copy], piece_of: dict[fx.Node, int], operations: int
-) -> Pieces | None:
-    bodies: dict[str, Body] = {}
+def _is_read_by(node: fx.Node) -> bool:
+    """Whether what an operation reads was made for it alone, and lies in memory as it is indexed."""
+    source = node.all_input_nodes[0]
+    contiguous = meta(source)["val"].is_contiguous()
+    while floats(source) and len(source.users) == 1:
+        source = viewed(source)  # type: ignore[assignment]
+    made = source.op == "call_function" and not floats(source) and not is_write(source)
+    return contiguous and made and len(source.users) == 1
+
+
+def _joined(program: Program, copies: list[_Copy], piece_of: dict[fx.Node, int]) -> Pieces | None:
+    bodies: dict[tuple[bool, str], Body] = {}
     calls = []
     for copy in copies:
-        body = bodies.setdefault("\n".join(copy.text), Body(program.module, copy.graph))
-        calls.append(Call(body, list(copy.given)))
-    if sum(map(_operations, bodies.values())) > _WORTH * operations:
+        body = Body(program.module, copy.graph, copy.plain)
+        calls.append(
+            Call(bodies.setdefault((copy.plain, "\n".join(copy.text)), body), list(copy.given))
+        )
+    compiled = [body for body in bodies.values() if not body.plain]
+    if sum(map(_operations, compiled)) > _WORTH * sum(_operations(call.body) for call in calls):
         return None
     needed: dict[fx.Node, int] = {}
     for number, call in enumerate(calls):

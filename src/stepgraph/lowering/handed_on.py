@@ -5,7 +5,7 @@ computes it again where it is read. Pieces do the same, or they would hold more.
 """
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -51,15 +51,18 @@ def memory(node: fx.Node, piece_of: Mapping[fx.Node, int]) -> fx.Node:
 
 
 def computed_anew(
-    operations: Sequence[fx.Node], piece_of: Mapping[fx.Node, int]
+    operations: Sequence[fx.Node], piece_of: Mapping[fx.Node, int], plain: Collection[int] = ()
 ) -> set[tuple[int, fx.Node]]:
     """Which pieces compute which values of others themselves.
 
     Args:
         operations: those that are no views, in order.
         piece_of: the piece of each.
+        plain: pieces that compute nothing.
     """
-    written = {root_of(node) for write in filter(is_write, operations) for node in _targets(write)}
+    written = {
+        root_of(node) for write in filter(is_write, operations) for node in targets_of(write)
+    }
     sent: set[fx.Node] = set()  # what is on its way must stay where it is
     reads: list[set[fx.Node]] = [set() for _ in range(max(piece_of.values()) + 1)]
     readers: dict[fx.Node, set[int]] = {}
@@ -83,7 +86,7 @@ def computed_anew(
             if source in reads[piece]:
                 continue
             below = (
-                chain(source, piece, depth + 1) if _pointwise(source) and depth < _DEPTH else None
+                chain(source, piece, depth + 1) if pointwise(source) and depth < _DEPTH else None
             )
             if below is None:
                 return None
@@ -91,7 +94,9 @@ def computed_anew(
         return found
 
     for node in reversed(operations):
-        if node not in readers or node in sent or not _pointwise(node):
+        if node not in readers or node in sent or not pointwise(node):
+            continue
+        if not readers[node].isdisjoint(plain):
             continue
         chains = [(piece, chain(node, piece, 1)) for piece in readers[node]]
         if any(needed is None for _, needed in chains):
@@ -102,7 +107,7 @@ def computed_anew(
     return anew
 
 
-def _targets(write: fx.Node) -> list[fx.Node]:
+def targets_of(write: fx.Node) -> list[fx.Node]:
     """What a write writes into."""
     found = []
     for i, argument in enumerate(write.target._schema.arguments):  # type: ignore[union-attr]
@@ -112,7 +117,7 @@ def _targets(write: fx.Node) -> list[fx.Node]:
     return [node for node in found if isinstance(node, fx.Node)]
 
 
-def _pointwise(node: fx.Node) -> bool:
+def pointwise(node: fx.Node) -> bool:
     """Whether an operation is arithmetic, element by element, that costs less than to keep its result."""
     if node.op != "call_function" or is_write(node):
         return False

@@ -10,18 +10,21 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.lowering.bodies import in_pieces
+from stepgraph.lowering.bodies import Body, in_pieces
 from stepgraph.lowering.cache import Cache
 from stepgraph.lowering.driver import Compiled, drive
 from stepgraph.lowering.record import Executable, Lowering, no_obstacles
 from stepgraph.operators.updates import UPDATE, decomposed
 from stepgraph.planning.target import Target
 from stepgraph.program.metadata import meta
-from stepgraph.program.program import Program
+from stepgraph.program.program import Program, runnable
 from stepgraph.program.randomness import RANDOM, fused_random
+from stepgraph.torch_internals import disable_compiler
 from stepgraph.torch_internals.code import generate_code
 from stepgraph.torch_internals.compiler import look_at_machine
 from stepgraph.torch_internals.inductor import compile_with_inductor
+
+aten = torch.ops.aten
 
 # The whole step is one graph, already differentiated and scheduled, and inductor keeps its order: when it
 # reorders for locality or peak memory, half of the waits end right behind their collectives.
@@ -68,8 +71,26 @@ def _make(program: Program, target: Target) -> Executable:
     pieces = in_pieces(program)
     if pieces is None:
         return _make_whole(program, target)
-    graphs = [(body.module(), body.graph.find_nodes(op="placeholder")) for body in pieces.bodies]
-    return drive(pieces, _compiled(graphs, target))
+    compiled = [body for body in pieces.bodies if not body.plain]
+    graphs = [(body.module(), body.graph.find_nodes(op="placeholder")) for body in compiled]
+    made = iter(_compiled(graphs, target))
+    return drive(pieces, [_as_it_is(b) if b.plain else next(made) for b in pieces.bodies])
+
+
+def _as_it_is(body: Body) -> Compiled:
+    """Runs a body operator by operator."""
+    module = body.module()
+    for node in module.graph.find_nodes(op="call_function", target=aten.view.default):
+        node.target = runnable(node.target)
+    generate_code(module)
+    run = disable_compiler(module.forward)
+
+    def call(given: list) -> Sequence[Any]:
+        values = [*given]
+        given.clear()
+        return run(*values)
+
+    return call
 
 
 INDUCTOR = Lowering("inductor", no_obstacles, _make, fuses=True)

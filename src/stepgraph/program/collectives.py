@@ -66,6 +66,11 @@ def is_collective(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in KINDS
 
 
+def communicates(node: fx.Node) -> bool:
+    """:func:`is_collective`, or what a check runs in place of one."""
+    return is_collective(node) or meta(node).get("stands_for") in KINDS
+
+
 def mesh_dim_of(node: fx.Node) -> str:
     """The mesh dimension that a collective or a slice runs over: always its last argument."""
     return str(node.args[-1])

@@ -27,6 +27,7 @@ class Metadata(TypedDict):
         accumulated_next: it casts a gradient before it is accumulated.
         reduced_before: it casts a gradient that is reduced already.
         padding_is_zero: what pads an uneven shard adds nothing to its result.
+        stands_for: the collective in whose place a check runs it.
         traffic: which arguments come from memory, and whether the result goes there. This and the
             following are set by :mod:`stepgraph.cost.traffic`, where costs are asked for.
         starts: it starts a kernel.
@@ -49,6 +50,7 @@ class Metadata(TypedDict):
     accumulated_next: NotRequired[bool]
     reduced_before: NotRequired[bool]
     padding_is_zero: NotRequired[bool]
+    stands_for: NotRequired[Any]
     traffic: tuple[tuple[bool, ...], bool]
     starts: bool
     dispatched: bool

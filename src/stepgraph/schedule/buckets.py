@@ -3,16 +3,19 @@
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from torch import fx
 
 from stepgraph import torch_internals
 from stepgraph.analysis.blocks import repetitions
+from stepgraph.analysis.layers import layers_of
 from stepgraph.cost.collectives import moved_bytes
+from stepgraph.operators.views import is_view
 from stepgraph.planning.target import Target
 from stepgraph.program.metadata import meta
-from stepgraph.program.program import Program
+from stepgraph.program.program import BACKWARD, FORWARD, Program
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,12 @@ class _Bucket:
 def find_buckets(program: Program, sizes: Sizes) -> tuple[tuple[str, ...], ...]:
     """Runs of small collectives that can be one, by stable name."""
     position = positions(program)
+    layer = {
+        node: (phase, number)
+        for phase in (FORWARD, BACKWARD)
+        for number, nodes in enumerate(layers_of(program, phase))
+        for node in nodes
+    }
     alike: dict[tuple, list[fx.Node]] = {}
     large: Counter[tuple] = Counter()
     for node in program.operations():
@@ -79,7 +88,8 @@ def find_buckets(program: Program, sizes: Sizes) -> tuple[tuple[str, ...], ...]:
     found: list[_Bucket] = []
     for (target, phase, *_), nodes in alike.items():
         most = sizes.most(target)
-        room = _room_at_layers(nodes, most, large[target, phase])
+        torn = [layer.get(_within(one)) == layer.get(_within(two)) for one, two in pairwise(nodes)]
+        room = _room_at_layers(nodes, [0, *torn, 0], most, large[target, phase])
         bucket = None
         for node in nodes:
             size = moved_bytes(node)
@@ -93,18 +103,31 @@ def find_buckets(program: Program, sizes: Sizes) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(meta(n)["name"] for n in nodes) for nodes in members if len(nodes) > 1)
 
 
-def _room_at_layers(nodes: list[fx.Node], most: int, large: int) -> dict[fx.Node, float]:
+def _within(collective: fx.Node) -> fx.Node:
+    """An operation of a collective's layer: that reads what it gathers, or makes what it sums up."""
+    if collective.target is not torch_internals.ALL_GATHER:
+        return collective.all_input_nodes[0]
+    (node,) = collective.users
+    while node.users and (node.target is torch_internals.WAIT or is_view(node)):
+        node = min(node.users)
+    return node
+
+
+def _room_at_layers(
+    nodes: list[fx.Node], torn: list[int], most: int, large: int
+) -> dict[fx.Node, float]:
     """What a bucket must have room for to go on at the first collective of a repeated layer.
 
     Buckets hold whole layers, and as many each, as far as that goes: the layers are then the same programs
     around them, which are compiled once. Layers that wait for large collectives in any case have one each.
 
     Args:
+        torn: 1 where a collective is of the same layer as the one before.
         large: how many collectives of this kind are too large for company.
     """
     letters = [(tuple(meta(node)["val"].shape), node.args[1:]) for node in nodes]
     room: dict[fx.Node, float] = {}
-    for edges in repetitions(letters, [0] * (len(nodes) + 1)):
+    for edges in repetitions(letters, torn):
         layer = sum(map(moved_bytes, nodes[edges[0] : edges[1]]))
         layers = len(edges) - 1
         most_layers = 1 if large >= layers else max(1, most // layer)

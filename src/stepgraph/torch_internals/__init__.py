@@ -39,6 +39,7 @@ ALL_GATHER = collective_ops.all_gather_into_tensor.default
 ALL_GATHER_INTO = collective_ops.all_gather_into_tensor_out.default
 REDUCE_SCATTER = collective_ops.reduce_scatter_tensor.default
 ALL_REDUCE = collective_ops.all_reduce.default
+ALL_REDUCE_INTO = collective_ops.all_reduce_.default
 ALL_TO_ALL = collective_ops.all_to_all_single.default
 WAIT = collective_ops.wait_tensor.default
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default

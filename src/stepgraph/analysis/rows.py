@@ -122,11 +122,19 @@ def _constant(program: Program, node: fx.Node) -> list[float]:
 
 def _made_of(program: Program, node: fx.Node) -> list[float]:
     """Numbers, and sizes of tensors, that a constant is made of; none if it is no constant."""
-    value = meta(node).get("val")
-    if node.op == "placeholder" or not isinstance(value, torch.Tensor):
-        return []
-    if node.all_input_nodes:
-        behind = [_made_of(program, source) for source in node.all_input_nodes]
-        return [*sum(behind, []), *numbers_in(program, node)] if all(behind) else []
-    sizes = [*value.shape, value.numel()] if value.dim() else []
-    return [*numbers_in(program, node), *map(float, sizes)]
+    numbers: list[float] = []
+    found = {node: None}
+    behind = [node]
+    for one in behind:  # grows; each once, however many paths lead there
+        value = meta(one).get("val")
+        if one.op == "placeholder" or not isinstance(value, torch.Tensor):
+            return []
+        mine = list(numbers_in(program, one))
+        if not one.all_input_nodes and value.dim():
+            mine += map(float, (*value.shape, value.numel()))
+        if not one.all_input_nodes and not mine:
+            return []
+        numbers += mine
+        behind += [source for source in one.all_input_nodes if source not in found]
+        found |= dict.fromkeys(one.all_input_nodes)
+    return numbers

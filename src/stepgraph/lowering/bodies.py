@@ -247,12 +247,13 @@ class _Copy:
 
 def _is_read_by(node: fx.Node) -> bool:
     """Whether what an operation reads was made for it alone, and lies in memory as it is indexed."""
-    source = node.all_input_nodes[0]
-    contiguous = meta(source)["val"].is_contiguous()
-    while floats(source) and len(source.users) == 1:
-        source = viewed(source)  # type: ignore[assignment]
-    made = source.op == "call_function" and not floats(source) and not is_write(source)
-    return contiguous and made and len(source.users) == 1
+    value = node.all_input_nodes[0]
+    source = root_of(value)
+    made = source.op == "call_function" and not is_write(source)
+    one: fx.Node | None = source
+    while one is not node and one is not None:  # whoever else shows it might read it
+        one = next(iter(one.users)) if len(one.users) == 1 else None
+    return made and one is node and meta(value)["val"].is_contiguous()
 
 
 def _joined(program: Program, copies: list[_Copy], piece_of: dict[fx.Node, int]) -> Pieces | None:

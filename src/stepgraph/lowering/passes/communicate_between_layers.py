@@ -7,11 +7,13 @@ from torch import fx
 from stepgraph import torch_internals
 from stepgraph.lowering.beside import copies, find_beside
 from stepgraph.lowering.handed_on import root_of, targets_of
-from stepgraph.lowering.repeats import Layers, Text, read
+from stepgraph.lowering.repeats import Layers, read
 from stepgraph.operators.views import storage_roots
 from stepgraph.program.collectives import communicates
 from stepgraph.program.program import Program, is_write
 from stepgraph.program.record import program_pass
+
+_ROUNDS = 3  # where something has gone, layers may be divided in other places
 
 
 @program_pass(
@@ -33,15 +35,11 @@ def communicate_between_layers(program: Program, fuses: bool) -> Program:
     if not fuses:
         return program
     _copy_parts_at_once(program)
-    text = read(program)
-    moves = _Moves(program, text)
-    for layers in text.layers:
-        moves.to_edges_of(layers)
-    places = sorted({0, len(text.inside)}.union(*(one.boundaries() for one in text.layers)))
-    for start, stop in pairwise(places):
-        moves.copies_to_end(start, stop)
-    if moves.moved:
-        _put_in_order(program, text, moves.between)
+    for _ in range(_ROUNDS):
+        moves = _Moves(program)
+        if not moves.made():
+            break
+        moves.put_in_order()
     return program.finish()
 
 
@@ -50,18 +48,20 @@ def _copy_parts_at_once(program: Program) -> None:
     beside = find_beside(program)
     last: dict[fx.Node, fx.Node] = {}  # a wait -> what was put behind it last
     for node in [node for node in program.operations() if node in beside and copies(node)]:
-        wait = root_of(node.args[0])  # type: ignore[arg-type]
+        wait = root_of(node.all_input_nodes[0])
+        while copies(wait):  # of a copy that lies otherwise
+            wait = root_of(wait.all_input_nodes[0])
         if wait.target is torch_internals.WAIT:
             point = last.get(wait, wait)
-            for one in (*reversed(_views_between(node, wait)), node):
+            for one in (*reversed(_steps_between(node, wait)), node):
                 if one > point:
                     point.append(one)
                     point = one
             last[wait] = point
 
 
-def _views_between(node: fx.Node, source: fx.Node) -> list[fx.Node]:
-    """What shows an operation a part of something else."""
+def _steps_between(node: fx.Node, source: fx.Node) -> list[fx.Node]:
+    """What leads from something to an operation that copies a part of it."""
     views = []
     while (node := node.all_input_nodes[0]) is not source:
         views.append(node)
@@ -71,8 +71,9 @@ def _views_between(node: fx.Node, source: fx.Node) -> list[fx.Node]:
 class _Moves:
     """What stands before which operations of layers, while it is moved."""
 
-    def __init__(self, program: Program, text: Text) -> None:
-        self.text, self.moved = text, False
+    def __init__(self, program: Program) -> None:
+        self.program, self.moved = program, False
+        self.text = text = read(program)
         self.between = {
             place: [text.operations[i] for i in text.between(place)]
             for place, cluster in enumerate(text.clusters)
@@ -80,54 +81,55 @@ class _Moves:
         }
         self.root = storage_roots(program)
 
+    def made(self) -> bool:
+        """Whether there was anything to move."""
+        layers, inside = self.text.layers, self.text.inside
+        for one in layers:
+            self.to_edges_of(one)
+        places = sorted({0, len(inside)}.union(*(one.boundaries() for one in layers)))
+        for start, stop in pairwise(places):
+            self.copies_to_end(start, stop)
+        return self.moved
+
     def to_edges_of(self, layers: Layers) -> None:
-        """What only some layers have within them goes to where they end, or else begin."""
-        count = len(layers.edges) - 1
-        seldom: list[
-            tuple[int, int]
-        ] = []  # where a layer begins, and how far behind something stands
+        """What only some layers have within them goes to where these end, or else begin."""
+        period = layers.edges[1] - layers.edges[0]
+        irregular: list[tuple[int, int, bool]] = []  # a place, where its layer begins, all of it
         for split in layers.splits:
             filled = [edge for edge in layers.edges[:-1] if edge + split in self.between]
-            # All but one have what is fetched for the next layer.
-            seldom += [(edge, split) for edge in filled] if len(filled) < count - 1 else []
-        period = layers.edges[1] - layers.edges[0]
-        for edge, split in sorted(seldom, reverse=True):
-            self.move(edge + split, edge + period)
-        for edge, split in sorted(seldom):
-            self.move(edge + split, edge)
-
-    def move(self, place: int, edge: int) -> None:
-        """All that stands somewhere, to another place; where that changes nothing."""
-        nodes = self.between.get(place, [])
-        low, high = sorted((place, edge))
-        if any(other in self.between for other in range(low + 1, high)):
-            return
-        if not self.may_pass(nodes, low, high):
-            return
-        there = self.between.pop(edge, [])
-        self.moved |= bool(nodes)
-        self.between.pop(place, None)
-        both = nodes + there if edge > place else there + nodes
-        if both:
-            self.between[edge] = both
+            # All but one have what is fetched for the next layer: that stays.
+            seldom = len(filled) < len(layers.edges) - 2
+            irregular += [(edge + split, edge, seldom) for edge in filled]
+        for place, edge, whole in sorted(irregular, reverse=True):
+            for node in reversed(self.between[place]):
+                if whole or not _is_of_a_collective(node):
+                    self.move(node, place, edge + period)
+        for place, edge, whole in sorted(irregular):
+            for node in list(self.between[place]):
+                if whole or not _is_of_a_collective(node):
+                    self.move(node, place, edge)
 
     def copies_to_end(self, start: int, stop: int) -> None:
         """What is copied for later within a stretch of operations is copied at its end."""
-        passed: list[fx.Node] = []
         for place in reversed(range(start + 1, stop)):
-            passed.append(self.text.operations[self.text.inside[place]])
             for node in reversed(self.between.get(place, [])):
-                if copies(node) and not any(self.depend(node, other) for other in passed):
-                    self.moved = True
-                    self.between[place].remove(node)
-                    self.between.setdefault(stop, []).insert(0, node)
-                else:
-                    passed.append(node)
+                if copies(node):
+                    self.move(node, place, stop)
 
-    def may_pass(self, nodes: list[fx.Node], low: int, high: int) -> bool:
-        """Whether operations may stand on the other side of some that are layers'."""
-        inside = [self.text.operations[i] for i in self.text.inside[low:high]]
-        return not any(self.depend(node, one) for node in nodes for one in inside)
+    def move(self, node: fx.Node, place: int, edge: int) -> None:
+        """From one place to another; where that changes nothing."""
+        here, later = self.between[place], edge > place
+        number = here.index(node)
+        low, high = sorted((place, edge))
+        passed = [self.text.operations[i] for i in self.text.inside[low:high]]
+        passed += here[number + 1 :] if later else here[:number]
+        for between in range(low + 1, high):
+            passed += self.between.get(between, [])
+        if not any(self.depend(node, other) for other in passed):
+            here.remove(node)
+            there = self.between.setdefault(edge, [])
+            there.insert(0 if later else len(there), node)
+            self.moved = True
 
     def depend(self, one: fx.Node, other: fx.Node) -> bool:
         """Whether two operations must stay in their order."""
@@ -148,28 +150,27 @@ class _Moves:
         writes = {self.root[target] for target in targets_of(node)} if is_write(node) else set()
         return reads, writes, {self.root[node]}
 
+    def put_in_order(self) -> None:
+        """The Program follows; views go to their first reader."""
+        output = self.program.graph.output_node()
+        placed: set[fx.Node] = set()
+
+        def put(node: fx.Node) -> None:
+            for source in (*node.all_input_nodes, node):
+                if source.op == "call_function" and source not in placed:
+                    placed.add(source)
+                    if source is not node:
+                        put(source)
+                    output.prepend(source)
+
+        for place, i in enumerate([*self.text.inside, None]):
+            for node in self.between.get(place, ()):
+                put(node)
+            if i is not None:
+                put(self.text.operations[i])
+        for node in output.all_input_nodes:
+            put(node)
+
 
 def _is_of_a_collective(node: fx.Node) -> bool:
     return communicates(node) or node.target is torch_internals.WAIT
-
-
-def _put_in_order(program: Program, text: Text, between: dict[int, list[fx.Node]]) -> None:
-    """Views go to their first reader."""
-    output = program.graph.output_node()
-    placed: set[fx.Node] = set()
-
-    def put(node: fx.Node) -> None:
-        for source in (*node.all_input_nodes, node):
-            if source.op == "call_function" and source not in placed:
-                placed.add(source)
-                if source is not node:
-                    put(source)
-                output.prepend(source)
-
-    for place, i in enumerate([*text.inside, None]):
-        for node in between.get(place, ()):
-            put(node)
-        if i is not None:
-            put(text.operations[i])
-    for node in output.all_input_nodes:
-        put(node)

@@ -69,9 +69,8 @@ def is_a_call(node: fx.Node) -> bool:
 
 def _made_of_state(program: Program, operations: list[fx.Node]) -> set[fx.Node]:
     """What a step computes from its state alone, whatever the batch."""
-    inputs = zip(
-        program.inputs, program.placeholders, strict=False
-    )  # of one graph of many not said
+    # Of one graph of many it is not said what its inputs are.
+    inputs = zip(program.inputs, program.placeholders, strict=False)
     found = {node for role, node in inputs if isinstance(role, _STATE)}
     for node in operations:
         sources = [*map(root_of, node.all_input_nodes)]

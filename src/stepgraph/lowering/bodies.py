@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 
 from stepgraph import torch_internals
 from stepgraph.lowering.handed_on import computed_anew, floats, memory, root_of
-from stepgraph.lowering.repeats import VARYING, Piece, find_pieces, read
+from stepgraph.lowering.repeats import VARYING, Piece, Reader, find_pieces
 from stepgraph.operators.views import viewed
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.metadata import meta, set_meta
@@ -105,7 +105,7 @@ def in_pieces(program: Program) -> Pieces | None:
     Args:
         program: as it is executed.
     """
-    text = read(program)
+    text = Reader(program).text()
     operations = text.operations
     if not text.layers:
         return None

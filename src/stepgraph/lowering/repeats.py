@@ -84,26 +84,33 @@ class Text:
     def between(self, place: int) -> range:
         """Where among the operations stands what is before the ``place``-th of the layers."""
         start = self.inside[place - 1] + 1 if place else 0
-        return range(start, [*self.inside, len(self.operations)][place])
+        last = place == len(self.inside)
+        return range(start, len(self.operations) if last else self.inside[place])
 
 
-def read(program: Program) -> Text:
-    """The operations of a Program as it is executed, and the layers among them."""
-    operations = [node for node in program.operations() if not floats(node)]
-    beside = find_beside(program)
-    numbers: dict[tuple, int] = {}
-    letters = [numbers.setdefault(_letter(n), len(numbers)) for n in operations]
-    inside = [i for i, node in enumerate(operations) if node not in beside]
-    words: dict[tuple, int] = {(): 0}
-    clusters = [
-        words.setdefault(tuple(letters[start + 1 : stop]), len(words))
-        for start, stop in pairwise([-1, *inside, len(operations)])
-    ]
-    crossing = _crossings([operations[i] for i in inside])
-    layers = _layers([letters[i] for i in inside], crossing, clusters)
-    return Text(
-        operations, letters, inside, clusters, sorted(layers, key=lambda found: found.edges[0])
-    )
+class Reader:
+    """Reads a Program as it is executed; once more where the order of its operations has changed."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.beside = program, find_beside(program)
+        numbers: dict[tuple, int] = {}
+        operations = [node for node in program.operations() if not floats(node)]
+        self.letter = {n: numbers.setdefault(_letter(n), len(numbers)) for n in operations}
+
+    def text(self) -> Text:
+        """Its operations in their present order, and the layers among them."""
+        operations = [node for node in self.program.operations() if node in self.letter]
+        letters = [self.letter[node] for node in operations]
+        inside = [i for i, node in enumerate(operations) if node not in self.beside]
+        words: dict[tuple, int] = {(): 0}
+        clusters = [
+            words.setdefault(tuple(letters[start + 1 : stop]), len(words))
+            for start, stop in pairwise([-1, *inside, len(operations)])
+        ]
+        crossing = _crossings([operations[i] for i in inside])
+        found = [*_layers([letters[i] for i in inside], crossing, clusters)]
+        found.sort(key=lambda layers: layers.edges[0])
+        return Text(operations, letters, inside, clusters, found)
 
 
 def find_pieces(text: Text) -> list[Piece]:

@@ -10,7 +10,7 @@ from stepgraph import torch_internals
 from stepgraph.lowering.passes.communicate_between_layers import communicate_between_layers
 from stepgraph.lowering.passes.fuse_updates import fuse_updates
 from stepgraph.lowering.passes.write_state_in_place import write_state_in_place
-from stepgraph.lowering.repeats import read
+from stepgraph.lowering.repeats import Reader
 from stepgraph.pipeline import SCHEDULED
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.text import program_text
@@ -69,7 +69,7 @@ def communication(program):
 
 
 def divided(program):
-    return [len(layers.splits) for layers in read(program).layers]
+    return [len(layers.splits) for layers in Reader(program).text().layers]
 
 
 def test_the_text_shows_a_bucket_that_waits_for_the_end_of_its_layer():

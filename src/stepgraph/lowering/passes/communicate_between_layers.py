@@ -5,9 +5,9 @@ from itertools import pairwise
 from torch import fx
 
 from stepgraph import torch_internals
-from stepgraph.lowering.beside import copies, find_beside
+from stepgraph.lowering.beside import copies
 from stepgraph.lowering.handed_on import root_of, targets_of
-from stepgraph.lowering.repeats import Layers, read
+from stepgraph.lowering.repeats import Layers, Reader
 from stepgraph.operators.views import storage_roots
 from stepgraph.program.collectives import communicates
 from stepgraph.program.program import Program, is_write
@@ -34,20 +34,20 @@ def communicate_between_layers(program: Program, fuses: bool) -> Program:
     """
     if not fuses:
         return program
-    _copy_parts_at_once(program)
+    reader = Reader(program)
+    _copy_parts_at_once(reader)
     for _ in range(_ROUNDS):
-        moves = _Moves(program)
+        moves = _Moves(reader)
         if not moves.made():
             break
         moves.put_in_order()
     return program.finish()
 
 
-def _copy_parts_at_once(program: Program) -> None:
+def _copy_parts_at_once(reader: Reader) -> None:
     """Copies of parts of what is awaited are made right behind the wait."""
-    beside = find_beside(program)
     last: dict[fx.Node, fx.Node] = {}  # a wait -> what was put behind it last
-    for node in [node for node in program.operations() if node in beside and copies(node)]:
+    for node in [node for node in reader.letter if node in reader.beside and copies(node)]:
         wait = root_of(node.all_input_nodes[0])
         while copies(wait):  # of a copy that lies otherwise
             wait = root_of(wait.all_input_nodes[0])
@@ -62,28 +62,30 @@ def _copy_parts_at_once(program: Program) -> None:
 
 def _steps_between(node: fx.Node, source: fx.Node) -> list[fx.Node]:
     """What leads from something to an operation that copies a part of it."""
-    views = []
+    steps = []
     while (node := node.all_input_nodes[0]) is not source:
-        views.append(node)
-    return views
+        steps.append(node)
+    return steps
 
 
 class _Moves:
     """What stands before which operations of layers, while it is moved."""
 
-    def __init__(self, program: Program) -> None:
-        self.program, self.moved = program, False
-        self.text = text = read(program)
+    def __init__(self, reader: Reader) -> None:
+        self.program, self.moved = reader.program, False
+        self.text = text = reader.text()
         self.between = {
             place: [text.operations[i] for i in text.between(place)]
             for place, cluster in enumerate(text.clusters)
             if cluster
         }
-        self.root = storage_roots(program)
+        self.root = storage_roots(self.program)
 
     def made(self) -> bool:
         """Whether there was anything to move."""
         layers, inside = self.text.layers, self.text.inside
+        if not layers:
+            return False
         for one in layers:
             self.to_edges_of(one)
         places = sorted({0, len(inside)}.union(*(one.boundaries() for one in layers)))

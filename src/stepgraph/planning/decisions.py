@@ -132,6 +132,15 @@ class MemoryDecision(Frozen):
 
 
 @dataclass(frozen=True)
+class FrontierPoint:
+    """One way to run a step: bytes of a rank at the peak, ms of the step, and what blocks keep."""
+
+    peak_bytes: int
+    step_ms: float
+    keeps: str
+
+
+@dataclass(frozen=True)
 class ScheduleDecision(Frozen):
     """When each collective runs, and when gradients become updates; all in stable names.
 

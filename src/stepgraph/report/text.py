@@ -67,14 +67,6 @@ def engine_report(plan: Plan, programs: dict[str, Program], notes: list[str], st
     return "\n".join(lines)
 
 
-def show_bytes(size: int) -> str:
-    """``1.50 GiB``, ``3.2 MiB``, ``12 KiB``."""
-    for unit, scale, digits in (("GiB", 2**30, 2), ("MiB", 2**20, 1)):
-        if size >= scale:
-            return f"{size / scale:.{digits}f} {unit}"
-    return f"{size / 2**10:.0f} KiB"
-
-
 # -- a plan
 
 

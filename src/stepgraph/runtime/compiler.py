@@ -353,7 +353,7 @@ class Compiler:
                 )
             return captured, made
 
-        if not self.plan.request.searches or self.ranks.shape.world_size == 1:
+        if not self.plan.request.decided_by_cost or self.ranks.shape.world_size == 1:
             return make_all()
         if self.ranks.rank:
             decisions = from_first_rank(None)

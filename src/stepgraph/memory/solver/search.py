@@ -1,0 +1,128 @@
+"""Which blocks keep how much: the least time within a budget, and what each budget takes.
+
+Where what is kept and its time add up over blocks, mixing two levels is best but for what does not divide:
+the optimum of a linear program with one limit. So all mixes of two levels are looked at, with the levels in
+either order: blocks that are run last are best to keep, since their own backward comes first. Beside them
+the named policies. They are looked at in the estimate of a :class:`Profile`; the fastest that is estimated to
+fit is simulated, and the estimate put right by what it really takes, until none is left that is faster.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from stepgraph.memory.presets import FULL, NONE
+from stepgraph.memory.solver.frontiers import SAME, best_of, spread
+from stepgraph.memory.solver.profile import Mix, Profile
+from stepgraph.planning.decisions import FrontierPoint
+
+_TRIALS, _TRIALS_IN_DEPTH = 40, 5  # mixes that are simulated for one budget
+_SMALLEST = 3  # and to find the smallest peak, where none fits
+_PERIODS = (2, 3, 4)  # of ``layers:N``
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    mix: Mix
+    seconds: float
+    peak: float
+
+
+class Search:
+    """Candidates of one Program: mixes with their estimates, the fastest first."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        found = {mix: profile.estimate(mix) for mix in self._mixes()}
+        candidates = (_Candidate(mix, e.seconds, e.peak) for mix, e in found.items())
+        self.candidates = sorted(candidates, key=lambda one: (one.seconds, one.peak, one.mix))
+
+    def within(self, budget: int) -> tuple[Mix | None, int]:
+        """The fastest mix whose simulated peak fits, and the smallest peak that was seen."""
+        profile = self.profile
+        off: dict[frozenset[int], float] = {}  # by levels: the real peak over its estimate
+        usual = 0.0
+        best, hopeless = None, 0
+        tried: set[Mix] = set()
+        most = _TRIALS_IN_DEPTH if profile.is_deep else _TRIALS
+        for _ in range(most):
+            limit = profile.trial(best).seconds * (1 - SAME) if best is not None else float("inf")
+            fits = (
+                one
+                for one in self.candidates
+                if one.mix not in tried
+                and one.seconds < limit
+                and one.peak + off.get(frozenset(one.mix), usual) <= budget
+            )
+            candidate = next(fits, None)
+            if candidate is None and best is None and hopeless < _SMALLEST:
+                hopeless += 1
+                left = (one for one in self.candidates if one.mix not in tried)
+                candidate = min(left, key=lambda one: one.peak, default=None)
+            if candidate is None:
+                break
+            tried.add(candidate.mix)
+            trial = profile.trial(candidate.mix)
+            usual = off[frozenset(candidate.mix)] = trial.memory.peak() - candidate.peak
+            if trial.memory.peak() <= budget and trial.seconds < limit:
+                best = candidate.mix
+        for mix, trial in profile.known.items():
+            fits_too = trial.memory.peak() <= budget
+            if fits_too and (best is None or trial.seconds < profile.trial(best).seconds):
+                best = mix
+        least = min(trial.memory.peak() for trial in profile.known.values())
+        return best, least
+
+    def frontier(self) -> tuple[FrontierPoint, ...]:
+        """Mixes of which none takes less memory and less time, about evenly spaced in memory.
+
+        Of a deep program by estimate; else each is simulated.
+        """
+        point_of = {c.mix: self._point(c.mix, c.peak, c.seconds) for c in self.candidates}
+        trials = self.profile.known
+        if not self.profile.is_deep:
+            mix_of = {point: mix for mix, point in point_of.items()}
+            for point in spread(best_of([*mix_of])):
+                self.profile.trial(mix_of[point])
+            point_of = {}
+        for mix, trial in trials.items():
+            point_of[mix] = self._point(mix, trial.memory.peak(), trial.seconds)
+        return spread(best_of([*point_of.values()]))
+
+    def _point(self, mix: Mix, peak: float, seconds: float) -> FrontierPoint:
+        return FrontierPoint(round(peak), seconds * 1e3, self.describe(mix))
+
+    def describe(self, mix: Mix) -> str:
+        """``blocks 1-20 of 32 full, 21-32 none``."""
+        names = [self.profile.levels[number].name for number in mix]
+        if len(set(names)) == 1:
+            return names[0]
+        for period in _PERIODS:
+            if mix == self._every(period):
+                return f"layers:{period}"
+        parts, start = [], 1
+        for name, same in itertools.groupby(names):
+            stop = start + len([*same]) - 1
+            parts.append(f"{start}-{stop} {name}" if stop > start else f"{start} {name}")
+            start = stop + 1
+        return f"blocks {'; '.join(parts)} (of {len(mix)})"
+
+    def _mixes(self) -> Iterator[Mix]:
+        profile, count = self.profile, self.profile.count
+        levels = range(len(profile.levels))
+        for number in levels:
+            yield profile.uniform(number)
+        for first, last in itertools.permutations(levels, 2):
+            for many in range(1, count):
+                yield (first,) * many + (last,) * (count - many)
+        for period in _PERIODS:
+            if count >= period:
+                yield self._every(period)
+
+    def _every(self, period: int) -> Mix:
+        """``layers:N``."""
+        by_name = {level.name: number for number, level in enumerate(self.profile.levels)}
+        none, full = by_name[NONE], by_name.get(FULL, by_name[NONE])
+        return tuple(
+            full if block % period == period - 1 else none for block in range(self.profile.count)
+        )

@@ -153,8 +153,8 @@ def capture_of(source: Source, settings: StepSettings, driver: PassDriver | None
 class Made:
     """A plan, and what it makes of the programs that it was asked about: one rank's own.
 
-    ``decided``: for each of them; ``facts``: what is to be told of values, ``frontiers``: by how much memory
-    each can be run, where that was asked for.
+    ``decided``: for each of them; ``facts``: what is to be told of values, ``frontiers``: with how much
+    memory each can be run, where that was asked for.
     """
 
     plan: Plan

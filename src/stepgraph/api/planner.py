@@ -154,14 +154,16 @@ class Planner:
         captured = self.captured(first.placement, first.mesh)
         self.stage("enumeration")
         if is_searched(first.memory):
-            best = self._search(first, captured.programs)
+            best = self._search(first, captured.programs, frontier)
         else:
             best = self._fit(first, captured.programs, last and not frontier)
         self.stage("simulation")
-        points = None
-        if frontier:
+        points, frontiers = None, best.made.frontiers
+        if frontier and not frontiers:
             made = make(captured.programs, best.plan, self.target, with_frontier=True)
-            points = whole_step(made.frontiers, self.settings.micro_batches)
+            frontiers = made.frontiers
+        if frontier:
+            points = whole_step(frontiers, self.settings.micro_batches)
         plan, programs = best.plan, best.made.programs
         gaps = [decided.placement.optimality_gap for decided in plan.decisions.values()]
         gap = max((gap for gap in gaps if gap is not None), default=None)
@@ -184,7 +186,7 @@ class Planner:
         )
         return best
 
-    def _search(self, first: Plan, programs: Mapping[str, Program]) -> Attempt:
+    def _search(self, first: Plan, programs: Mapping[str, Program], frontier: bool) -> Attempt:
         """What fits and takes least time; where placements are searched for, what is kept on those.
 
         They are searched for as if nothing, and then as if every block, were recomputed.
@@ -198,7 +200,8 @@ class Planner:
                 return placed
             plan = placed.plan.under(memory=first.memory)
         self.stage("solve")
-        made = make(programs, plan, self.target, driver=self.driver, with_facts=True)
+        asked = {"with_facts": True, "with_frontier": frontier}
+        made = make(programs, plan, self.target, driver=self.driver, **asked)
         attempt = replace(attempt_of(made, budget), lean=lean)
         attempt.plan = replace(attempt.plan, notes=notes)
         return attempt

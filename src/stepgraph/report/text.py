@@ -16,6 +16,7 @@ from stepgraph.cost.work import size_in_bytes
 from stepgraph.errors import UsageError
 from stepgraph.planning.folding import layer_of
 from stepgraph.planning.plan import Plan
+from stepgraph.planning.sizes import show_bytes
 from stepgraph.program.collectives import KINDS, is_collective
 from stepgraph.program.layout import show
 from stepgraph.program.metadata import meta

@@ -31,11 +31,13 @@ class Level:
         kept: by kind of block, positions whose results are kept while the rest is computed again; None: all
             is kept.
         gathered: parameters that were gathered for the forward stay so for the backward.
+        communicates: what ranks added up or exchanged is no exception: it is communicated twice.
     """
 
     name: str
     kept: tuple[frozenset[int] | None, ...]
     gathered: bool = False
+    communicates: bool = False
 
 
 class Blocks:
@@ -66,7 +68,7 @@ class Blocks:
         self.again = gathered_values(program, gather_again)
         kept_else = set(gathered_values(program, False))
         self._parameters = {name for name in self.again if name not in kept_else}
-        self._found: dict[tuple[int, frozenset[int]], list[str]] = {}
+        self._found: dict[tuple[int, frozenset[int], bool], list[str]] = {}
         self._own = self._of_code()
 
     @property
@@ -97,7 +99,7 @@ class Blocks:
         for number, (block, level) in enumerate(zip(self.blocks, levels, strict=True)):
             kept = level.kept[self.kinds[number]]
             if kept is not None:
-                names = self.dropped(number, kept)
+                names = self.dropped(number, kept, level.communicates)
                 recompute |= dict.fromkeys(names, len(self.code) + number)
             if level.gathered:
                 stays |= {meta(node)["name"] for node in block} & self._parameters
@@ -106,15 +108,18 @@ class Blocks:
                 recompute.setdefault(name, GATHERED_AGAIN)
         return MemoryDecision(policy, recompute, tuple(regions_of_code.notes(self.nodes)))
 
-    def dropped(self, number: int, kept: frozenset[int]) -> list[str]:
+    def dropped(self, number: int, kept: frozenset[int], communicates: bool = False) -> list[str]:
         """Names of what a block computes again, where it keeps these positions."""
-        if (number, kept) not in self._found:
+        key = (number, kept, communicates)
+        if key not in self._found:
             block = self.blocks[number]
             inside = [node for node in block if node not in self.taken]
             stays = {block[position] for position in kept} - self.taken
-            dropped = not_crossing(inside, self.program, stays)
-            self._found[number, kept] = [meta(node)["name"] for node in dropped]
-        return self._found[number, kept]
+            if communicates:  # parameters are not activations
+                stays |= {node for node in inside if meta(node)["name"] in self._parameters}
+            dropped = not_crossing(inside, self.program, stays, communicates)
+            self._found[key] = [meta(node)["name"] for node in dropped]
+        return self._found[key]
 
     def free(self, number: int) -> set[fx.Node]:
         """Values that are there in the backward whatever a block keeps: inputs, what others recompute."""

@@ -18,15 +18,22 @@ def best_of(points: Sequence[FrontierPoint]) -> list[FrontierPoint]:
 
 
 def spread(points: Sequence[FrontierPoint], most: int = POINTS) -> tuple[FrontierPoint, ...]:
-    """So many of them at most, first and last in, about evenly spaced in memory."""
+    """So many of them at most, first and last in, about evenly spaced along the curve."""
     if len(points) <= most:
         return tuple(points)
-    low, high = points[0].peak_bytes, points[-1].peak_bytes
+    first, last = points[0], points[-1]
+    memory, time = last.peak_bytes - first.peak_bytes, first.step_ms - last.step_ms
+
+    def along(place: int) -> float:
+        point = points[place]
+        sizes = (point.peak_bytes - first.peak_bytes) / memory
+        return sizes + (first.step_ms - point.step_ms) / time
+
     places = {0, len(points) - 1}
     for number in range(1, most - 1):
-        wanted = low + (high - low) * number / (most - 1)
         left = (place for place in range(len(points)) if place not in places)
-        places.add(min(left, key=lambda place: abs(points[place].peak_bytes - wanted)))
+        wanted = 2 * number / (most - 1)
+        places.add(min(left, key=lambda place: abs(along(place) - wanted)))  # noqa: B023
     return tuple(points[place] for place in sorted(places))
 
 

@@ -5,11 +5,12 @@ Of blocks of one kind one is looked at; what it keeps are positions, which are t
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import fx
 
+from stepgraph.cost.work import size_in_bytes
 from stepgraph.memory.kept_operations import first_residual, kept_operations
 from stepgraph.memory.presets import FULL, NONE, OPS
 from stepgraph.memory.solver.blocks import Blocks, Level, positions
@@ -18,6 +19,8 @@ from stepgraph.operators.views import is_view
 from stepgraph.program.metadata import meta
 
 HALVES = "full but the first residual"
+TWICE = "full, communicated twice"
+_POLICIES = (NONE, FULL, OPS, HALVES, TWICE)
 _ALL = 6  # so many values that may be kept: every set of them is a level
 _BETWEEN = 5  # levels between what keeps least and what keeps most, where blocks repeat
 _ALONE = 15  # and where one block is all there is
@@ -36,55 +39,80 @@ def find_levels(
 ) -> dict[Level, Costs]:
     """Levels for all kinds of blocks of a Program, with what they cost; all is kept by the first.
 
+    Those that come to the same as one before are left out.
+
     Args:
         seconds: of forward operations.
         few: a Program that takes long to simulate.
     """
     kinds = range(max(blocks.kinds) + 1)
-    tradeoffs = [_tradeoff(blocks, blocks.first_of(kind), seconds) for kind in kinds]
-    named = {
-        NONE: None,
-        FULL: lambda block: (),
-        OPS: kept_operations,
-        HALVES: first_residual,
-    }
+    tradeoffs, wider = (
+        [_tradeoff(blocks, blocks.first_of(kind), seconds, communicates) for kind in kinds]
+        for communicates in (False, True)
+    )
     found: dict[Level, Costs] = {}
-
-    def add(name: str, kept: Sequence[frozenset[fx.Node] | None]) -> None:
-        places = tuple(
-            None if nodes is None else positions(tradeoff.block, nodes & tradeoff.droppable)
-            for nodes, tradeoff in zip(kept, tradeoffs, strict=True)
-        )
-        if any(one.kept == places for one in found):
-            return
-        measured = [t.measure(nodes) for t, nodes in zip(tradeoffs, kept, strict=True)]
-        costs = Costs(tuple(m.seconds for m in measured), tuple(m.bytes for m in measured))
-        found[Level(name, places)] = costs
-
-    for name, choose in named.items():
-        add(name, [None if choose is None else frozenset(choose(t.block)) for t in tradeoffs])
-    if len(blocks.blocks) == 1 and len(tradeoffs[0].choices) <= _ALL:
-        for nodes in _every_set(tradeoffs[0].choices):
-            add(_name_of([nodes]), [nodes])
-    else:
-        between = _ALONE if len(blocks.blocks) == 1 and not few else _BETWEEN
-        for kept in zip(*(_between(tradeoff, between) for tradeoff in tradeoffs), strict=True):
-            add(_name_of([one.nodes for one in kept]), [one.nodes for one in kept])
+    met: set[tuple] = set()
+    for name, chosen in _choices(blocks, tradeoffs, few):
+        _add(found, met, name, chosen, tradeoffs)
+    _add(found, met, TWICE, [frozenset() for _ in kinds], wider)
     if blocks.gathers:
-        for level in [level for level in found if level.name in (NONE, FULL, OPS)]:
+        held = [blocks.gathered_bytes(blocks.first_of(kind)) for kind in kinds]
+        for level in [level for level in found if level.name in (NONE, FULL, OPS, TWICE)]:
             costs = found[level]
-            more = (blocks.gathered_bytes(blocks.first_of(kind)) for kind in kinds)
-            held = tuple(map(sum, zip(costs.bytes, more, strict=True)))
-            name = f"{level.name}, parameters gathered once"
-            found[Level(name, level.kept, True)] = Costs(costs.seconds, held)
+            sizes = tuple(own + more for own, more in zip(costs.bytes, held, strict=True))
+            level = replace(level, name=f"{level.name}, parameters gathered once", gathered=True)
+            found[level] = Costs(costs.seconds, sizes)
     return found
 
 
-def _tradeoff(blocks: Blocks, number: int, seconds: Mapping[fx.Node, float]) -> Tradeoff:
+def _choices(
+    blocks: Blocks, tradeoffs: Sequence[Tradeoff], few: bool
+) -> Iterator[tuple[str, Sequence[frozenset[fx.Node] | None]]]:
+    """What each kind of block keeps: by named policies, then by the trade-off, with names."""
+    yield NONE, [None for _ in tradeoffs]
+    yield FULL, [frozenset() for _ in tradeoffs]
+    for name, keeps in ((OPS, kept_operations), (HALVES, first_residual)):
+        yield name, [frozenset(keeps(tradeoff.block)) for tradeoff in tradeoffs]
+    alone = len(blocks.blocks) == 1
+    if alone and len(tradeoffs[0].choices) <= _ALL:
+        for nodes in _every_set(tradeoffs[0].choices):
+            yield _name_of([nodes]), [nodes]
+        return
+    between = _ALONE if alone and not few else _BETWEEN
+    for kept in zip(*(_between(tradeoff, between) for tradeoff in tradeoffs), strict=True):
+        nodes = [one.nodes or frozenset() for one in kept]
+        yield _name_of(nodes), nodes
+
+
+def _add(
+    found: dict[Level, Costs],
+    met: set[tuple],
+    name: str,
+    chosen: Sequence[frozenset[fx.Node] | None],
+    tradeoffs: Sequence[Tradeoff],
+) -> None:
+    """A level more, unless one before computes the same again; or, of no policy, costs the same."""
+    pairs = list(zip(tradeoffs, chosen, strict=True))
+    kept = [t.measure(None if nodes is None else nodes & t.droppable) for t, nodes in pairs]
+    key = tuple((one.again, one.bytes) for one in kept)
+    cost = tuple((round(one.seconds, 9), one.bytes) for one in kept)
+    if key not in met and (cost not in met or name in _POLICIES):
+        met |= {key, cost}
+        places = tuple(
+            None if one.nodes is None else positions(t.block, one.nodes)
+            for one, t in zip(kept, tradeoffs, strict=True)
+        )
+        costs = Costs(tuple(one.seconds for one in kept), tuple(one.bytes for one in kept))
+        found[Level(name, places, communicates=tradeoffs[0].communicates)] = costs
+
+
+def _tradeoff(
+    blocks: Blocks, number: int, seconds: Mapping[fx.Node, float], communicates: bool
+) -> Tradeoff:
     block = blocks.blocks[number]
-    names = {*blocks.dropped(number, frozenset())}
+    names = {*blocks.dropped(number, frozenset(), communicates)}
     droppable = {node for node in block if meta(node)["name"] in names}
-    return Tradeoff(block, droppable, blocks.free(number), seconds)
+    return Tradeoff(block, droppable, blocks.free(number), seconds, communicates)
 
 
 def _between(tradeoff: Tradeoff, count: int) -> Iterator[Kept]:
@@ -102,8 +130,10 @@ def _every_set(choices: Sequence[fx.Node]) -> Iterator[frozenset[fx.Node]]:
 
 
 def _name_of(kept: Sequence[frozenset[fx.Node]]) -> str:
-    """By what is kept of the first kind of block: operations without their layer."""
-    shown = sorted({_inside(node) for nodes in kept for node in nodes if not is_view(node)})
+    """By what is kept, the largest first: operations without their layer."""
+    nodes = [node for nodes in kept for node in nodes if not is_view(node)]
+    nodes.sort(key=lambda node: (-size_in_bytes(meta(node)["val"]), meta(node)["name"]))
+    shown = list(dict.fromkeys(map(_inside, nodes)))
     more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
     return f"full but {', '.join(shown[:3])}{more}" if shown else FULL
 

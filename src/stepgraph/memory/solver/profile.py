@@ -1,10 +1,9 @@
 """What a step takes by how much each block keeps: with all blocks alike, and added up where they differ.
 
-A step with all blocks on one level is simulated; where it is deep, two steps of few layers are, since what a
-layer adds is the same however deep a step is. Of each the peak of four stretches is kept: before the
-backward of the last block, between (the head's backward), the backward of blocks, and behind. Where blocks
-differ, the stretches follow from what the blocks before each keep. What is found so is simulated before it
-is taken.
+A step with all blocks on one level is simulated; where it is deep, two steps of few layers are: what a
+layer adds is the same however deep a step is. The peaks of four stretches are noted: the forward, the
+backward of the head, that of the blocks, and what is behind it. Where blocks differ, each follows from what
+the blocks before it keep. What is found so is simulated before it is taken.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +29,7 @@ MANY = 2500  # operations of a Program of which shorter ones are simulated
 _APART = 2  # layers that the two differ in: collectives of neighbours may be merged
 
 Simulate = Callable[[Program, MemoryDecision], Trial]
-"""What a placed Program takes under a decision, once it is scheduled, bound and lowered; it stays as it is."""
+"""What a placed Program takes under a decision, scheduled, bound and lowered; it stays as it is."""
 Mix = tuple[int, ...]
 """The number of the level of each block."""
 
@@ -45,8 +44,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class _Alike:
-    """A step with all blocks on one level: seconds; peaks of the forward, the head's backward, the
-    blocks' backward and of what is behind; bytes of gradients then.
+    """A step with all blocks on one level.
+
+    Its seconds; its peaks in the forward, the head's backward, the blocks' backward and behind; bytes of
+    gradients then.
     """
 
     seconds: float
@@ -163,7 +164,7 @@ class Profile:
         return _Alike(trial.seconds, *peaks, gradients)
 
     def _places(self, operations: Sequence[fx.Node], blocks: Blocks) -> list[int]:
-        """Where the backward of blocks runs: what is computed again of them, and what reads their values."""
+        """Where the backward of blocks runs: what is computed again, and what reads their values."""
         names = {meta(node)["name"] for block in blocks.blocks for node in block}
         behind = self._behind if blocks is not self.blocks else _readers(blocks)
         return [

@@ -1,10 +1,10 @@
 """Which blocks keep how much: the least time within a budget, and what each budget takes.
 
-Where what is kept and its time add up over blocks, mixing two levels is best but for what does not divide:
-the optimum of a linear program with one limit. So all mixes of two levels are looked at, with the levels in
-either order: blocks that are run last are best to keep, since their own backward comes first. Beside them
-the named policies. They are looked at in the estimate of a :class:`Profile`; the fastest that is estimated to
-fit is simulated, and the estimate put right by what it really takes, until none is left that is faster.
+Where bytes and time add up over blocks, mixing two levels is best but for what does not divide: the optimum
+of a linear program with one limit. So all mixes of two levels are looked at, in either order: blocks that
+run last are best to keep, since their own backward comes first. Beside them the named policies. They are
+looked at in the estimate of a :class:`Profile`; the fastest that is estimated to fit is simulated, and the
+estimate put right by what it really takes, until none is left that is faster.
 """
 
 import itertools

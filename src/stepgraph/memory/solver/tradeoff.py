@@ -15,6 +15,7 @@ from torch import fx
 
 from stepgraph.cost.work import size_in_bytes
 from stepgraph.operators.views import viewed
+from stepgraph.program.collectives import is_collective
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import FORWARD
 
@@ -24,9 +25,17 @@ _PER_BYTE = 1e-6  # of all time for all bytes: of what takes as long, that which
 
 @dataclass(frozen=True)
 class Kept:
-    """What a block keeps: seconds of recomputation, and bytes of the forward that wait for the backward."""
+    """What a block keeps, and what it computes again.
 
-    nodes: frozenset[fx.Node]
+    Attributes:
+        nodes: of what may go, what is kept; None: all is.
+        again: what the backward computes again.
+        seconds: that takes.
+        bytes: of the forward that wait for the backward.
+    """
+
+    nodes: frozenset[fx.Node] | None
+    again: frozenset[fx.Node]
     seconds: float
     bytes: int
 
@@ -40,12 +49,14 @@ class Tradeoff:
         droppable: those that may be computed again.
         free: what is there in the backward in any case.
         seconds: of each operation.
+        communicates: what other blocks communicated is communicated again, of what they kept.
     """
 
     block: Sequence[fx.Node]
     droppable: set[fx.Node]
     free: set[fx.Node]
     seconds: Mapping[fx.Node, float]
+    communicates: bool = False
     storages: dict[fx.Node, fx.Node] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -53,6 +64,9 @@ class Tradeoff:
         sources = [s for node in self.block for s in node.all_input_nodes if s not in inside]
         self.values = [*dict.fromkeys(sources), *self.block]
         self.storages = {node: storage_of(node) for node in self.values}
+        for node, storage in self.storages.items() if self.communicates else ():
+            if node not in inside and is_collective(storage):
+                self.storages[node] = storage_of(storage.all_input_nodes[0])
         self.read = {node for node in self.values if any(map(is_behind, node.users))}
         self._inside = inside
         self.choices = self._choices()
@@ -70,7 +84,7 @@ class Tradeoff:
         needed |= {source for node in again for source in node.all_input_nodes} - dropped
         held = {self.storages[node] for node in needed - self.free}
         size = sum(self._bytes(storage) for storage in held)
-        return Kept(frozenset(kept or ()), sum(self.seconds[node] for node in again), size)
+        return Kept(kept, frozenset(again), sum(self.seconds[node] for node in again), size)
 
     def least_seconds(self, most_bytes: float) -> Kept | None:
         """Within so many bytes; None where that cannot be."""
@@ -135,7 +149,7 @@ class Tradeoff:
         keep: Mapping[fx.Node, int],
         again: Mapping[fx.Node, int],
     ) -> list[tuple[dict[int, float], float, float]]:
-        """Where a reader runs (in the backward of the forward itself, where none is named) a value is there."""
+        """Where a reader runs again, a value is there; without one, the backward itself reads it."""
         if value in self.free:
             return []
         row: dict[int, float] = {}
@@ -152,7 +166,7 @@ class Tradeoff:
 def minimise(
     costs: np.ndarray, rows: Sequence[tuple[Mapping[int, float], float, float]]
 ) -> np.ndarray | None:
-    """The binary values of least cost that satisfy rows (coefficients, lower, upper); None: there are none."""
+    """The binary values of least cost within rows: (coefficients, lower, upper); None: there are none."""
     highs = highspy.Highs()
     highs.silent()
     highs.setOptionValue("threads", 1)

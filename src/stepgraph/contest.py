@@ -12,8 +12,11 @@ from math import inf
 from stepgraph.analysis.layers import find_layers
 from stepgraph.cost.device import Device
 from stepgraph.cost.devices import find_device
+from stepgraph.cost.memory import memory_timeline
 from stepgraph.cost.predict import Prediction
 from stepgraph.errors import StepgraphError, UsageError
+from stepgraph.memory.decide import candidates
+from stepgraph.memory.presets import budget_of
 from stepgraph.pipeline import Made, foresee, form, in_order, make
 from stepgraph.placement.decide import decide, reduces_each_micro_batch
 from stepgraph.placement.presets.beside_data import BESIDE_DATA, SEQUENCE_PARALLEL
@@ -22,7 +25,7 @@ from stepgraph.placement.presets.named import SharedWalks, check_preset
 from stepgraph.placement.solver.constraints import Constraints
 from stepgraph.planning.decisions import Decisions, PlacementDecision, Reason, Table
 from stepgraph.planning.plan import Plan
-from stepgraph.planning.request import AUTO
+from stepgraph.planning.request import AUTO, is_searched
 from stepgraph.planning.target import Target
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.layout import MeshShape, Placements, show
@@ -82,6 +85,8 @@ def make_best(
 
     What a plan holds already is not decided again.
     """
+    if is_searched(plan.memory) and plan.request.searches and not plan.decisions:
+        plan = _placed(programs, plan, target, strict)
     made = make(programs, plan, target, rank, driver=driver, strict=strict)
     names = rivals(programs, plan)
     if not names:
@@ -89,6 +94,25 @@ def make_best(
     contest = Contest(programs, plan, target, find_device(plan.request.device), rank, strict)
     own = Entrant(AUTO, made, predicted(made, contest.device))
     return taken(compete(own, names, contest), contest.budget).made
+
+
+def _placed(programs: Mapping[str, Program], plan: Plan, target: Target, strict: bool) -> Plan:
+    """A plan with the placements that are best where all is kept, or else where blocks are recomputed."""
+    request = plan.request
+    budget = budget_of(request.memory, request.memory_budget)
+    most = budget or find_device(request.device).capacity
+    found = plan
+    for policy in candidates(request.memory):
+        asked = plan.under(memory=policy, memory_budget=budget)
+        made = make_best(programs, asked, target, strict=strict)
+        decided = {
+            key: replace(one, memory=None, schedule=None)
+            for key, one in made.plan.decisions.items()
+        }
+        found = replace(made.plan, request=request, decisions=Table(decided))
+        if max(memory_timeline(one).peak() for one in made.programs.values()) <= most:
+            break
+    return found
 
 
 def compete(own: Entrant, names: Sequence[str], contest: Contest) -> list[Entrant]:

@@ -129,9 +129,11 @@ class BudgetError(PlanError):
     """No plan fits the memory budget; the message has the smallest peak, and what takes the most.
 
     ``least``: bytes that what a solver counts takes at least, where it is the solver that says so.
+    ``smallest``: bytes of the smallest peak that can be had, where it was searched for.
     """
 
     least: int | None = None
+    smallest: int | None = None
 
 
 class MemoryPolicyError(UsageError):

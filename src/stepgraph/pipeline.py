@@ -12,7 +12,8 @@ what they said. The road of code that is captured graph by graph is made of the 
 (:mod:`stepgraph.graphwise`).
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from stepgraph.capture.passes.accumulate_gradients import accumulate_gradients
@@ -30,7 +31,7 @@ from stepgraph.capture.passes.start_backward_at_one import start_backward_at_one
 from stepgraph.capture.passes.update_parameters import update_parameters
 from stepgraph.capture.step import Capture, Roads, Source
 from stepgraph.cost.devices import Device, find_device
-from stepgraph.cost.predict import Prediction, predict
+from stepgraph.cost.predict import Prediction, Trial, predict, try_program
 from stepgraph.cost.traffic import assign_traffic
 from stepgraph.errors import PlanError
 from stepgraph.lowering import apply as lowering
@@ -46,8 +47,10 @@ from stepgraph.lowering.passes.name_mesh_dims import name_mesh_dims
 from stepgraph.lowering.passes.write_state_in_place import write_state_in_place
 from stepgraph.lowering.presets import LOWERINGS
 from stepgraph.memory import apply as memory
+from stepgraph.memory.decide import Means, frontier, leanest
 from stepgraph.memory.decide import decide as decide_memory
 from stepgraph.memory.passes.recompute_in_backward import recompute_in_backward
+from stepgraph.memory.presets import budget_of
 from stepgraph.placement import apply as placement
 from stepgraph.placement.decide import decide as decide_placement
 from stepgraph.placement.decide import wants_views_apart
@@ -61,7 +64,12 @@ from stepgraph.placement.passes.spell_out_norms import spell_out_norms
 from stepgraph.placement.passes.sum_over_ranks import sum_over_ranks
 from stepgraph.placement.presets.named import gathers_again
 from stepgraph.placement.solver.held_bytes import first_limit
-from stepgraph.planning.decisions import Decisions, PlacementDecision
+from stepgraph.planning.decisions import (
+    Decisions,
+    FrontierPoint,
+    MemoryDecision,
+    PlacementDecision,
+)
 from stepgraph.planning.facts import ValueFacts, gather_facts
 from stepgraph.planning.plan import Plan
 from stepgraph.planning.request import AUTO, StepSettings
@@ -152,13 +160,15 @@ def capture_of(source: Source, settings: StepSettings, driver: PassDriver | None
 class Made:
     """A plan, and what it makes of the programs that it was asked about: one rank's own.
 
-    ``decided``: for each of them; ``facts``: what is to be told of values, where that was asked for.
+    ``decided``: for each of them; ``facts``: what is to be told of values, ``frontiers``: with how much
+    memory each can be run, where that was asked for.
     """
 
     plan: Plan
     programs: dict[str, Program] = field(default_factory=dict)
     decided: dict[str, Decisions] = field(default_factory=dict)
     facts: dict[str, Mapping[str, ValueFacts]] = field(default_factory=dict)
+    frontiers: dict[str, tuple[FrontierPoint, ...]] = field(default_factory=dict)
 
 
 def in_order(programs: Mapping[str, Program]) -> list[tuple[str, Program]]:
@@ -206,6 +216,7 @@ def make(
     driver: PassDriver | None = None,
     limit: int | None = None,
     with_facts: bool = False,
+    with_frontier: bool = False,
     keep: bool = True,
     strict: bool = False,
 ) -> Made:
@@ -215,6 +226,7 @@ def make(
         rank: whose programs are made; or :data:`ALL_RANKS`.
         limit: bytes that a solver may hold; by default, what the request gives it.
         with_facts: gather what a plan file tells of values.
+        with_frontier: find out by how much memory each program can be run; the plan names a device.
         keep: the programs are needed again.
         strict: nothing is drawn that another mesh would draw otherwise.
     """
@@ -222,7 +234,8 @@ def make(
     driver = driver or PassDriver()
     for name, program in in_order(programs):
         program = program.copy() if keep else program
-        _through_rooms(program, name, made, target, rank, driver, limit, with_facts, strict)
+        asked = (limit, with_facts, with_frontier, strict)
+        _through_rooms(program, name, made, target, rank, driver, *asked)
     return made
 
 
@@ -235,6 +248,7 @@ def _through_rooms(
     driver: PassDriver,
     limit: int | None,
     with_facts: bool,
+    with_frontier: bool,
     strict: bool,
 ) -> None:
     """One program through the rooms, decided where the plan has not decided it."""
@@ -250,10 +264,13 @@ def _through_rooms(
     decided = plan.decisions[key]
     formed = program
     program = placement.apply(program, decided.placement, mesh, micro_batches, PLACED, driver)
-    kept = decided.memory
+    kept, again = decided.memory, gathers_again(plan.decides, mesh)
+    means = functools.cache(lambda: _means(plan, target))
     if kept is None:
-        kept = decide_memory(program, request.memory, gathers_again(plan.decides, mesh))
+        kept = decide_memory(program, request.memory, again, means)
         decided = replace(decided, memory=kept)
+    if with_frontier:
+        made.frontiers[name] = frontier(program, again, means())
     program = memory.apply(program, kept, REMEMBERED, driver)
     if with_facts:
         made.facts[key] = gather_facts(formed, program, decided.placement)
@@ -292,8 +309,9 @@ def _decide_placement(program: Program, plan: Plan, limit: int | None) -> Placem
     device = find_device(request.device) if policy == AUTO else None
     recomputed: Mapping[str, int] = {}
     if device is not None:
-        limit = limit or first_limit(request.memory_budget, device.capacity)
-        recomputed = decide_memory(program, request.memory).recompute
+        budget = budget_of(request.memory, request.memory_budget)
+        limit = limit or first_limit(budget, device.capacity)
+        recomputed = decide_memory(program, leanest(request.memory)).recompute
     return decide_placement(
         program,
         request.mesh,
@@ -304,6 +322,34 @@ def _decide_placement(program: Program, plan: Plan, limit: int | None) -> Placem
         memory_limit=limit,
         recomputed=recomputed,
     )
+
+
+def simulation(plan: Plan, target: Target) -> Callable[[Program, MemoryDecision], Trial]:
+    """Tries placed Programs under memory decisions: what is simulated is what would run.
+
+    On the request's device, scheduled and lowered as it asks for, bound to the first rank.
+    """
+    request, device = plan.request, find_device(plan.request.device)
+
+    def simulate(program: Program, decision: MemoryDecision) -> Trial:
+        driver = PassDriver()
+        program = memory.apply(program.copy(), decision, REMEMBERED, driver)
+        _, program = schedule.decide_and_apply(program, request.schedule, target, SCHEDULED, driver)
+        program = driver.through(BOUND, program, rank=0)
+        program = driver.through(TARGETED, program, target=target, strict=False, rank=0)
+        program = executed(program, request.lowering, {}, driver, keep=False)
+        assign_traffic(program, LOWERINGS[request.lowering].fuses)
+        return try_program(program, device)
+
+    return simulate
+
+
+def _means(plan: Plan, target: Target) -> Means:
+    """What a search for what is kept goes by."""
+    request = plan.request
+    fused = LOWERINGS[request.lowering].fuses
+    device = find_device(request.device)
+    return Means(simulation(plan, target), device, fused, request.memory_budget)
 
 
 def executed(

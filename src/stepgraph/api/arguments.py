@@ -110,9 +110,7 @@ def make_plan(plan, mesh: MeshShape, model: nn.Module, **policies: Any) -> Plan:
         made = load_plan(Path(plan))
     else:
         made = preset_plan(str(plan), mesh)
-    if made.request.searches and not made.request.device:
-        made = made.under(device=device_at_hand(device_of(model).type).name)
-    check_preset(made.placement, mesh)
+        check_preset(made.placement, mesh)
     if made.mesh != mesh:
         raise UsageError(
             f"the plan is for mesh {made.mesh}, the ranks form {mesh}",
@@ -121,7 +119,10 @@ def make_plan(plan, mesh: MeshShape, model: nn.Module, **policies: Any) -> Plan:
     made.check_model(model)
     made = replace(made, fingerprint=made.fingerprint or fingerprint_of(model))
     given = {name: as_text(value) for name, value in policies.items() if value is not None}
-    return made.under(**given)
+    made = made.under(**given)
+    if made.request.decided_by_cost and not made.request.device:
+        made = made.under(device=device_at_hand(device_of(model).type).name)
+    return made
 
 
 def name_of(optimizer: torch.optim.Optimizer | None) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,24 +16,22 @@ from stepgraph.api.models import find_model, language_model_loss
 from stepgraph.api.planner import Planner, make_optimizer
 from stepgraph.capture.module import LossFunction, default_loss
 from stepgraph.cost.devices import find_device
-from stepgraph.errors import MeshError, UsageError
+from stepgraph.errors import MeshError, PlanError, UsageError
 from stepgraph.memory.patterns import as_text
 from stepgraph.memory.presets import parse_policy
 from stepgraph.placement.presets.named import check_preset
 from stepgraph.planning import plan as data
+from stepgraph.planning.decisions import FrontierPoint
 from stepgraph.planning.difference import difference
 from stepgraph.planning.file import load_plan, plan_from_json, plan_to_json, save_plan
-from stepgraph.planning.request import AUTO, Precision, StepSettings
+from stepgraph.planning.request import AUTO, Precision, StepSettings, is_searched
+from stepgraph.planning.sizes import parse_size
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.program import Program
 from stepgraph.report.text import plan_page, plan_summary
 from stepgraph.runtime.progress import Stages
 from stepgraph.runtime.ranks import parse_mesh
 from stepgraph.schedule.decide import check_schedule
-
-_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 @dataclass(frozen=True)
@@ -71,6 +68,24 @@ class Plan(data.Plan):
         made = make_optimizer(optimizer or step.optimizer, model)
         planner = Planner(model, example, loss or default_loss, made, device, step)
         return planner.programs(replace(self, final=True), rank)
+
+    def frontier(self) -> tuple[FrontierPoint, ...]:
+        """The memory-time frontier: about a dozen ways to run the step, least memory to least time.
+
+        Placements are the plan's; what is kept for the backward differs. Each point takes more memory and
+        less time than the one before: ``peak_bytes`` of a rank, ``step_ms``, and what blocks ``keeps``.
+        Deep models are estimated from short ones; others are simulated.
+
+        Raises:
+            PlanError: the plan was made without it.
+        """
+        if self.points is None:
+            raise PlanError(
+                "this plan holds no memory-time frontier",
+                why="it takes longer to find than the plan, and was not asked for",
+                do="make the plan again with stepgraph.plan(..., frontier=True)",
+            )
+        return self.points
 
     def diff(self, other: data.Plan) -> str:
         """What ``other`` decides otherwise, grouped; empty where nothing differs."""
@@ -133,6 +148,7 @@ def plan(
     constraints: Mapping[str, str] | None = None,
     micro_batches: int = 1,
     max_grad_norm: float | None = None,
+    frontier: bool = False,
 ) -> Plan:
     """Plans a training step for a mesh and a device that need not be at hand, and predicts it.
 
@@ -147,8 +163,9 @@ def plan(
         optimizer: ``adamw``, ``adam``, ``sgd``, an optimizer over the model's parameters, or None.
         placement: ``auto``, or a preset such as ``tp+zero3``.
         memory: ``none``, ``full``, ``layers:N``, ``ops``, a table of modules' paths such as
-            ``{"layers.*.mlp": "recompute"}``, or ``auto``: the first of none, layers:2 and full whose
-            predicted peak fits.
+            ``{"layers.*.mlp": "recompute"}``; ``budget:8GiB``: what takes least time while the predicted
+            peak of a rank over the whole step stays within that; or ``auto``: the same within
+            ``memory_budget``.
         schedule: ``auto`` or ``none``.
         memory_budget: bytes, or ``"70GiB"``: per rank, whole step, optimizer state included. Default:
             the device's capacity.
@@ -157,12 +174,14 @@ def plan(
             (``{"layers.*.weight": "S(0)R"}``), or a mesh dimension to a preset (``{"dp": "zero3"}``).
         micro_batches: the example is split into so many.
         max_grad_norm: gradients are clipped by their global norm (its value does not matter here).
+        frontier: the plan holds its memory-time frontier (:meth:`Plan.frontier`).
 
     Returns:
         a Plan with ``predicted``, for ``Engine(plan=...)`` on that mesh, ``save`` and ``diff``.
 
     Raises:
-        BudgetError: a budget was given, or ``memory="auto"``, and nothing fits.
+        BudgetError: a budget was given, or ``memory="auto"``, and nothing fits; the message has the
+            smallest peak that can be had.
         UsageError, MeshError, BatchError: arguments that cannot be used.
         CaptureError: the step cannot be captured as one program.
     """
@@ -186,8 +205,9 @@ def plan(
             stages.begin(f"planning {placement} on {shape}: {name}")
 
         planner = Planner(made, example, loss, optimizer, table, step, stage)
-        attempt = planner.plan(shape, placement, policy, budget, constraints, schedule, last=True)
-    if not attempt.fits and (policy == AUTO or budget is not None):
+        asked = (policy, budget, constraints, schedule)
+        attempt = planner.plan(shape, placement, *asked, last=True, frontier=frontier)
+    if not attempt.fits and (is_searched(policy) or budget is not None):
         raise attempt.error()
     return public(attempt.plan)
 
@@ -202,34 +222,13 @@ def check_request(
             f"constraints are for placement='auto', not {placement!r}",
             why="a preset says where everything lives already",
         )
-    if memory != AUTO:
-        parse_policy(memory)
+    parse_policy(memory)
 
 
 def build_on_meta(make: Callable[[], nn.Module]) -> nn.Module:
     """A model without values, in training mode."""
     with torch.device("meta"):
         return make().train()
-
-
-def parse_size(size: int | str | None) -> int | None:
-    """Bytes of ``"70GiB"``, ``"512MiB"`` or a number; None stays None.
-
-    Raises:
-        UsageError: not a size, or not positive.
-    """
-    if size is None:
-        return None
-    found = None
-    if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
-        found = int(float(match[1]) * _UNITS.get(match[2].lower(), 0))
-    elif isinstance(size, int) and not isinstance(size, bool):
-        found = size
-    if found is None or found <= 0:
-        raise UsageError(
-            f"a memory budget is a number of bytes, or a text such as '70GiB', not {size!r}"
-        )
-    return found
 
 
 def mesh_shape(mesh: str | tuple | MeshShape) -> MeshShape:

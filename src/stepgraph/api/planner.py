@@ -11,27 +11,28 @@ import torch
 from torch import nn
 
 from stepgraph import torch_internals
+from stepgraph.api.attempt import Attempt, attempt_of
 from stepgraph.capture.module import BatchSpec, LossFunction
 from stepgraph.capture.step import Captured, Source
 from stepgraph.contest import Contest, Entrant, compete, predicted, rivals, taken
 from stepgraph.cost.device import Device
-from stepgraph.cost.memory import CATEGORIES, memory_timeline
-from stepgraph.cost.predict import Prediction
 from stepgraph.errors import BatchError, BudgetError, MemoryPolicyError, UsageError, near_misses
 from stepgraph.memory.decide import candidates, decide
-from stepgraph.pipeline import Made, apply, capture_of, foresee, make
+from stepgraph.memory.presets import FULL, NONE, budget_of
+from stepgraph.memory.solver.frontiers import whole_step
+from stepgraph.pipeline import apply, capture_of, foresee, make
 from stepgraph.placement.decide import reduces_each_micro_batch
 from stepgraph.placement.presets.named import check_preset
 from stepgraph.placement.solver.held_bytes import Limits, whole_bytes
 from stepgraph.planning.decisions import Table
 from stepgraph.planning.fingerprint import fingerprint_of, type_of
 from stepgraph.planning.plan import Plan
-from stepgraph.planning.request import AUTO, Request, StepSettings
+from stepgraph.planning.request import AUTO, Request, StepSettings, is_searched
+from stepgraph.planning.sizes import show_bytes
 from stepgraph.planning.target import target_of
 from stepgraph.program.driver import PassDriver, no_collections
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.program import Program
-from stepgraph.report.text import show_bytes
 from stepgraph.runtime.batches import fake_leaves, flatten_batch
 from stepgraph.torch_internals import pytree
 
@@ -42,45 +43,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
 }
 STAGES = ("capture", "enumeration", "solve", "simulation")
-
-
-@dataclass
-class Attempt:
-    """A plan, and whether it fits: ``largest`` is the category with most bytes at the peak."""
-
-    plan: Plan
-    made: Made
-    peak: int
-    budget: int
-    largest: tuple[str, int]
-    predicted: Prediction | None = None
-
-    @property
-    def fits(self) -> bool:
-        """Whether the predicted peak is within the budget."""
-        return self.peak <= self.budget
-
-    def error(self) -> BudgetError:
-        """Says how much is missing, and what takes the most."""
-        name, size = self.largest
-        plan = self.plan
-        return BudgetError(
-            f"no plan fits {show_bytes(self.budget)} a rank: the smallest peak is {show_bytes(self.peak)}",
-            where=f"{plan.placement} on mesh {plan.mesh}, memory {plan.memory}",
-            why=f"at the peak, {name} take {show_bytes(size)}",
-            do=f"give at least {show_bytes(self.peak)}, more ranks, or fewer rows a rank; or {_HELP[name]}",
-        )
-
-
-_HELP = {
-    "parameters": "shard them: zero3, or tensor parallelism",
-    "gradients": "shard them: zero2, zero3, or tensor parallelism",
-    "optimizer": "shard it: zero1, zero2 or zero3",
-    "inputs": "pass smaller batches",
-    "activations": "recompute more of them (memory='full'), or add tensor parallelism",
-    "temporaries": "add tensor parallelism: it splits the largest products",
-    "communication": "gather less at once: a placement that keeps parameters whole",
-}
 
 
 @dataclass
@@ -119,13 +81,18 @@ class Planner:
         constraints: Mapping[str, str] | None = None,
         schedule: str = AUTO,
         last: bool = False,
+        frontier: bool = False,
     ) -> Attempt:
         """One plan, with its prediction.
 
         Args:
-            memory: a policy, or ``auto``: the first of its candidates that fits.
+            memory: a policy; ``budget:SIZE`` and ``auto`` search for what fits.
             memory_budget: bytes per rank; None: the device's capacity.
             last: the captured step is not needed again.
+            frontier: the plan holds its memory-time frontier.
+
+        Raises:
+            BudgetError: a search found nothing that fits.
         """
         check_preset(placement, mesh)
         rows = next(t.shape[0] for t in self._batch.tensors if t.dim())
@@ -144,11 +111,11 @@ class Planner:
             step=self.settings,
             device=self.device.name,
             batch={path: type_of(leaf) for path, leaf in named if isinstance(leaf, torch.Tensor)},
-            memory_budget=memory_budget,
+            memory_budget=budget_of(memory, memory_budget),
             constraints=dict(constraints or {}),
         )
         with no_collections():
-            return self._plan(Plan(request, fingerprint=fingerprint_of(self.model)), last)
+            return self._plan(Plan(request, fingerprint=fingerprint_of(self.model)), last, frontier)
 
     def programs(self, plan: Plan, rank: int = 0) -> dict[str, Program]:
         """What a rank executes under a plan: scheduled and bound."""
@@ -183,11 +150,20 @@ class Planner:
                 found.append(whole_bytes(step, decide(step, policy).recompute))
         return min(found, default=(0, 0))
 
-    def _plan(self, first: Plan, last: bool) -> Attempt:
+    def _plan(self, first: Plan, last: bool, frontier: bool) -> Attempt:
         captured = self.captured(first.placement, first.mesh)
         self.stage("enumeration")
-        best = self._fit(first, captured.programs, last)
+        if is_searched(first.memory):
+            best = self._search(first, captured.programs, frontier)
+        else:
+            best = self._fit(first, captured.programs, last and not frontier)
         self.stage("simulation")
+        points, frontiers = None, best.made.frontiers
+        if frontier and not frontiers:
+            made = make(captured.programs, best.plan, self.target, with_frontier=True)
+            frontiers = made.frontiers
+        if frontier:
+            points = whole_step(frontiers, self.settings.micro_batches)
         plan, programs = best.plan, best.made.programs
         gaps = [decided.placement.optimality_gap for decided in plan.decisions.values()]
         gap = max((gap for gap in gaps if gap is not None), default=None)
@@ -195,6 +171,7 @@ class Planner:
             *captured.notes,
             *captured.remarks,
             *plan.notes,
+            *(d.memory.reason for d in plan.decisions.values() if d.memory and d.memory.reason),
             *(n for p in programs.values() for n in p.notes),
         ]
         predicted = best.predicted or foresee(
@@ -205,9 +182,34 @@ class Planner:
             predicted=predicted.with_gap(gap),
             values={key: Table(facts) for key, facts in best.made.facts.items()},
             notes=tuple(dict.fromkeys(notes)),
+            points=points,
             final=True,
         )
         return best
+
+    def _search(self, first: Plan, programs: Mapping[str, Program], frontier: bool) -> Attempt:
+        """What fits and takes least time; where placements are searched for, what is kept on those.
+
+        They are searched for as if nothing, and then as if every block, were recomputed.
+        """
+        if not first.request.searches:
+            return self._kept(first, programs, frontier)
+        placed = self._fit(first, programs, last=False)
+        if placed.fits and placed.plan.memory == NONE:
+            return placed
+        found = self._kept(placed.plan.under(memory=first.memory), programs, frontier)
+        found.plan = replace(found.plan, notes=placed.plan.notes)
+        return replace(found, lean=placed.peak * (placed.plan.memory == FULL))
+
+    def _kept(self, plan: Plan, programs: Mapping[str, Program], frontier: bool) -> Attempt:
+        """What is best kept where a plan's placements are decided, or follow from a preset."""
+        self.stage("solve")
+        asked = {"with_facts": True, "with_frontier": frontier}
+        made = make(programs, plan, self.target, driver=self.driver, **asked)
+        attempt = attempt_of(made, plan.request.memory_budget or self.device.capacity)
+        steps = self.settings.micro_batches
+        predicted = foresee(made.programs, self.device, made.plan.lowering, steps)
+        return replace(attempt, predicted=predicted, peak=predicted.peak_bytes)
 
     def _fit(self, first: Plan, programs: Mapping[str, Program], last: bool) -> Attempt:
         """The first memory policy whose peak fits, or the one with the smallest peak."""
@@ -224,16 +226,13 @@ class Planner:
                 once = last and policies == (policy,) and not first.request.memory_budget
                 attempt = self._try(first.under(memory=policy), programs, budget, once, given_up)
             except (MemoryPolicyError, BudgetError) as error:
-                if asked != AUTO or (best is None and policy == policies[-1]):
+                if not is_searched(asked) or (best is None and policy == policies[-1]):
                     raise
                 tried.append(f"{policy} is not possible here ({error.what})")
                 least = error.least if isinstance(error, BudgetError) else 0
                 if least and first.request.searches:
                     self.refused[policy] = least, first.mesh
                 continue
-            if not first.request.searches:  # another memory policy changes no preset's placements
-                plan = attempt.plan
-                first = replace(first, decisions=plan.decisions, request=plan.request)
             tried.append(f"{policy} peaks at {show_bytes(attempt.peak)}")
             if best is None or attempt.peak < best.peak:
                 best = attempt
@@ -241,9 +240,9 @@ class Planner:
                 break
         assert best is not None
         notes = []
-        if asked == AUTO:
-            found = f"{best.plan.memory} is the first that fits" if best.fits else "nothing fits"
-            notes = [f"memory auto: {found} {show_bytes(budget)} ({'; '.join(tried)})"]
+        if is_searched(asked):
+            under = f"placements are those found under {best.plan.memory}"
+            notes = [f"memory {asked}: {under}, of {show_bytes(budget)} ({'; '.join(tried)})"]
         elif not best.fits:
             peak, of = show_bytes(best.peak), show_bytes(budget)
             notes = [f"it does not fit: the peak is {peak}, of {of}"]
@@ -295,7 +294,7 @@ class Planner:
                 if best is None:
                     raise
                 break
-            attempt = _attempt(made, budget)
+            attempt = attempt_of(made, budget)
             if best is None or attempt.fits or not best.fits:
                 best = attempt
             held = max(decided.placement.held_bytes for decided in made.plan.decisions.values())
@@ -308,7 +307,11 @@ class Planner:
         return self._best_of(best, plan, programs, budget)
 
     def _best_of(
-        self, own: Attempt, plan: Plan, programs: Mapping[str, Program], budget: int
+        self,
+        own: Attempt,
+        plan: Plan,
+        programs: Mapping[str, Program],
+        budget: int,
     ) -> Attempt:
         """A solver's answer, or that of a preset which is simulated beside it."""
         names = rivals(programs, plan)
@@ -320,20 +323,7 @@ class Planner:
         best = taken(compete(solved, names, contest), budget)
         if best is solved:
             return replace(own, plan=best.made.plan, predicted=best.predicted)
-        return replace(_attempt(best.made, budget), predicted=best.predicted)
-
-
-def _attempt(made: Made, budget: int) -> Attempt:
-    peak, largest = -1, ("", 0)
-    for program in made.programs.values():
-        timeline = memory_timeline(program)
-        totals = [sum(alive.values()) for alive in timeline.at]
-        at = max(range(len(totals)), key=totals.__getitem__)
-        if totals[at] > peak:
-            alive = timeline.at[at]
-            name = max(CATEGORIES, key=lambda c: alive.get(c, 0))
-            peak, largest = totals[at], (name, alive[name])
-    return Attempt(made.plan, made, peak, budget, largest)
+        return replace(attempt_of(best.made, budget), predicted=best.predicted)
 
 
 def host_batch(example: Any, micro_batches: int = 1) -> BatchSpec:

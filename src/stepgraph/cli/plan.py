@@ -11,17 +11,19 @@ import torch
 
 from stepgraph.api.arguments import name_of
 from stepgraph.api.models import find_model, language_model_loss
-from stepgraph.api.plan import build_on_meta, check_request, parse_size, public
+from stepgraph.api.plan import build_on_meta, check_request, public
 from stepgraph.api.planner import STAGES, Attempt, Planner, make_optimizer
 from stepgraph.cli.options import example
 from stepgraph.cli.progress import Stages
 from stepgraph.cost.device import Device
 from stepgraph.cost.devices import find_device
 from stepgraph.errors import BudgetError, MeshError, UsageError
-from stepgraph.memory.decide import candidates
+from stepgraph.memory.decide import leanest
+from stepgraph.memory.presets import budget_of
 from stepgraph.placement.presets.named import check_preset
 from stepgraph.placement.solver.held_bytes import first_limit
-from stepgraph.planning.request import AUTO, Precision, StepSettings
+from stepgraph.planning.request import AUTO, Precision, StepSettings, is_searched
+from stepgraph.planning.sizes import parse_size, show_bytes
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.mesh_roles import Role
 from stepgraph.report.text import (
@@ -30,7 +32,6 @@ from stepgraph.report.text import (
     plan_page,
     plan_summary,
     ranked,
-    show_bytes,
 )
 from stepgraph.runtime.ranks import parse_mesh
 
@@ -67,7 +68,7 @@ _POSITIVE = click.IntRange(min=1)
 @click.option(
     "--memory",
     default=AUTO,
-    help="none, full, layers:N, ops, MODULE=recompute; auto: the first of none, layers:2, full that fits.",
+    help="none, full, layers:N, ops, MODULE=recompute; budget:SIZE: the fastest in it; auto: that fits.",
 )
 @click.option("--memory-budget", help="Such as 70GiB, a rank. Default: the device's capacity.")
 @click.option("--compare", metavar="PLANS", help="Several presets and auto, side by side.")
@@ -151,7 +152,7 @@ class PlanOptions:
     @property
     def refuses(self) -> bool:
         """Whether what does not fit is no answer: it was not asked for in so many words."""
-        return self.memory == AUTO or self.memory_budget is not None
+        return is_searched(self.memory) or self.memory_budget is not None
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,7 @@ def run_jobs(
         BudgetError: nothing fits anywhere.
     """
     device = find_device(options.device)
-    budget = parse_size(options.memory_budget)
+    budget = budget_of(options.memory, parse_size(options.memory_budget))
     model = build_on_meta(find_model(options.model))
     optimizer = make_optimizer("adamw", model)
     planners: dict[int, Planner] = {}
@@ -245,7 +246,7 @@ def run_jobs(
     for number, job in enumerate(todo):
         size = job.mesh.data_size
         last = all(other.mesh.data_size != size for other in todo[number + 1 :])
-        peak = peak_like(found, job, stored, candidates(options.memory)[-1]) if stored else 0.0
+        peak = peak_like(found, job, stored, leanest(options.memory)) if stored else 0.0
         try:
             if peak > _SURELY * limit:
                 size_text = show_bytes(round(peak))
@@ -278,9 +279,10 @@ def peak_like(found: Mapping[Job, Attempt], job: Job, stored: int, memory: str) 
     """
     return max(
         (
-            stored + (attempt.peak - stored) * job.mesh.data_size / other.mesh.data_size
+            stored + (peak - stored) * job.mesh.data_size / other.mesh.data_size
             for other, attempt in found.items()
-            if other.placement == job.placement and attempt.plan.memory == memory
+            if other.placement == job.placement
+            and (peak := attempt.lean or attempt.peak * (attempt.plan.memory == memory))
         ),
         default=0.0,
     )

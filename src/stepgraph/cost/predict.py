@@ -70,6 +70,19 @@ class Prediction:
         return replace(self, optimality_gap=gap)
 
 
+@dataclass(frozen=True)
+class Trial:
+    """What one Program takes: ``seconds``, and its memory over time."""
+
+    seconds: float
+    memory: MemoryTimeline
+
+
+def try_program(program: Program, device: Device) -> Trial:
+    """One Program by itself, as it is executed, on a device; its traffic is assigned."""
+    return Trial(simulate(program, device).seconds, memory_timeline(program))
+
+
 def predict(programs: Mapping[str, Program], device: Device, micro_batches: int = 1) -> Prediction:
     """Predicts a step: ``accumulate``, where there is one, ``micro_batches - 1`` times, then ``step``.
 

@@ -79,7 +79,7 @@ def check_model(
     )
     made = made.under(memory=memory or made.memory, step=step)
     device = next(model.parameters()).device
-    if made.request.searches and not made.request.device:
+    if made.request.decided_by_cost and not made.request.device:
         made = made.under(device=device_at_hand(device.type).name)
     local = flatten_batch(batch, device)
     checker = _Checker(model, loss or default_loss, optimizer, made, local, max_grad_norm, seed)

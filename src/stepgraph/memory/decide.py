@@ -1,90 +1,100 @@
-"""Whether each forward value is kept for the backward, or recomputed there: in which block.
+"""Whether each forward value is kept for the backward: by a named policy, or what a budget allows."""
 
-Values that cross from one block to another are kept. Whatever the policy, regions under
-``torch.utils.checkpoint`` are recomputed, but for what a policy of their own keeps; parameters that were
-gathered for the forward (zero3) are gathered again for the backward instead of being kept; so are
-activations that ranks hold in parts (sequence-parallel norms). What ranks added up or exchanged is kept.
-"""
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
-from torch import fx
+from stepgraph.analysis.blocks import find_blocks
+from stepgraph.cost.device import Device
+from stepgraph.cost.memory import CATEGORIES, memory_timeline
+from stepgraph.errors import BudgetError, MemoryPolicyError
+from stepgraph.memory.by_policy import decide_by_policy
+from stepgraph.memory.presets import FULL, NONE, budget_of, parse_policy
+from stepgraph.memory.solver.blocks import Blocks
+from stepgraph.memory.solver.profile import Profile, Simulate
+from stepgraph.memory.solver.search import Search
+from stepgraph.planning.decisions import FrontierPoint, MemoryDecision
+from stepgraph.planning.request import AUTO, is_searched
+from stepgraph.planning.sizes import show_bytes
+from stepgraph.program.program import BACKWARD, Program
 
-from stepgraph import torch_internals
-from stepgraph.analysis.blocks import Block, find_blocks
-from stepgraph.errors import MemoryPolicyError
-from stepgraph.memory import regions_of_code
-from stepgraph.memory.kept_operations import kept_operations
-from stepgraph.memory.patterns import Parts, are_patterns, parse_patterns
-from stepgraph.memory.presets import NONE, OPS, parse_policy
-from stepgraph.memory.regions_of_code import not_crossing
-from stepgraph.operators import table as operators
-from stepgraph.operators.views import is_view
-from stepgraph.planning.decisions import MemoryDecision
-from stepgraph.planning.request import AUTO
-from stepgraph.program import roles
-from stepgraph.program.collectives import is_collective
-from stepgraph.program.metadata import meta
-from stepgraph.program.program import FORWARD, Program
-
-# What ``auto`` tries, in this order: the first whose peak fits.
-CANDIDATES = (NONE, "layers:2", "full")
+# Under which a solver of placements looks for one, in this order: the first whose peak fits. What is kept
+# where they have put it is searched for afterwards.
+CANDIDATES = (NONE, FULL)
+_ROOM = 1.1  # a peak before a Program is scheduled, over its budget: then it does not fit
 
 
 def check_memory(policy: str) -> None:
     """Raises UsageError for an unknown policy; the message lists the known ones."""
-    if policy != AUTO:
-        parse_policy(policy)
+    parse_policy(policy)
 
 
 def candidates(policy: str) -> tuple[str, ...]:
-    """The policies that one stands for."""
-    return CANDIDATES if policy == AUTO else (policy,)
+    """The policies that one stands for while placements are searched for."""
+    return CANDIDATES if is_searched(policy) else (policy,)
 
 
-def decide(program: Program, policy: str, gather_again: bool = True) -> MemoryDecision:
+def leanest(policy: str) -> str:
+    """The named policy that keeps least of those that one stands for."""
+    return candidates(policy)[-1]
+
+
+@dataclass
+class Means:
+    """What a search has to go by, and what it has found of one placed Program.
+
+    Args:
+        simulate: what the Program takes under a decision.
+        device: whose costs count.
+        fused: whether operations are fused into kernels.
+        budget: bytes of a rank that are said beside the policy; None: the device's.
+    """
+
+    simulate: Simulate
+    device: Device
+    fused: bool
+    budget: int | None = None
+    _search: Search | None = field(default=None, repr=False)
+
+    def search(self, program: Program, gather_again: bool) -> Search:
+        """Candidates for a Program; made once."""
+        if self._search is None:
+            profile = Profile(program, gather_again, self.simulate, self.device, self.fused)
+            self._search = Search(profile)
+        return self._search
+
+
+def decide(
+    program: Program,
+    policy: str,
+    gather_again: bool = True,
+    means: Callable[[], Means] | None = None,
+) -> MemoryDecision:
     """Which forward values of a (placed) Program are recomputed; it stays as it is.
 
     Args:
-        policy: ``none``; ``full``: every block is recomputed from its inputs; ``layers:N``: every N-th
-            block is; ``ops``: every block, but for what is dear to compute; or patterns.
+        policy: a named one (:func:`decide_by_policy`); ``budget:SIZE``: what takes least time while the
+            simulated peak of what runs stays within so many bytes a rank; ``auto``: within all that a rank
+            has.
         gather_again: gathered parameters are not kept for the backward.
+        means: of a search.
 
     Raises:
         UsageError: unknown policy.
         MemoryPolicyError: ``layers:N`` where no block repeats.
+        BudgetError: nothing fits; ``smallest`` is the smallest peak.
     """
-    name, every = parse_policy(policy)
-    recompute: dict[str, int] = {}
-    notes: list[str] = []
-    nodes = list(program.operations(FORWARD))
-    regions: list[list[fx.Node]] = regions_of_code.find(nodes)
-    taken = {node for region in regions for node in region}
-    kept: set[fx.Node] = set()
-    if every:
-        blocks = find_blocks(program)
-        if not blocks and name == "layers":
-            raise MemoryPolicyError(
-                f"memory policy {policy!r} needs repeated blocks, and no block of this model repeats",
-                do="use 'full' (the whole forward as one block) or torch.utils.checkpoint regions",
-            )
-        if not blocks:
-            blocks = [Block(0, len(nodes))]
-            notes.append(f"memory {name!r}: no block repeats, the whole forward is one block")
-        for block in blocks[every - 1 :: every]:
-            inside = nodes[block.start : block.stop]
-            kept |= kept_operations(inside) if name == OPS else set()
-            regions.append([n for n in inside if n not in taken])
-    elif are_patterns(policy):
-        parts = Parts(parse_patterns(policy), nodes)
-        kept |= parts.saved
-        regions += [[n for n in part if n not in taken] for part in parts.regions.values()]
-        notes += parts.notes
-    notes += regions_of_code.notes(nodes)
-    for number, region in enumerate(regions):
-        for node in not_crossing(region, program, kept - taken):
-            recompute[meta(node)["name"]] = number
-    for name in _gathered(program, gather_again):
-        recompute.setdefault(name, -1)
-    return MemoryDecision(policy, recompute, tuple(notes))
+    if not is_searched(policy):
+        return decide_by_policy(program, policy, gather_again)
+    parse_policy(policy)
+    if next(program.operations(BACKWARD), None) is None:  # nothing is kept in any case
+        return replace(decide_by_policy(program, NONE, gather_again), policy=policy)
+    if means is None:
+        raise MemoryPolicyError(
+            f"memory policy {policy!r} needs a step that is captured as one program",
+            why="it simulates the whole step under each decision",
+            do="use a named policy: none, ops, full",
+        )
+    return _search(program, policy, gather_again, means())
 
 
 def decide_for_graph(program: Program, policy: str, gather_again: bool) -> MemoryDecision:
@@ -94,29 +104,53 @@ def decide_for_graph(program: Program, policy: str, gather_again: bool) -> Memor
     return decide(program, policy, gather_again)
 
 
-def _gathered(program: Program, parameters_too: bool) -> list[str]:
-    """What was gathered, and what is only a view, copy or cast of it, is not kept: ranks have parts."""
-    parameters = {node for role, node, _ in program.input_rows if isinstance(role, roles.Param)}
-    chain: set[fx.Node] = set()
-    for node in program.operations(FORWARD):
-        if is_collective(node) and _comes_from(node.args[0], parameters):
-            again = parameters_too
-        else:
-            again = node.target is torch_internals.ALL_GATHER
-            again |= _renames(node) and node.all_input_nodes[0] in chain
-        if again:
-            chain.add(node)
-    return [meta(node)["name"] for node in program.operations(FORWARD) if node in chain]
+def frontier(program: Program, gather_again: bool, means: Means) -> tuple[FrontierPoint, ...]:
+    """About a dozen ways to run a placed Program, from the least memory to the least time."""
+    return means.search(program, gather_again).frontier()
 
 
-def _renames(node: fx.Node) -> bool:
-    return len(node.all_input_nodes) == 1 and (is_view(node) or operators.of(node.target).copies)
+def _search(program: Program, policy: str, gather_again: bool, means: Means) -> MemoryDecision:
+    budget = budget_of(policy, means.budget) or means.device.capacity
+    if kept := _all_kept(program, policy, gather_again, means, budget):
+        return kept
+    search = means.search(program, gather_again)
+    mix, smallest = search.within(budget)
+    if mix is None:
+        raise _too_small(search, budget, smallest, policy)
+    profile = search.profile
+    trial = profile.trial(mix)
+    reason = (
+        f"memory {policy}: {search.describe(mix)}; {show_bytes(trial.memory.peak())} of "
+        f"{show_bytes(budget)}, and {trial.seconds * 1e3:.4g} ms"
+    )
+    return replace(profile.decision(policy, mix), reason=reason)
 
 
-def _comes_from(node: object, parameters: set[fx.Node]) -> bool:
-    """Whether a value is a parameter, or views and casts of one alone."""
-    while isinstance(node, fx.Node) and node not in parameters:
-        if len(node.all_input_nodes) != 1:
-            return False
-        node = node.all_input_nodes[0]
-    return isinstance(node, fx.Node)
+def _all_kept(
+    program: Program, policy: str, gather_again: bool, means: Means, budget: int
+) -> MemoryDecision | None:
+    """Everything is kept, where it fits: only keeping what is gathered again could take less time."""
+    blocks = Blocks(program, gather_again)
+    if blocks.gathers or memory_timeline(program).peak() > _ROOM * budget:
+        return None
+    decision = replace(decide_by_policy(program, NONE, gather_again), policy=policy)
+    peak = means.simulate(program, decision).memory.peak()
+    reason = f"memory {policy}: none; all is kept, in {show_bytes(peak)} of {show_bytes(budget)}"
+    return replace(decision, reason=reason) if peak <= budget else None
+
+
+def _too_small(search: Search, budget: int, smallest: int, policy: str) -> BudgetError:
+    known = search.profile.known
+    mix = min(known, key=lambda one: known[one].memory.peak())
+    line = known[mix].memory
+    alive = max(line.at, key=lambda sizes: sum(sizes.values()))
+    name = max(CATEGORIES, key=lambda category: alive.get(category, 0))
+    where = "" if policy == AUTO else f"memory {policy}, "
+    error = BudgetError(
+        f"no plan fits {show_bytes(budget)} a rank: the smallest peak is {show_bytes(smallest)}",
+        where=f"{where}program {search.profile.program.name!r}",
+        why=f"at the peak of {search.describe(mix)}, {name} take {show_bytes(alive[name])}",
+        do=f"give at least {show_bytes(smallest)}, more ranks, or fewer rows a rank",
+    )
+    error.smallest = smallest
+    return error

@@ -50,16 +50,27 @@ def notes(nodes: list[fx.Node]) -> list[str]:
 
 
 def not_crossing(
-    region: list[fx.Node], program: Program, kept: Collection[fx.Node] = ()
+    region: list[fx.Node],
+    program: Program,
+    kept: Collection[fx.Node] = (),
+    communicates: bool = False,
 ) -> list[fx.Node]:
     """Values of a region that no other part of the forward reads, neither results nor ``kept``.
 
-    Communicated activations are kept: recomputing is not to communicate them twice. So is what a
-    generator drew: it would draw something else.
+    Communicated activations are kept, unless they may be communicated twice. So is what a generator drew:
+    it would draw something else.
     """
     inside, results = set(region), set(program.results)
-    may_go = {n for n in region if n not in results and n not in kept and not _is_kept(n)}
-    within = {node for node in may_go if all(u in inside or not _is_forward(u) for u in node.users)}
+
+    def stays_within(node: fx.Node) -> bool:
+        """Or follows from what is kept, as what is communicated of a value does."""
+        crosses = any(_is_forward(user) and user not in inside for user in node.users)
+        return not crosses or (communicates and _is_communicated(node))
+
+    may_go = {
+        n for n in region if n not in results and n not in kept and not _is_kept(n, communicates)
+    }
+    within = {node for node in may_go if stays_within(node)}
     dropped = _dropped(region, {node for node in within if _policy(node).endswith("recompute")})
     for product in dropped:
         if _policy(product) == "must_recompute" and node_flops(product):
@@ -96,8 +107,12 @@ def _needs_itself(node: fx.Node) -> bool:
     return number is not None and any(meta(user).get("sequence") == number for user in behind)
 
 
-def _is_kept(node: fx.Node) -> bool:
-    return is_collective(node) or node.target is torch_internals.WAIT or _draws(node)
+def _is_kept(node: fx.Node, communicates: bool) -> bool:
+    return _draws(node) or (_is_communicated(node) and not communicates)
+
+
+def _is_communicated(node: fx.Node) -> bool:
+    return is_collective(node) or node.target is torch_internals.WAIT
 
 
 def _is_forward(node: fx.Node) -> bool:

@@ -102,6 +102,8 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         data["fingerprint"] = plan.fingerprint
     if plan.predicted is not None:
         data["predicted"] = plan.predicted.to_json()
+    if plan.points is not None:
+        data["points"] = plan.points
     # Through text: lists where there are tuples, as whoever reads the file will have them.
     return json.loads(json.dumps(msgspec.to_builtins(data, enc_hook=_plain, str_keys=True)))
 
@@ -194,6 +196,7 @@ def _read_plan(data: Any) -> Plan:
         fingerprint=schema.made_of(found.fingerprint),
         predicted=None if found.predicted is None else _read_prediction(found.predicted),
         notes=found.notes,
+        points=None if found.points is None else tuple(map(schema.made_of, found.points)),
         values={key: Table(reader.facts(rows, key)) for key, rows in found.values.items()},
     )
 

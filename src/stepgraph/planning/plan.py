@@ -17,6 +17,7 @@ from stepgraph.cost.predict import Prediction
 from stepgraph.errors import PlanError
 from stepgraph.planning.decisions import (
     Decisions,
+    FrontierPoint,
     Frozen,
     OperationPlacement,
     PlacementDecision,
@@ -47,6 +48,7 @@ class Plan(Frozen):
         predicted: what a step takes, where that was asked for.
         notes: on how it came about.
         values: what is to be told of values, by program and name.
+        points: of the memory-time frontier, least memory first, where that was asked for.
     """
 
     request: Request
@@ -56,6 +58,7 @@ class Plan(Frozen):
     predicted: Prediction | None = None
     notes: tuple[str, ...] = ()
     values: Mapping[str, Mapping[str, ValueFacts]] = Table()
+    points: tuple[FrontierPoint, ...] | None = None
 
     @property
     def mesh(self) -> MeshShape:
@@ -110,7 +113,9 @@ class Plan(Frozen):
                 kept = {key: replace(decided, **dropped) for key, decided in kept.items()}
         same = not changed & (_ASKED_OF_PLACEMENT | {"memory", "schedule"})
         predicted = self.predicted if same else None
-        return replace(self, request=request, decisions=Table(kept), predicted=predicted)
+        points = self.points if same else None
+        known = {"predicted": predicted, "points": points}
+        return replace(self, request=request, decisions=Table(kept), **known)
 
     def with_decisions(self: Kind, key: str, decided: Decisions) -> Kind:
         """The plan that also holds the decisions for a program."""

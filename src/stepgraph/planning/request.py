@@ -10,6 +10,12 @@ from stepgraph.planning.reading import AnyInteger, Positive, TypeText
 from stepgraph.program.layout import MeshShape
 
 AUTO = "auto"  # a policy that searches for what others name
+BUDGET = "budget"  # and one of memory, that says within how many bytes: budget:SIZE
+
+
+def is_searched(memory: str) -> bool:
+    """Whether a memory policy says how much memory there is, and not what is kept of it."""
+    return memory == AUTO or memory.startswith(f"{BUDGET}:")
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,11 @@ class Request(Frozen):
     batch: Mapping[str, TypeText] = Table()
     memory_budget: Positive | None = None
     constraints: Mapping[str, str] = Table()
+
+    @property
+    def decided_by_cost(self) -> bool:
+        """Whether anything is searched for, and so may depend on the machine that searches."""
+        return self.searches or is_searched(self.memory)
 
     @property
     def searches(self) -> bool:

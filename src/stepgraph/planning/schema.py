@@ -15,7 +15,12 @@ import msgspec
 from msgspec import Meta
 
 from stepgraph.cost.predict import Prediction
-from stepgraph.planning.decisions import MemoryDecision, PlacementDecision, ScheduleDecision
+from stepgraph.planning.decisions import (
+    FrontierPoint,
+    MemoryDecision,
+    PlacementDecision,
+    ScheduleDecision,
+)
 from stepgraph.planning.placements import MOST_DIMS
 from stepgraph.planning.plan import Plan
 from stepgraph.planning.reading import AnyNumber, Count, Number, Positive, Strict, Text, TypeText
@@ -100,4 +105,5 @@ form(
 form(MemoryDecision, recompute=dict[Text, list[Text]])  # {"0:2 1:3": [patterns]}
 form(ScheduleDecision, updates=Groups | None, waits=Groups)
 form(Prediction, collectives=dict[Text, Volume], collectives_by_dim=dict[Text, Volume])
+form(FrontierPoint)
 PlanFile = form(Plan, version=int, values=dict[Text, list[FactsRow]], final=None)

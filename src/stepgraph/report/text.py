@@ -16,6 +16,7 @@ from stepgraph.cost.work import size_in_bytes
 from stepgraph.errors import UsageError
 from stepgraph.planning.folding import layer_of
 from stepgraph.planning.plan import Plan
+from stepgraph.planning.sizes import show_bytes
 from stepgraph.program.collectives import KINDS, is_collective
 from stepgraph.program.layout import show
 from stepgraph.program.metadata import meta
@@ -65,14 +66,6 @@ def engine_report(plan: Plan, programs: dict[str, Program], notes: list[str], st
             lines.append(f"    {phase}: {total['count']} x {kind}, {show_bytes(total['bytes'])}")
     lines += ["  fallbacks:"] + [f"    {note}" for note in notes] if notes else ["  no fallbacks"]
     return "\n".join(lines)
-
-
-def show_bytes(size: int) -> str:
-    """``1.50 GiB``, ``3.2 MiB``, ``12 KiB``."""
-    for unit, scale, digits in (("GiB", 2**30, 2), ("MiB", 2**20, 1)):
-        if size >= scale:
-            return f"{size / scale:.{digits}f} {unit}"
-    return f"{size / 2**10:.0f} KiB"
 
 
 # -- a plan

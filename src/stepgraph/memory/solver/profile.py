@@ -1,0 +1,241 @@
+"""What a step takes by how much each block keeps: with all blocks alike, and added up where they differ.
+
+A step with all blocks on one level is simulated; where it is deep, two steps of few layers are: what a
+layer adds is the same however deep a step is. The peaks of four stretches are noted: the forward, the
+backward of the head, that of the blocks, and what is behind it. Where blocks differ, each follows from what
+the blocks before it keep. What is found so is simulated before it is taken.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import fx
+
+from stepgraph import torch_internals
+from stepgraph.analysis.layers import find_layers
+from stepgraph.cost.device import Device
+from stepgraph.cost.predict import Trial
+from stepgraph.cost.traffic import assign_traffic
+from stepgraph.cost.work import operation_seconds
+from stepgraph.memory.solver.blocks import Blocks, Level
+from stepgraph.memory.solver.levels import POLICIES, Costs, find_levels
+from stepgraph.planning.decisions import MemoryDecision
+from stepgraph.program.collectives import is_collective
+from stepgraph.program.metadata import meta
+from stepgraph.program.program import BACKWARD, FORWARD, Program
+
+MANY = 2500  # operations of a Program of which shorter ones are simulated
+_APART = 2  # layers that the two differ in: collectives of neighbours may be merged
+
+Simulate = Callable[[Program, MemoryDecision], Trial]
+"""What a placed Program takes under a decision, scheduled, bound and lowered; it stays as it is."""
+Mix = tuple[int, ...]
+"""The number of the level of each block."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a step takes: seconds, and bytes at the peak."""
+
+    seconds: float
+    peak: float
+
+
+@dataclass(frozen=True)
+class _Alike:
+    """A step with all blocks on one level.
+
+    Its seconds; its peaks in the forward, the head's backward, the blocks' backward and behind; bytes of
+    gradients then.
+    """
+
+    seconds: float
+    forward: float
+    head: float
+    blocks: float
+    behind: float
+    gradients: float
+
+    @property
+    def peak(self) -> float:
+        """Of the whole step."""
+        return max(self.forward, self.head, self.blocks, self.behind)
+
+    def further(self, other: "_Alike", steps: float) -> "_Alike":
+        """So many times the difference to another beyond it."""
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return _Alike(*(there + steps * (there - here) for here, there in pairs))
+
+
+class Profile:
+    """Levels of a placed Program's blocks, and what a step takes by which block is on which.
+
+    Args:
+        program: placed; it stays as it is.
+        gather_again: parameters that were gathered are gathered again for the backward.
+        simulate: what is simulated is what would run.
+        device: whose costs count.
+        fused: whether operations are fused into kernels.
+    """
+
+    def __init__(
+        self, program: Program, gather_again: bool, simulate: Simulate, device: Device, fused: bool
+    ) -> None:
+        self.program, self.simulate = program, simulate
+        self.blocks = Blocks(program, gather_again)
+        self.count = len(self.blocks.blocks)
+        self.known: dict[Mix, Trial] = {}
+        shorter = self._shorter(gather_again)
+        self.is_deep = bool(shorter)
+        short = shorter[0] if shorter else self.blocks
+        many = not shorter and len(program.graph.nodes) > MANY
+        found = find_levels(short, _seconds_of(short, device, fused), many)
+        self.levels: list[Level] = list(found)
+        self._slopes: list[float] = []  # bytes that a layer adds, by level, of a deep step
+        if shorter:
+            self.alike = self._by_shorter(found, *shorter)
+        else:
+            every = range(len(self.levels))
+            self.alike = [self._stretches(self.trial(self.uniform(n)), self.blocks) for n in every]
+        self._set_costs([found[level] for level in self.levels])
+
+    def decision(self, policy: str, mix: Mix) -> MemoryDecision:
+        """What is recomputed under a mix."""
+        return self.blocks.decision(policy, [self.levels[number] for number in mix])
+
+    def trial(self, mix: Mix) -> Trial:
+        """What a step really takes under a mix; simulated once."""
+        if mix not in self.known:
+            self.known[mix] = self.simulate(self.program, self.decision("", mix))
+        return self.known[mix]
+
+    def uniform(self, number: int) -> Mix:
+        """All blocks on one level."""
+        return (number,) * self.count
+
+    def estimate(self, mix: Mix) -> Estimate:
+        """What a step takes under a mix, by the steps whose blocks are alike."""
+        levels = np.array(mix)
+        every = np.arange(self.count)
+        base = self.alike[0].seconds
+        more = np.array([alike.seconds - base for alike in self.alike])
+        seconds = base + float((more[levels] * self._shares[levels, every]).sum())
+        held = self._bytes[levels, every]
+        last = self.alike[mix[-1]]
+        saved = held.sum() - self._bytes[mix[-1]].sum()
+        peaks = [last.forward + saved, last.head + saved, self.alike[mix[0]].behind]
+        before = np.cumsum(held)
+        edges = np.append(np.flatnonzero(np.diff(levels)), self.count - 1)
+        for edge in edges:  # the last block of a stretch on one level finds most
+            alike, level = self.alike[mix[edge]], mix[edge]
+            done = self.count - 1 - edge
+            gradients = done / self.count * alike.gradients
+            peaks.append(alike.blocks - self._bytes[level].sum() + before[edge] + gradients)
+        return Estimate(seconds, float(max(peaks)))
+
+    def _shorter(self, gather_again: bool) -> list[Blocks]:
+        """Two steps of few layers of a deep one; none where it is not, or its blocks are not its layers."""
+        nodes = len(self.program.graph.nodes)
+        if nodes <= MANY or len(set(self.blocks.kinds)) > 1:
+            return []
+        layers = find_layers(self.program)
+        if layers is None or layers.most < 2 * _APART or layers.forward != self.blocks.blocks:
+            return []
+        names = self.blocks.names
+        self._behind = {meta(node)["name"] for layer in layers.backward for node in layer}
+        counts = (layers.most, layers.most - _APART)
+        return [Blocks(layers.without(count), gather_again, names) for count in counts]
+
+    def _by_shorter(self, found: Mapping[Level, Costs], few: Blocks, more: Blocks) -> list[_Alike]:
+        """By two steps of few layers; the longer of levels alone that a mix of others does not replace."""
+        first = {level: self._of_short(level, few) for level in found}
+        points = [(sum(found[level].bytes), alike.seconds) for level, alike in first.items()]
+        worth = {self.levels[place] for place in _lower_hull(points)}
+        worth.add(min(first, key=lambda level: first[level].peak))
+        self.levels = [one for one in self.levels if one in worth or one.name in POLICIES]
+        longer = {level: self._of_short(level, more) for level in self.levels}
+        apart = len(more.blocks) - len(few.blocks)
+        self._slopes = [(longer[one].head - first[one].head) / apart for one in self.levels]
+        steps = (self.count - len(more.blocks)) / apart
+        return [first[level].further(longer[level], steps) for level in self.levels]
+
+    def _of_short(self, level: Level, blocks: Blocks) -> _Alike:
+        decision = blocks.decision("", [level] * len(blocks.blocks))
+        return self._stretches(self.simulate(blocks.program, decision), blocks)
+
+    def _stretches(self, trial: Trial, blocks: Blocks) -> _Alike:
+        """Peaks of the stretches of a step."""
+        line = trial.memory
+        totals = [sum(alive.values()) for alive in line.at]
+        inside = self._places(line.operations, blocks)
+        behind = [i for i, node in enumerate(line.operations) if meta(node)["phase"] != FORWARD]
+        end = behind[0] if behind else len(totals)
+        first, last = (inside[0], inside[-1] + 1) if inside else (end, end)
+        forward, head, blocks_too, behind_them = (
+            float(max(totals[start:stop], default=0))
+            for start, stop in ((0, end), (end, first), (first, last), (last, len(totals)))
+        )
+        gradients = line.at[min(last, len(totals) - 1)]["gradients"] if totals else 0
+        return _Alike(trial.seconds, forward, head, blocks_too, behind_them, gradients)
+
+    def _places(self, operations: Sequence[fx.Node], blocks: Blocks) -> list[int]:
+        """Where the backward of blocks runs: what is computed again, and what reads their values."""
+        names = {meta(node)["name"] for block in blocks.blocks for node in block}
+        behind = self._behind if blocks is not self.blocks else _readers(blocks)
+        return [
+            place
+            for place, node in enumerate(operations)
+            if meta(node)["phase"] == BACKWARD
+            and not is_collective(node)
+            and node.target is not torch_internals.WAIT
+            and (meta(node).get("recomputed_from") in names or meta(node)["name"] in behind)
+        ]
+
+    def _set_costs(self, costs: Sequence[Costs]) -> None:
+        """Bytes that each block keeps on each level; its share of what a level takes longer."""
+        kinds = self.blocks.kinds
+        self._bytes = np.array([[c.bytes[kind] for kind in kinds] for c in costs], float)
+        if self._slopes:  # a kernel may keep more than the operation that it computes
+            more = np.array(self._slopes) - self._slopes[0]
+            self._bytes = self._bytes[:1] + more[:, None]
+        seconds = np.array([[c.seconds[kind] for kind in kinds] for c in costs])
+        sums = seconds.sum(1, keepdims=True)
+        self._shares = np.where(sums > 0, seconds / np.where(sums > 0, sums, 1.0), 1 / self.count)
+
+
+def _lower_hull(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Places of points below which no line between two others runs."""
+    hull: list[int] = []
+    for place in sorted(range(len(points)), key=points.__getitem__):
+        while len(hull) > 1 and _is_above(*(points[i] for i in (*hull[-2:], place))):
+            hull.pop()
+        if not hull or points[place][1] < points[hull[-1]][1]:
+            hull.append(place)
+    return hull
+
+
+def _is_above(one: tuple, middle: tuple, other: tuple) -> bool:
+    """Whether a point is above the line from one before it to one behind it, or on it."""
+    run, rise = other[0] - one[0], other[1] - one[1]
+    return (middle[1] - one[1]) * run >= rise * (middle[0] - one[0])
+
+
+def _readers(blocks: Blocks) -> set[str]:
+    """What of the backward reads values that no other part of the forward does."""
+    found: set[str] = set()
+    for block in blocks.blocks:
+        inside = {*block}
+        for node in block:
+            behind = [user for user in node.users if user not in inside]
+            if all(meta(user).get("phase") == BACKWARD for user in behind):
+                found |= {meta(user)["name"] for user in behind}
+    return found
+
+
+def _seconds_of(blocks: Blocks, device: Device, fused: bool) -> Mapping[fx.Node, float]:
+    """Of the operations of the forward."""
+    copy = blocks.program.copy()
+    assign_traffic(copy, fused)
+    pairs = zip(blocks.nodes, copy.operations(FORWARD), strict=True)
+    return {node: operation_seconds(same, device) for node, same in pairs}

@@ -20,7 +20,7 @@ from stepgraph.program.metadata import meta
 
 HALVES = "full but the first residual"
 TWICE = "full, communicated twice"
-_POLICIES = (NONE, FULL, OPS, HALVES, TWICE)
+POLICIES = (NONE, FULL, OPS, HALVES, TWICE)
 _ALL = 6  # so many values that may be kept: every set of them is a level
 _BETWEEN = 5  # levels between what keeps least and what keeps most, where blocks repeat
 _ALONE = 15  # and where one block is all there is
@@ -96,7 +96,7 @@ def _add(
     kept = [t.measure(None if nodes is None else nodes & t.droppable) for t, nodes in pairs]
     key = tuple((one.again, one.bytes) for one in kept)
     cost = tuple((round(one.seconds, 9), one.bytes) for one in kept)
-    if key not in met and (cost not in met or name in _POLICIES):
+    if key not in met and (cost not in met or name in POLICIES):
         met |= {key, cost}
         places = tuple(
             None if one.nodes is None else positions(t.block, one.nodes)

@@ -19,7 +19,7 @@ from stepgraph.cost.predict import Trial
 from stepgraph.cost.traffic import assign_traffic
 from stepgraph.cost.work import operation_seconds
 from stepgraph.memory.solver.blocks import Blocks, Level
-from stepgraph.memory.solver.levels import Costs, find_levels
+from stepgraph.memory.solver.levels import POLICIES, Costs, find_levels
 from stepgraph.planning.decisions import MemoryDecision
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.metadata import meta
@@ -57,6 +57,11 @@ class _Alike:
     behind: float
     gradients: float
 
+    @property
+    def peak(self) -> float:
+        """Of the whole step."""
+        return max(self.forward, self.head, self.blocks, self.behind)
+
     def further(self, other: "_Alike", steps: float) -> "_Alike":
         """So many times the difference to another beyond it."""
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
@@ -87,8 +92,12 @@ class Profile:
         many = not shorter and len(program.graph.nodes) > MANY
         found = find_levels(short, _seconds_of(short, device, fused), many)
         self.levels: list[Level] = list(found)
-        self.alike = [self._alike(level, shorter) for level in self.levels]
-        self._set_costs(list(found.values()))
+        if shorter:
+            self.alike = self._by_shorter(found, *shorter)
+        else:
+            every = range(len(self.levels))
+            self.alike = [self._stretches(self.trial(self.uniform(n)), self.blocks) for n in every]
+        self._set_costs([found[level] for level in self.levels])
 
     def decision(self, policy: str, mix: Mix) -> MemoryDecision:
         """What is recomputed under a mix."""
@@ -137,16 +146,20 @@ class Profile:
         counts = (layers.most, layers.most - _APART)
         return [Blocks(layers.without(count), gather_again, names) for count in counts]
 
-    def _alike(self, level: Level, shorter: Sequence[Blocks]) -> _Alike:
-        if not shorter:
-            mix = self.uniform(self.levels.index(level))
-            return self._stretches(self.trial(mix), self.blocks)
-        few, more = (
-            self._stretches(self.simulate(b.program, b.decision("", [level] * len(b.blocks))), b)
-            for b in shorter
-        )
-        sizes = [len(blocks.blocks) for blocks in shorter]
-        return few.further(more, (self.count - sizes[1]) / (sizes[1] - sizes[0]))
+    def _by_shorter(self, found: Mapping[Level, Costs], few: Blocks, more: Blocks) -> list[_Alike]:
+        """By two steps of few layers; the longer of levels alone that a mix of others does not replace."""
+        first = {level: self._of_short(level, few) for level in found}
+        points = [(sum(found[level].bytes), alike.seconds) for level, alike in first.items()]
+        worth = {self.levels[place] for place in _lower_hull(points)}
+        worth.add(min(first, key=lambda level: first[level].peak))
+        self.levels = [one for one in self.levels if one in worth or one.name in POLICIES]
+        sizes = len(few.blocks), len(more.blocks)
+        steps = (self.count - sizes[1]) / (sizes[1] - sizes[0])
+        return [first[level].further(self._of_short(level, more), steps) for level in self.levels]
+
+    def _of_short(self, level: Level, blocks: Blocks) -> _Alike:
+        decision = blocks.decision("", [level] * len(blocks.blocks))
+        return self._stretches(self.simulate(blocks.program, decision), blocks)
 
     def _stretches(self, trial: Trial, blocks: Blocks) -> _Alike:
         """Peaks of the stretches of a step."""
@@ -183,6 +196,23 @@ class Profile:
         seconds = np.array([[c.seconds[kind] for kind in kinds] for c in costs])
         sums = seconds.sum(1, keepdims=True)
         self._shares = np.where(sums > 0, seconds / np.where(sums > 0, sums, 1.0), 1 / self.count)
+
+
+def _lower_hull(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Places of points below which no line between two others runs."""
+    hull: list[int] = []
+    for place in sorted(range(len(points)), key=points.__getitem__):
+        while len(hull) > 1 and _is_above(*(points[i] for i in (*hull[-2:], place))):
+            hull.pop()
+        if not hull or points[place][1] < points[hull[-1]][1]:
+            hull.append(place)
+    return hull
+
+
+def _is_above(one: tuple, middle: tuple, other: tuple) -> bool:
+    """Whether a point is above the line from one before it to one behind it, or on it."""
+    run, rise = other[0] - one[0], other[1] - one[1]
+    return (middle[1] - one[1]) * run >= rise * (middle[0] - one[0])
 
 
 def _readers(blocks: Blocks) -> set[str]:

@@ -10,7 +10,9 @@ estimate put right by what it really takes, until none is left that is faster.
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 
+from stepgraph.cost.predict import Trial
 from stepgraph.memory.presets import FULL, NONE
 from stepgraph.memory.solver.frontiers import SAME, best_of, spread
 from stepgraph.memory.solver.profile import Mix, Profile
@@ -28,6 +30,28 @@ class _Candidate:
     peak: float
 
 
+class _Off:
+    """By how much estimates are off: of mixes of the same levels by what one of them really took."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[frozenset[int], float] = {}
+        self._peaks: dict[frozenset[int], float] = {}
+        self._usual = (0.0, 0.0)
+
+    def learn(self, candidate: _Candidate, trial: Trial) -> None:
+        """What a candidate really takes."""
+        levels = frozenset(candidate.mix)
+        self._seconds[levels] = trial.seconds - candidate.seconds
+        self._peaks[levels] = trial.memory.peak() - candidate.peak
+        self._usual = self._seconds[levels], self._peaks[levels]
+
+    def right(self, candidate: _Candidate) -> tuple[float, float]:
+        """Seconds and peak of a candidate, put right."""
+        levels = frozenset(candidate.mix)
+        seconds = self._seconds.get(levels, self._usual[0])
+        return candidate.seconds + seconds, candidate.peak + self._peaks.get(levels, self._usual[1])
+
+
 class Search:
     """Candidates of one Program: mixes with their estimates, the fastest first."""
 
@@ -39,39 +63,31 @@ class Search:
 
     def within(self, budget: int) -> tuple[Mix | None, int]:
         """The fastest mix whose simulated peak fits, and the smallest peak that was seen."""
-        profile = self.profile
-        off: dict[frozenset[int], float] = {}  # by levels: the real peak over its estimate
-        usual = 0.0
-        best, hopeless = None, 0
+        profile, off = self.profile, _Off()
+        best: Mix | None = None
+        hopeless = 0
         tried: set[Mix] = set()
-        most = _TRIALS_IN_DEPTH if profile.is_deep else _TRIALS
-        for _ in range(most):
-            limit = profile.trial(best).seconds * (1 - SAME) if best is not None else float("inf")
-            fits = (
-                one
-                for one in self.candidates
-                if one.mix not in tried
-                and one.seconds < limit
-                and one.peak + off.get(frozenset(one.mix), usual) <= budget
-            )
+        for _ in range(_TRIALS_IN_DEPTH if profile.is_deep else _TRIALS):
+            limit = inf if best is None else profile.trial(best).seconds * (1 - SAME)
+            left = [one for one in self.candidates if one.mix not in tried]
+            right = ((one, *off.right(one)) for one in left)
+            fits = (one for one, time, peak in right if time < limit and peak <= budget)
             candidate = next(fits, None)
             if candidate is None and best is None and hopeless < _SMALLEST:
                 hopeless += 1
-                left = (one for one in self.candidates if one.mix not in tried)
                 candidate = min(left, key=lambda one: one.peak, default=None)
             if candidate is None:
                 break
             tried.add(candidate.mix)
             trial = profile.trial(candidate.mix)
-            usual = off[frozenset(candidate.mix)] = trial.memory.peak() - candidate.peak
+            off.learn(candidate, trial)
             if trial.memory.peak() <= budget and trial.seconds < limit:
                 best = candidate.mix
-        for mix, trial in profile.known.items():
-            fits_too = trial.memory.peak() <= budget
-            if fits_too and (best is None or trial.seconds < profile.trial(best).seconds):
-                best = mix
-        least = min(trial.memory.peak() for trial in profile.known.values())
-        return best, least
+        known = profile.known
+        fitting = [mix for mix, trial in known.items() if trial.memory.peak() <= budget]
+        if fitting:
+            best = min(fitting, key=lambda mix: (known[mix].seconds, mix))
+        return best, min(trial.memory.peak() for trial in known.values())
 
     def frontier(self) -> tuple[FrontierPoint, ...]:
         """Mixes of which none takes less memory and less time, about evenly spaced in memory.

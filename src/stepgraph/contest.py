@@ -47,7 +47,6 @@ class Contest:
     """What answers compete for: a request, the programs that it is about, and what they run on.
 
     ``walks``: of each program, where it has its form already and presets place it one after the other.
-    ``room``: bytes of a peak that will do, though they are more than the budget.
     """
 
     programs: Mapping[str, Program]
@@ -57,12 +56,11 @@ class Contest:
     rank: int = 0
     strict: bool = False
     walks: Mapping[str, SharedWalks] | None = None
-    room: int = 0
 
     @property
     def budget(self) -> int:
         """Bytes of a rank."""
-        return max(self.room, self.plan.request.memory_budget or self.device.capacity)
+        return self.plan.request.memory_budget or self.device.capacity
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,6 @@ from stepgraph.program.program import Program
 from stepgraph.runtime.batches import fake_leaves, flatten_batch
 from stepgraph.torch_internals import pytree
 
-_ROUGHLY = 1.1
 MOST_SOLUTIONS = 5  # until the peak, which a solver knows in part, fits
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -194,19 +193,12 @@ class Planner:
         """
         if not first.request.searches:
             return self._kept(first, programs, frontier)
-        for rough in (True, False):
-            placed = self._fit(first, programs, last=False, rough=rough)
-            if placed.fits and placed.plan.memory == NONE:
-                return placed
-            try:
-                found = self._kept(placed.plan.under(memory=first.memory), programs, frontier)
-            except BudgetError:
-                if placed.fits or not rough:
-                    raise
-                continue
-            found.plan = replace(found.plan, notes=placed.plan.notes)
-            return replace(found, lean=placed.peak * (placed.plan.memory == FULL))
-        raise AssertionError("the second search raises or returns")
+        placed = self._fit(first, programs, last=False)
+        if placed.fits and placed.plan.memory == NONE:
+            return placed
+        found = self._kept(placed.plan.under(memory=first.memory), programs, frontier)
+        found.plan = replace(found.plan, notes=placed.plan.notes)
+        return replace(found, lean=placed.peak * (placed.plan.memory == FULL))
 
     def _kept(self, plan: Plan, programs: Mapping[str, Program], frontier: bool) -> Attempt:
         """What is best kept where a plan's placements are decided, or follow from a preset."""
@@ -215,14 +207,8 @@ class Planner:
         made = make(programs, plan, self.target, driver=self.driver, **asked)
         return attempt_of(made, plan.request.memory_budget or self.device.capacity)
 
-    def _fit(
-        self, first: Plan, programs: Mapping[str, Program], last: bool, rough: bool = False
-    ) -> Attempt:
-        """The first memory policy whose peak fits, or the one with the smallest peak.
-
-        Args:
-            rough: a peak that is little over the budget will do: less is to be kept yet.
-        """
+    def _fit(self, first: Plan, programs: Mapping[str, Program], last: bool) -> Attempt:
+        """The first memory policy whose peak fits, or the one with the smallest peak."""
         policies, asked = candidates(first.memory), first.memory
         budget = first.request.memory_budget or self.device.capacity
         best: Attempt | None = None
@@ -234,9 +220,7 @@ class Planner:
                 continue
             try:
                 once = last and policies == (policy,) and not first.request.memory_budget
-                asked_for = first.under(memory=policy)
-                enough = int(_ROUGHLY * budget) if rough and policy == policies[-1] else budget
-                attempt = self._try(asked_for, programs, budget, once, given_up, enough)
+                attempt = self._try(first.under(memory=policy), programs, budget, once, given_up)
             except (MemoryPolicyError, BudgetError) as error:
                 if not is_searched(asked) or (best is None and policy == policies[-1]):
                     raise
@@ -274,14 +258,12 @@ class Planner:
         budget: int,
         once: bool,
         given_up: bool,
-        enough: int,
     ) -> Attempt:
         """One memory policy; a solver is given less room until what it does not count fits as well.
 
         Args:
             once: the programs are not needed again.
             given_up: as soon as it is seen that it does not fit: there is another policy.
-            enough: bytes of a peak for which no other solution is looked for.
         """
         limits, limit = Limits(budget), None
         best: Attempt | None = None
@@ -313,12 +295,12 @@ class Planner:
                 best = attempt
             held = max(decided.placement.held_bytes for decided in made.plan.decisions.values())
             limit = limits.after(held, attempt.peak) if plan.request.searches else None
-            if limit is None or budget < attempt.peak <= enough:
+            if limit is None:
                 break
         if best is None:
             assert too_small is not None
             raise too_small
-        return self._best_of(best, plan, programs, budget, enough)
+        return self._best_of(best, plan, programs, budget)
 
     def _best_of(
         self,
@@ -326,7 +308,6 @@ class Planner:
         plan: Plan,
         programs: Mapping[str, Program],
         budget: int,
-        enough: int,
     ) -> Attempt:
         """A solver's answer, or that of a preset which is simulated beside it."""
         names = rivals(programs, plan)
@@ -334,8 +315,8 @@ class Planner:
             return own
         self.stage("simulation")
         solved = Entrant(AUTO, own.made, predicted(own.made, self.device, keep=False))
-        contest = Contest(programs, plan, self.target, self.device, room=min(own.peak, enough))
-        best = taken(compete(solved, names, contest), contest.budget)
+        contest = Contest(programs, plan, self.target, self.device)
+        best = taken(compete(solved, names, contest), budget)
         if best is solved:
             return replace(own, plan=best.made.plan, predicted=best.predicted)
         return replace(attempt_of(best.made, budget), predicted=best.predicted)

@@ -13,7 +13,7 @@ what they said. The road of code that is captured graph by graph is made of the 
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from stepgraph.capture.passes.accumulate_gradients import accumulate_gradients
@@ -317,10 +317,12 @@ def _decide_placement(program: Program, plan: Plan, limit: int | None) -> Placem
     )
 
 
-def _means(plan: Plan, target: Target) -> Means:
-    """What a search for what is kept goes by: the simulation of what runs, on the request's device."""
-    request = plan.request
-    device, fused = find_device(request.device), LOWERINGS[request.lowering].fuses
+def simulation(plan: Plan, target: Target) -> Callable[[Program, MemoryDecision], Trial]:
+    """Tries placed Programs under memory decisions: what is simulated is what would run.
+
+    On the request's device, scheduled and lowered as it asks for, bound to the first rank.
+    """
+    request, device = plan.request, find_device(plan.request.device)
 
     def simulate(program: Program, decision: MemoryDecision) -> Trial:
         driver = PassDriver()
@@ -329,10 +331,18 @@ def _means(plan: Plan, target: Target) -> Means:
         program = driver.through(BOUND, program, rank=0)
         program = driver.through(TARGETED, program, target=target, strict=False, rank=0)
         program = executed(program, request.lowering, {}, driver, keep=False)
-        assign_traffic(program, fused)
+        assign_traffic(program, LOWERINGS[request.lowering].fuses)
         return try_program(program, device)
 
-    return Means(simulate, device, fused, request.memory_budget)
+    return simulate
+
+
+def _means(plan: Plan, target: Target) -> Means:
+    """What a search for what is kept goes by."""
+    request = plan.request
+    fused = LOWERINGS[request.lowering].fuses
+    device = find_device(request.device)
+    return Means(simulation(plan, target), device, fused, request.memory_budget)
 
 
 def executed(

@@ -16,6 +16,7 @@ from stepgraph.memory.presets import FULL, NONE, OPS
 from stepgraph.memory.solver.blocks import Blocks, Level, positions
 from stepgraph.memory.solver.tradeoff import Kept, Tradeoff
 from stepgraph.operators.views import is_view
+from stepgraph.planning.sizes import show_bytes
 from stepgraph.program.metadata import meta
 
 HALVES = "full but the first residual"
@@ -24,6 +25,11 @@ POLICIES = (NONE, FULL, OPS, HALVES, TWICE)
 _ALL = 6  # so many values that may be kept: every set of them is a level
 _BETWEEN = 5  # levels between what keeps least and what keeps most, where blocks repeat
 _ALONE = 15  # and where one block is all there is
+
+
+_Choice = tuple[
+    str, Sequence[frozenset[fx.Node] | None]
+]  # a name, and what each kind of block keeps
 
 
 @dataclass(frozen=True)
@@ -52,8 +58,10 @@ def find_levels(
     )
     found: dict[Level, Costs] = {}
     met: set[tuple] = set()
-    for name, chosen in _choices(blocks, tradeoffs, few):
-        _add(found, met, name, chosen, tradeoffs)
+    exact = len(blocks.blocks) == 1 and len(tradeoffs[0].choices) <= _ALL
+    choices = _every_set(tradeoffs[0]) if exact else _between_named(blocks, tradeoffs, few)
+    for name, chosen in itertools.chain(_named(tradeoffs), choices):
+        _add(found, met, name, chosen, tradeoffs, exact)
     _add(found, met, TWICE, [frozenset() for _ in kinds], wider)
     if blocks.gathers:
         held = [blocks.gathered_bytes(blocks.first_of(kind)) for kind in kinds]
@@ -65,20 +73,17 @@ def find_levels(
     return found
 
 
-def _choices(
-    blocks: Blocks, tradeoffs: Sequence[Tradeoff], few: bool
-) -> Iterator[tuple[str, Sequence[frozenset[fx.Node] | None]]]:
-    """What each kind of block keeps: by named policies, then by the trade-off, with names."""
+def _named(tradeoffs: Sequence[Tradeoff]) -> Iterator[_Choice]:
+    """What named policies keep."""
     yield NONE, [None for _ in tradeoffs]
     yield FULL, [frozenset() for _ in tradeoffs]
     for name, keeps in ((OPS, kept_operations), (HALVES, first_residual)):
         yield name, [frozenset(keeps(tradeoff.block)) for tradeoff in tradeoffs]
-    alone = len(blocks.blocks) == 1
-    if alone and len(tradeoffs[0].choices) <= _ALL:
-        for nodes in _every_set(tradeoffs[0].choices):
-            yield _name_of([nodes]), [nodes]
-        return
-    between = _ALONE if alone and not few else _BETWEEN
+
+
+def _between_named(blocks: Blocks, tradeoffs: Sequence[Tradeoff], few: bool) -> Iterator[_Choice]:
+    """What is best kept within several numbers of bytes."""
+    between = _ALONE if len(blocks.blocks) == 1 and not few else _BETWEEN
     for kept in zip(*(_between(tradeoff, between) for tradeoff in tradeoffs), strict=True):
         nodes = [one.nodes or frozenset() for one in kept]
         yield _name_of(nodes), nodes
@@ -90,19 +95,26 @@ def _add(
     name: str,
     chosen: Sequence[frozenset[fx.Node] | None],
     tradeoffs: Sequence[Tradeoff],
+    exact: bool = False,
 ) -> None:
-    """A level more, unless one before computes the same again; or, of no policy, costs the same."""
+    """A level more, unless one before computes the same again; or costs the same, if neither is a policy's.
+
+    Args:
+        exact: also what costs the same: it may take less when it is needed.
+    """
     pairs = list(zip(tradeoffs, chosen, strict=True))
     kept = [t.measure(None if nodes is None else nodes & t.droppable) for t, nodes in pairs]
     key = tuple((one.again, one.bytes) for one in kept)
     cost = tuple((round(one.seconds, 9), one.bytes) for one in kept)
-    if key not in met and (cost not in met or name in POLICIES):
+    if key not in met and (exact or cost not in met or name in POLICIES):
         met |= {key, cost}
         places = tuple(
             None if one.nodes is None else positions(t.block, one.nodes)
             for one, t in zip(kept, tradeoffs, strict=True)
         )
         costs = Costs(tuple(one.seconds for one in kept), tuple(one.bytes for one in kept))
+        if any(level.name == name for level in found):
+            name = f"{name}, {show_bytes(sum(costs.bytes))} a block"
         found[Level(name, places, communicates=tradeoffs[0].communicates)] = costs
 
 
@@ -123,10 +135,11 @@ def _between(tradeoff: Tradeoff, count: int) -> Iterator[Kept]:
         yield tradeoff.least_seconds(float(bytes)) or least
 
 
-def _every_set(choices: Sequence[fx.Node]) -> Iterator[frozenset[fx.Node]]:
-    for count in range(len(choices) + 1):
-        for nodes in itertools.combinations(choices, count):
-            yield frozenset(nodes)
+def _every_set(tradeoff: Tradeoff) -> Iterator[_Choice]:
+    """Everything that may be kept of a block."""
+    for count in range(len(tradeoff.choices) + 1):
+        for nodes in map(frozenset, itertools.combinations(tradeoff.choices, count)):
+            yield _name_of([nodes]), [nodes]
 
 
 def _name_of(kept: Sequence[frozenset[fx.Node]]) -> str:

@@ -61,6 +61,7 @@ class Tradeoff:
 
     def __post_init__(self) -> None:
         inside = {*self.block}
+        self.droppable = self.droppable - self.free
         sources = [s for node in self.block for s in node.all_input_nodes if s not in inside]
         self.values = [*dict.fromkeys(sources), *self.block]
         self.storages = {node: storage_of(node) for node in self.values}
@@ -82,7 +83,7 @@ class Tradeoff:
                 stack += [source for source in node.all_input_nodes if source in dropped]
         needed = {node for node in self.read if node not in dropped}
         needed |= {source for node in again for source in node.all_input_nodes} - dropped
-        held = {self.storages[node] for node in needed - self.free}
+        held = {self.storages[node] for node in needed if not self._is_free(node)}
         size = sum(self._bytes(storage) for storage in held)
         return Kept(kept, frozenset(again), sum(self.seconds[node] for node in again), size)
 
@@ -97,12 +98,18 @@ class Tradeoff:
         return found
 
     def _choices(self) -> list[fx.Node]:
-        """Operations whose results may be kept, instead of being computed again."""
+        """Operations whose results may be kept, instead of being computed again for the backward."""
+        again = self.measure(frozenset()).again
         return [
             node
             for node in self.block
-            if node in self.droppable and self.storages[node] is node and not _is_tuple(node)
+            if node in again and self.storages[node] is node and not _is_tuple(node)
         ]
+
+    def _is_free(self, node: fx.Node) -> bool:
+        """Whether a value, or what it shows, is there in any case."""
+        storage = self.storages[node]
+        return node in self.free or storage in self.free or storage.op != "call_function"
 
     def _bytes(self, storage: fx.Node) -> int:
         """Of a storage that is kept; nothing for one from elsewhere that the backward reads in any case."""
@@ -112,7 +119,8 @@ class Tradeoff:
     def _solve(self, most_bytes: float, of_bytes: bool) -> Kept | None:
         keep: dict[fx.Node, int] = {}
         again: dict[fx.Node, int] = {}
-        for storage in (self.storages[node] for node in self.values if node not in self.free):
+        kept = (node for node in self.values if not self._is_free(node))
+        for storage in map(self.storages.__getitem__, kept):
             if not _is_tuple(storage):
                 keep.setdefault(storage, len(keep))
         for node in self.block:
@@ -150,7 +158,7 @@ class Tradeoff:
         again: Mapping[fx.Node, int],
     ) -> list[tuple[dict[int, float], float, float]]:
         """Where a reader runs again, a value is there; without one, the backward itself reads it."""
-        if value in self.free:
+        if self._is_free(value):
             return []
         row: dict[int, float] = {}
         if (storage := self.storages[value]) in keep:

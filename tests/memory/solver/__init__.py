@@ -1,0 +1,1 @@
+"""Tests of what searches for what is kept within a budget."""

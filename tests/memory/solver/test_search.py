@@ -1,0 +1,94 @@
+"""The fastest that fits: as exhaustive search has it, and never worse than a named policy."""
+
+import itertools
+
+import pytest
+
+from stepgraph.memory.by_policy import decide_by_policy
+from stepgraph.pipeline import simulation
+from stepgraph.planning.decisions import MemoryDecision
+from tests.memory.solver.search_support import (
+    llama_program,
+    llama_search,
+    narrowing,
+    placed,
+    plan_on,
+    search_of,
+)
+from tests.support import HOST
+
+NAMED = ("none", "full", "ops", "layers:2", "layers:3")
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A program, and what it takes whatever is recomputed of all that may be."""
+    plan = plan_on("ddp")
+    program = placed(*narrowing(), plan)
+    simulate = simulation(plan, HOST)
+    names = list(decide_by_policy(program, "full").recompute)
+    every = [
+        simulate(program, MemoryDecision("", dict.fromkeys(chosen, 0)))
+        for count in range(len(names) + 1)
+        for chosen in itertools.combinations(names, count)
+    ]
+    return program, plan, [(trial.memory.peak(), trial.seconds) for trial in every]
+
+
+def budgets_of(taken, count=8):
+    low, high = min(peak for peak, _ in taken), max(peak for peak, _ in taken)
+    return [int(low + (high - low) * i / (count - 1)) for i in range(count)]
+
+
+def test_on_a_small_graph_it_is_what_exhaustive_search_finds(small):
+    program, plan, every = small
+    search = search_of(program, plan, gather_again=False)
+    assert min(peak for peak, _ in every) == search.within(1)[1]
+    for budget in budgets_of(every):
+        mix, _ = search.within(budget)
+        found = search.profile.trial(mix)
+        assert found.memory.peak() <= budget
+        fitting = [seconds for peak, seconds in every if peak <= budget]
+        assert found.seconds == pytest.approx(min(fitting), rel=1e-9)
+
+
+@pytest.mark.parametrize(("preset", "mesh"), [("zero3", "dp=2"), ("tp+ddp", "dp=2,tp=2")])
+def test_it_is_no_slower_than_the_best_named_policy_that_fits(preset, mesh):
+    search, program = llama_search(3, preset, mesh), llama_program(3, preset, mesh)
+    again = preset == "zero3"
+    simulate = simulation(plan_on(preset, mesh), HOST)
+    trials = [simulate(program, decide_by_policy(program, name, again)) for name in NAMED]
+    named = [(trial.memory.peak(), trial.seconds) for trial in trials]
+    for budget in budgets_of(named):
+        mix, _ = search.within(budget)
+        found = search.profile.trial(mix)
+        assert found.memory.peak() <= budget
+        assert found.seconds <= min(s for peak, s in named if peak <= budget) * (1 + 1e-9)
+
+
+def test_what_cannot_be_met_says_the_smallest_peak():
+    search = llama_search()
+    mix, smallest = search.within(1000)
+    assert mix is None
+    assert search.within(smallest)[0] is not None
+    assert search.within(smallest - 1)[0] is None
+
+
+def test_more_memory_never_takes_more_time():
+    points = llama_search().frontier()
+    assert 8 <= len(points) <= 12
+    for one, other in itertools.pairwise(points):
+        assert one.peak_bytes < other.peak_bytes and one.step_ms > other.step_ms
+    search = llama_search()
+    for point in points[::3]:
+        mix, _ = search.within(point.peak_bytes)
+        assert search.profile.trial(mix).seconds * 1e3 <= point.step_ms * (1 + 1e-9)
+
+
+def test_a_mix_in_words():
+    search = llama_search()
+    names = [level.name for level in search.profile.levels]
+    none, full = names.index("none"), names.index("full")
+    assert search.describe((full,) * 3) == "full"
+    assert search.describe((none, full, none)) == "layers:2"
+    assert search.describe((full, none, none)) == "blocks 1 full; 2-3 none (of 3)"

@@ -92,6 +92,7 @@ class Profile:
         many = not shorter and len(program.graph.nodes) > MANY
         found = find_levels(short, _seconds_of(short, device, fused), many)
         self.levels: list[Level] = list(found)
+        self._slopes: list[float] = []  # bytes that a layer adds, by level, of a deep step
         if shorter:
             self.alike = self._by_shorter(found, *shorter)
         else:
@@ -153,9 +154,11 @@ class Profile:
         worth = {self.levels[place] for place in _lower_hull(points)}
         worth.add(min(first, key=lambda level: first[level].peak))
         self.levels = [one for one in self.levels if one in worth or one.name in POLICIES]
-        sizes = len(few.blocks), len(more.blocks)
-        steps = (self.count - sizes[1]) / (sizes[1] - sizes[0])
-        return [first[level].further(self._of_short(level, more), steps) for level in self.levels]
+        longer = {level: self._of_short(level, more) for level in self.levels}
+        apart = len(more.blocks) - len(few.blocks)
+        self._slopes = [(longer[one].head - first[one].head) / apart for one in self.levels]
+        steps = (self.count - len(more.blocks)) / apart
+        return [first[level].further(longer[level], steps) for level in self.levels]
 
     def _of_short(self, level: Level, blocks: Blocks) -> _Alike:
         decision = blocks.decision("", [level] * len(blocks.blocks))
@@ -193,6 +196,9 @@ class Profile:
         """Bytes that each block keeps on each level; its share of what a level takes longer."""
         kinds = self.blocks.kinds
         self._bytes = np.array([[c.bytes[kind] for kind in kinds] for c in costs], float)
+        if self._slopes:  # a kernel may keep more than the operation that it computes
+            more = np.array(self._slopes) - self._slopes[0]
+            self._bytes = self._bytes[:1] + more[:, None]
         seconds = np.array([[c.seconds[kind] for kind in kinds] for c in costs])
         sums = seconds.sum(1, keepdims=True)
         self._shares = np.where(sums > 0, seconds / np.where(sums > 0, sums, 1.0), 1 / self.count)

@@ -19,7 +19,7 @@ from stepgraph.memory.solver.profile import Mix, Profile
 from stepgraph.planning.decisions import FrontierPoint
 
 _TRIALS, _TRIALS_IN_DEPTH = 40, 5  # mixes that are simulated for one budget
-_SMALLEST = 3  # and to find the smallest peak, where none fits
+_SMALLEST = 3  # and to find the smallest peak, where none of those fits
 _PERIODS = (2, 3, 4)  # of ``layers:N``
 
 
@@ -62,20 +62,15 @@ class Search:
         self.candidates = sorted(candidates, key=lambda one: (one.seconds, one.peak, one.mix))
 
     def within(self, budget: int) -> tuple[Mix | None, int]:
-        """The fastest mix whose simulated peak fits, and the smallest peak that was seen."""
+        """The fastest mix whose simulated peak fits, and the smallest peak that is known."""
         profile, off = self.profile, _Off()
         best: Mix | None = None
-        hopeless = 0
         tried: set[Mix] = set()
         for _ in range(_TRIALS_IN_DEPTH if profile.is_deep else _TRIALS):
             limit = inf if best is None else profile.trial(best).seconds * (1 - SAME)
-            left = [one for one in self.candidates if one.mix not in tried]
-            right = ((one, *off.right(one)) for one in left)
-            fits = (one for one, time, peak in right if time < limit and peak <= budget)
+            left = ((c, *off.right(c)) for c in self.candidates if c.mix not in tried)
+            fits = (c for c, time, peak in left if time < limit and peak <= budget)
             candidate = next(fits, None)
-            if candidate is None and best is None and hopeless < _SMALLEST:
-                hopeless += 1
-                candidate = min(left, key=lambda one: one.peak, default=None)
             if candidate is None:
                 break
             tried.add(candidate.mix)
@@ -84,10 +79,21 @@ class Search:
             if trial.memory.peak() <= budget and trial.seconds < limit:
                 best = candidate.mix
         known = profile.known
+        if best is None:
+            self._simulate_leanest()
         fitting = [mix for mix, trial in known.items() if trial.memory.peak() <= budget]
-        if fitting:
-            best = min(fitting, key=lambda mix: (known[mix].seconds, mix))
+        best = min(fitting, key=lambda mix: (known[mix].seconds, mix), default=None)
         return best, min(trial.memory.peak() for trial in known.values())
+
+    def _simulate_leanest(self) -> None:
+        """Mixes that are estimated to take least memory, each another size."""
+        least: dict[float, Mix] = {}
+        for candidate in sorted(self.candidates, key=lambda c: (c.peak, c.seconds, c.mix)):
+            least.setdefault(candidate.peak, candidate.mix)
+            if len(least) == _SMALLEST:
+                break
+        for mix in least.values():
+            self.profile.trial(mix)
 
     def frontier(self) -> tuple[FrontierPoint, ...]:
         """Mixes of which none takes less memory and less time, about evenly spaced in memory.
@@ -100,6 +106,7 @@ class Search:
             mix_of = {point: mix for mix, point in point_of.items()}
             for point in spread(best_of([*mix_of])):
                 self.profile.trial(mix_of[point])
+            self._simulate_leanest()
             point_of = {}
         for mix, trial in trials.items():
             point_of[mix] = self._point(mix, trial.memory.peak(), trial.seconds)

@@ -1,5 +1,7 @@
 """stepgraph.plan: a plan and its prediction, without ranks, values or an accelerator."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -49,7 +51,7 @@ class Stack(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def stack():
+def stack_on():
     """Plans of four blocks; they are captured once."""
     model = Stack()
     made = planner.Planner(
@@ -60,8 +62,13 @@ def stack():
         find_device("h100"),
         StepSettings("adamw", precision=Precision(torch.bfloat16)),
     )
-    mesh = mesh_shape("dp=2")
-    return lambda memory, budget=None: made.plan(mesh, "zero3", memory, budget)
+    return lambda mesh, placement, *asked: made.plan(mesh_shape(mesh), placement, *asked)
+
+
+@pytest.fixture(scope="module")
+def stack(stack_on):
+    """Those of zero3."""
+    return lambda *asked: stack_on("dp=2", "zero3", *asked)
 
 
 @pytest.fixture(scope="module")
@@ -135,26 +142,75 @@ def test_a_step_is_captured_once_however_many_plans_are_made(stack, monkeypatch)
 
 
 @pytest.mark.parametrize("memory", ["none", "layers:2", "full"])
-def test_memory_auto_is_the_first_that_fits(stack, peaks, memory):
+@pytest.mark.parametrize("how", ["auto", "budget"])
+def test_a_budget_is_kept_to_and_no_named_policy_that_fits_is_faster(stack, peaks, memory, how):
     assert peaks["none"] > peaks["layers:2"] > peaks["full"]
-    found = stack("auto", peaks[memory])
-    assert found.fits and found.plan.memory == memory
-    assert found.plan.predicted.peak_bytes == found.peak == peaks[memory]
-    said = f"memory auto: {memory} is the first that fits"
-    assert any(note.startswith(said) for note in found.plan.notes)
+    named, budget = stack(memory), peaks[memory]
+    found = stack("auto", budget) if how == "auto" else stack(f"budget:{budget}B")
+    assert found.fits and found.plan.request.memory_budget == budget
+    assert found.plan.predicted.peak_bytes == found.peak <= budget
+    assert found.plan.predicted.step_ms <= named.plan.predicted.step_ms * (1 + 1e-9)
+    assert any(note.startswith(f"memory {found.plan.memory}: ") for note in found.plan.notes)
+
+
+def test_a_plan_within_a_budget_is_replayed(stack, peaks, monkeypatch):
+    found = stack("auto", peaks["layers:2"]).plan
+    (decided,) = found.decisions.values()
+    assert decided.memory.policy == "auto" and decided.memory.recompute
+    monkeypatch.setattr(pipeline, "simulation", None)  # nothing is searched for again
+    read = stepgraph.Plan.from_json(stepgraph.api.plan.public(found).to_json())
+    model = Stack()
+    again = read.programs(model, example=(torch.empty(256, 16),), optimizer=adamw(model))
+    recomputed = {node.meta.get("recomputed_from") for node in again["step"].operations()} - {None}
+    assert recomputed and recomputed <= decided.memory.recompute.keys()
 
 
 def test_a_budget_that_nothing_fits_says_the_smallest_that_does(stack, peaks):
-    found = stack("auto", 4096)
-    assert not found.fits
-    message = str(found.error())
+    with pytest.raises(BudgetError) as error:
+        stack("auto", 4096)
+    message, smallest = str(error.value), error.value.smallest
     assert message.startswith("no plan fits 4 KiB a rank")
-    assert f"the smallest peak is {peaks['full'] / 2**10:.0f} KiB" in message
-    assert "memory full" in message and "at the peak, temporaries take " in message
+    assert f"the smallest peak is {smallest / 2**10:.0f} KiB" in message
+    assert smallest <= peaks["full"]
+    assert "program 'step'" in message and " take " in message
+    assert stack("auto", smallest).peak == smallest
     with pytest.raises(BudgetError, match="no plan fits 1 KiB"):
         plan_mlp(memory_budget=1024)
     with pytest.raises(BudgetError, match="memory none"):
         plan_mlp(memory="none", memory_budget="1KiB")
+
+
+def test_a_search_for_placements_keeps_to_a_budget_too(stack_on, peaks):
+    none = stack_on("dp=2", "auto", "none")
+    full = stack_on("dp=2", "auto", "full")
+    budget = (none.peak + full.peak) // 2
+    found = stack_on("dp=2", "auto", f"budget:{budget}B")
+    assert found.fits and found.peak <= budget
+    assert any("placements are those found under" in note for note in found.plan.notes)
+    assert stack_on("dp=2", "auto", "auto", none.peak).fits
+
+
+def test_a_frontier_goes_from_least_memory_to_least_time(stack, peaks, tmp_path):
+    plan = plan_mlp(memory="none", frontier=True)
+    points = plan.frontier()
+    assert points and all(point.keeps for point in points)
+    for one, other in itertools.pairwise(points):
+        assert one.peak_bytes < other.peak_bytes and one.step_ms > other.step_ms
+    assert points[-1].step_ms <= plan.predicted.step_ms
+    plan.save(tmp_path / "plan.json")
+    assert stepgraph.Plan.load(tmp_path / "plan.json").frontier() == points
+    within = plan_mlp(memory=f"budget:{points[0].peak_bytes}B", frontier=True)
+    assert within.frontier() == points and within.predicted.peak_bytes <= points[0].peak_bytes
+
+
+def test_micro_batches_have_one_frontier():
+    points = plan_mlp(memory="full", micro_batches=2, frontier=True).frontier()
+    assert points[-1].step_ms > plan_mlp(memory="none", frontier=True).frontier()[-1].step_ms
+
+
+def test_a_plan_without_a_frontier_says_so():
+    with pytest.raises(PlanError, match="holds no memory-time frontier(.|\n)*frontier=True"):
+        plan_mlp().frontier()
 
 
 def test_a_memory_that_was_asked_for_is_planned_though_the_device_is_too_small(monkeypatch):
@@ -165,7 +221,7 @@ def test_a_memory_that_was_asked_for_is_planned_though_the_device_is_too_small(m
         plan_mlp()
 
 
-def test_a_policy_that_a_model_has_no_blocks_for_is_passed_over():
+def test_a_model_without_blocks_is_searched_as_one():
     plan = plan_mlp(memory="none")
     budget = plan.predicted.peak_bytes - 1
     try:
@@ -173,7 +229,7 @@ def test_a_policy_that_a_model_has_no_blocks_for_is_passed_over():
     except BudgetError as error:
         assert "smallest peak" in str(error)
     else:
-        assert found.memory == "full"
+        assert found.predicted.peak_bytes <= budget
 
 
 @pytest.mark.parametrize(

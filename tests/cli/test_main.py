@@ -248,6 +248,7 @@ def test_options_arrive(text, launched):
         (["--model", "llama-tinny"], "did you mean 'llama-tiny'"),
         (["--plan", "zero4"], "unknown plan 'zero4'"),
         (["--memory", "some"], "unknown memory policy 'some'"),
+        (["--memory", "budget:8XiB"], "its units are B, KiB"),
         (["--lowering", "induktor"], "did you mean 'inductor'"),
         (["--mesh", "dp"], "mesh 'dp' is not understood"),
         (["--mesh", "dp=4", "--ranks", "2"], "mesh dp=4 has 4 ranks, but --ranks is 2"),

@@ -226,6 +226,7 @@ def test_what_does_not_fit_is_a_failure_with_its_reason(planned, tmp_path):
         (["--plan", "tp+zero3"], "the mesh dp=4 lacks tp"),
         (["--compare", "zero3,zero9"], "unknown plan 'zero9'"),
         (["--memory", "some"], "unknown memory policy 'some'"),
+        (["--memory", "budget:8XiB"], "its units are B, KiB"),
         (["--memory-budget", "lots"], "a memory budget is"),
         (["--ranks", "8"], "--ranks is 8"),
         (["-o", "/no/such/folder/plan.json"], "there is no folder for '/no/such/folder"),

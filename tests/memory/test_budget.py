@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import stepgraph
 from stepgraph.errors import BudgetError, MemoryPolicyError, UsageError
 from stepgraph.memory.by_policy import decide_by_policy
 from stepgraph.memory.decide import decide, decide_for_graph, leanest
@@ -159,3 +160,18 @@ def test_one_graph_of_many_takes_a_named_policy():
     program = captured(tiny_llama(1), token_batch(2))
     with pytest.raises(MemoryPolicyError, match="needs a step that is captured as one program"):
         decide_for_graph(program, "auto", gather_again=True)
+
+
+def test_an_engine_trains_within_a_budget_of_the_machine_at_hand():
+    losses = []
+    for memory in ("none", "budget:120KiB"):
+        model = tiny_llama(2)
+        engine = stepgraph.Engine(
+            model, optimizer=adamw(model), plan="ddp", memory=memory, lowering="eager"
+        )
+        losses.append([float(engine.step(BATCH)) for _ in range(2)])
+        if memory != "none":
+            assert engine.plan.request.device
+            assert engine.plan.decisions["step"].memory.recompute
+            assert "memory budget:120KiB" in engine.report()
+    assert losses[0] == losses[1]

@@ -58,8 +58,8 @@ class Engine(SavesAndLoads):
         mesh: ``"dp=4,tp=2"``, ``"replicate=2,shard=4"``, a DeviceMesh, or None for every rank on ``dp``.
         plan: a preset (``ddp``, ``zero1``, ``zero2``, ``zero3``, ``hsdp``; ``tp``, ``tp+sp``, with any of
             them as ``tp+zero3``), a Plan, or the path of a plan file.
-        memory: ``none``, ``full``, ``layers:N`` or ``ops``, or a table of modules' paths such as
-            ``{"layers.*.mlp": "recompute"}``; None: the plan's own.
+        memory: ``none``, ``full``, ``layers:N``, ``ops``; ``budget:8GiB`` a rank, or ``auto``: the fastest
+            that fits; a table of paths: ``{"layers.*.mlp": "recompute"}``; None: the plan's own.
         schedule: ``"none"``; None: the plan's own.
         compute_dtype: floating-point parameters and batch leaves are cast to it in the program, before
             any gather; parameters stay as they are. None: what the plan was made for.

@@ -205,7 +205,10 @@ class Planner:
         self.stage("solve")
         asked = {"with_facts": True, "with_frontier": frontier}
         made = make(programs, plan, self.target, driver=self.driver, **asked)
-        return attempt_of(made, plan.request.memory_budget or self.device.capacity)
+        attempt = attempt_of(made, plan.request.memory_budget or self.device.capacity)
+        steps = self.settings.micro_batches
+        predicted = foresee(made.programs, self.device, made.plan.lowering, steps)
+        return replace(attempt, predicted=predicted, peak=predicted.peak_bytes)
 
     def _fit(self, first: Plan, programs: Mapping[str, Program], last: bool) -> Attempt:
         """The first memory policy whose peak fits, or the one with the smallest peak."""

@@ -27,6 +27,7 @@ def small():
     program = placed(*narrowing(), plan)
     simulate = simulation(plan, HOST)
     names = list(decide_by_policy(program, "full").recompute)
+    names = [name for name in names if name not in ("pow", "mean")]  # the backward needs neither
     every = [
         simulate(program, MemoryDecision("", dict.fromkeys(chosen, 0)))
         for count in range(len(names) + 1)

@@ -172,12 +172,12 @@ class Profile:
         behind = [i for i, node in enumerate(line.operations) if meta(node)["phase"] != FORWARD]
         end = behind[0] if behind else len(totals)
         first, last = (inside[0], inside[-1] + 1) if inside else (end, end)
-        peaks = (
-            max(totals[start:stop], default=0)
+        forward, head, blocks_too, behind_them = (
+            float(max(totals[start:stop], default=0))
             for start, stop in ((0, end), (end, first), (first, last), (last, len(totals)))
         )
         gradients = line.at[min(last, len(totals) - 1)]["gradients"] if totals else 0
-        return _Alike(trial.seconds, *peaks, gradients)
+        return _Alike(trial.seconds, forward, head, blocks_too, behind_them, gradients)
 
     def _places(self, operations: Sequence[fx.Node], blocks: Blocks) -> list[int]:
         """Where the backward of blocks runs: what is computed again, and what reads their values."""

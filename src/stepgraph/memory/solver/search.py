@@ -96,21 +96,30 @@ class Search:
             self.profile.trial(mix)
 
     def frontier(self) -> tuple[FrontierPoint, ...]:
-        """Mixes of which none takes less memory and less time, about evenly spaced in memory.
+        """Mixes of which none takes less memory and less time, about evenly spaced along the curve.
 
-        Of a deep program by estimate; else each is simulated.
+        Each is simulated; of a deep program the end of least memory is, and the others are estimates.
         """
+        profile = self.profile
         point_of = {c.mix: self._point(c.mix, c.peak, c.seconds) for c in self.candidates}
-        trials = self.profile.known
-        if not self.profile.is_deep:
-            mix_of = {point: mix for mix, point in point_of.items()}
-            for point in spread(best_of([*mix_of])):
-                self.profile.trial(mix_of[point])
-            self._simulate_leanest()
-            point_of = {}
-        for mix, trial in trials.items():
-            point_of[mix] = self._point(mix, trial.memory.peak(), trial.seconds)
-        return spread(best_of([*point_of.values()]))
+        mix_of = {point: mix for mix, point in point_of.items()}
+        if profile.is_deep:
+            for _ in range(_SMALLEST):
+                point_of |= self._known()
+                least = best_of([*point_of.values()])[0]
+                if least not in mix_of or mix_of[least] in profile.known:
+                    break
+                profile.trial(mix_of[least])
+            return spread(best_of([*(point_of | self._known()).values()]))
+        for point in spread(best_of([*mix_of])):
+            profile.trial(mix_of[point])
+        self._simulate_leanest()
+        return spread(best_of([*self._known().values()]))
+
+    def _known(self) -> dict[Mix, FrontierPoint]:
+        """What was simulated."""
+        known = self.profile.known.items()
+        return {mix: self._point(mix, t.memory.peak(), t.seconds) for mix, t in known}
 
     def _point(self, mix: Mix, peak: float, seconds: float) -> FrontierPoint:
         return FrontierPoint(round(peak), seconds * 1e3, self.describe(mix))

@@ -1,0 +1,154 @@
+"""What a memory budget gains over the named policies, and what it takes to find out.
+
+    python benchmarks/memory_budgets.py [--models gpt2] [--json benchmarks/results/memory_budgets.json]
+
+Each model's step is placed by a preset (bf16 compute, AdamW, an H100 model). At eight budgets from the
+smallest peak that can be had to that of keeping everything: the predicted step of the search, and of the
+best named policy whose predicted peak fits. All are simulated on the program that runs. CPU seconds: of
+capture, of the search's own simulations, of each budget after them, and of the frontier.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stepgraph.api.models import find_model, language_model_loss
+from stepgraph.api.plan import build_on_meta
+from stepgraph.api.planner import Planner, make_optimizer
+from stepgraph.cost.devices import find_device
+from stepgraph.errors import MemoryPolicyError
+from stepgraph.memory.by_policy import decide_by_policy
+from stepgraph.memory.solver.profile import Profile
+from stepgraph.memory.solver.search import Search
+from stepgraph.pipeline import PLACED, form, simulation
+from stepgraph.placement import apply as placement
+from stepgraph.placement.presets.named import decide_by_preset, gathers_again
+from stepgraph.planning.plan import preset_plan
+from stepgraph.planning.request import Precision, StepSettings
+from stepgraph.program.driver import PassDriver, no_collections
+from stepgraph.runtime.ranks import parse_mesh
+
+MODELS = {
+    "llama-tiny": ("dp=4", "zero3", 128),
+    "gpt2": ("dp=8", "ddp", 1024),
+    "qwen3-0.6b": ("dp=16,tp=8", "tp+zero3", 8192),
+    "llama3-8b": ("dp=16,tp=8", "tp+zero3", 8192),
+    "llama3-70b": ("dp=64,tp=8", "tp+sp+zero3", 8192),
+    "llama3-405b": ("replicate=16,shard=128,tp=8", "tp+sp+hsdp", 8192),
+}
+NAMED = ("none", "ops", "full", "layers:2", "layers:4")
+ROWS_PER_RANK, BUDGETS = 2, 8
+
+
+def measure(name: str) -> dict[str, Any]:
+    """One model at all budgets."""
+    mesh_text, preset, length = MODELS[name]
+    mesh, device = parse_mesh(mesh_text), find_device("h100")
+    clock = Clock()
+    model = build_on_meta(find_model(name))
+    ids = torch.empty(ROWS_PER_RANK * mesh.data_size, length, dtype=torch.int64, device="meta")
+    step = StepSettings("adamw", precision=Precision(torch.bfloat16))
+    optimizer = make_optimizer("adamw", model)
+    batch = {"input_ids": ids, "labels": ids}
+    planner = Planner(model, batch, language_model_loss, optimizer, device, step)
+    program = planner.captured(preset, mesh).programs["step"]
+    row: dict[str, Any] = {"model": name, "mesh": mesh_text, "placement": preset}
+    row["capture_s"] = clock.lap()
+    plan = preset_plan(preset, mesh, device=device.name, step=step)
+    program = form(program, plan, PassDriver())
+    where = decide_by_preset(program, mesh, preset)
+    program = placement.apply(program, where, mesh, 1, PLACED, PassDriver())
+    row["placement_s"] = clock.lap()
+    simulate, again = simulation(plan, planner.target), gathers_again(preset, mesh)
+    search = Search(Profile(program, again, simulate, device, fused=True))
+    row["search_s"], row["levels"] = clock.lap(), len(search.profile.levels)
+    row["estimated_by_short_steps"] = search.profile.is_deep
+    row["frontier"] = [asdict(point) for point in search.frontier()]
+    row["frontier_s"] = clock.lap()
+    named = {}
+    for policy in NAMED:
+        try:
+            trial = simulate(program, decide_by_policy(program, policy, again))
+        except MemoryPolicyError:
+            continue
+        named[policy] = {"peak_bytes": trial.memory.peak(), "step_ms": trial.seconds * 1e3}
+    row["named"], row["named_s"] = named, clock.lap()
+    _, smallest = search.within(1)
+    row["smallest_peak_bytes"], row["smallest_s"] = smallest, clock.lap()
+    most = named["none"]["peak_bytes"]
+    row["budgets"] = []
+    for number in range(BUDGETS):
+        budget = smallest + (most - smallest) * number // (BUDGETS - 1)
+        mix, _ = search.within(budget)
+        assert mix is not None
+        trial = search.profile.trial(mix)
+        fitting = {n: p["step_ms"] for n, p in named.items() if p["peak_bytes"] <= budget}
+        best = min(fitting, key=fitting.__getitem__, default=None)
+        row["budgets"].append(
+            {
+                "budget_bytes": budget,
+                "peak_bytes": trial.memory.peak(),
+                "step_ms": trial.seconds * 1e3,
+                "keeps": search.describe(mix),
+                "best_named": best,
+                "best_named_ms": None if best is None else fitting[best],
+                "search_s": clock.lap(),
+            }
+        )
+    return row
+
+
+class Clock:
+    """CPU seconds since the lap before."""
+
+    def __init__(self) -> None:
+        self.last = time.process_time()
+
+    def lap(self) -> float:
+        """Begins the next."""
+        before, self.last = self.last, time.process_time()
+        return self.last - before
+
+
+def show(row: dict[str, Any]) -> str:
+    """A table of one model."""
+    took = ", ".join(
+        f"{what} {row[f'{what}_s']:.1f} s" for what in ("capture", "search", "frontier")
+    )
+    lines = [f"{row['model']} on {row['mesh']}, {row['placement']}: {took}"]
+    for one in row["budgets"]:
+        named = "nothing fits"
+        if one["best_named"] is not None:
+            ratio = one["step_ms"] / one["best_named_ms"]
+            named = f"{one['best_named']} {one['best_named_ms']:.2f} ms, ratio {ratio:.3f}"
+        lines.append(
+            f"  {one['budget_bytes'] / 2**30:8.3f} GiB  {one['step_ms']:10.2f} ms  ({named})"
+            f"  {one['search_s']:.1f} s  {one['keeps']}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measures model after model, and prints a table for each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    rows = []
+    for name in arguments.models.split(","):
+        with no_collections():
+            rows.append(measure(name))
+        print(show(rows[-1]), flush=True)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

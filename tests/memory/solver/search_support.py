@@ -41,6 +41,34 @@ def narrowing() -> tuple[nn.Module, tuple[torch.Tensor]]:
     return Narrowing(), (torch.randn(4096, 16),)
 
 
+class Layer(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, hidden), nn.Linear(hidden, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Stacks(nn.Module):
+    """Two kinds of blocks that repeat, one behind the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.ModuleList(Layer(32) for _ in range(3))
+        self.narrow = nn.ModuleList(Layer(16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in [*self.wide, *self.narrow]:
+            x = layer(x)
+        return x.square().mean()
+
+
+def stacks() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    torch.manual_seed(0)
+    return Stacks(), (torch.randn(512, 8),)
+
+
 def plan_on(preset: str = "zero3", mesh: str = "dp=2", **asked: Any) -> Plan:
     return preset_plan(preset, parse_mesh(mesh), device="h100", **asked)
 

@@ -1,8 +1,5 @@
 """Levels: the named policies, what lies between them, and nothing twice."""
 
-import torch
-from torch import nn
-
 from stepgraph.memory.solver.blocks import Blocks
 from stepgraph.memory.solver.levels import TWICE, find_levels
 from tests.memory.solver.search_support import (
@@ -11,6 +8,7 @@ from tests.memory.solver.search_support import (
     narrowing,
     placed,
     plan_on,
+    stacks,
 )
 
 
@@ -49,26 +47,7 @@ def test_of_a_few_values_every_set_is_a_level():
 
 
 def test_blocks_of_several_kinds_have_levels_in_common():
-    class Layer(nn.Module):
-        def __init__(self, hidden):
-            super().__init__()
-            self.up, self.down = nn.Linear(8, hidden), nn.Linear(hidden, 8)
-
-        def forward(self, x):
-            return x + self.down(torch.tanh(self.up(x)))
-
-    class Stacks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.wide = nn.ModuleList(Layer(32) for _ in range(3))
-            self.narrow = nn.ModuleList(Layer(16) for _ in range(3))
-
-        def forward(self, x):
-            for layer in [*self.wide, *self.narrow]:
-                x = layer(x)
-            return x.square().mean()
-
-    program = placed(Stacks(), (torch.randn(8, 8),), plan_on("ddp"))
+    program = placed(*stacks(), plan_on("ddp"))
     assert set(Blocks(program, False).kinds) == {0, 1}
     assert all(len(level.kept) == 2 for level in levels_of(program))
 

@@ -14,6 +14,7 @@ from tests.memory.solver.search_support import (
     placed,
     plan_on,
     search_of,
+    stacks,
 )
 from tests.support import HOST
 
@@ -53,9 +54,14 @@ def test_on_a_small_graph_it_is_what_exhaustive_search_finds(small):
         assert found.seconds == pytest.approx(min(fitting), rel=1e-9)
 
 
-def test_it_is_no_slower_than_the_best_named_policy_that_fits():
-    search, program = llama_search(), llama_program()
-    simulate = simulation(plan_on(), HOST)
+@pytest.mark.parametrize("model", ["llama", "two kinds of blocks"])
+def test_it_is_no_slower_than_the_best_named_policy_that_fits(model):
+    search, program, preset = llama_search(), llama_program(), "zero3"
+    if model != "llama":
+        preset = "ddp"
+        program = placed(*stacks(), plan_on(preset))
+        search = search_of(program, plan_on(preset), gather_again=False)
+    simulate = simulation(plan_on(preset), HOST)
     trials = [simulate(program, decide_by_policy(program, name)) for name in NAMED]
     named = [(trial.memory.peak(), trial.seconds) for trial in trials]
     for budget in budgets_of(named):

@@ -26,10 +26,8 @@ _ALL = 6  # so many values that may be kept: every set of them is a level
 _BETWEEN = 5  # levels between what keeps least and what keeps most, where blocks repeat
 _ALONE = 15  # and where one block is all there is
 
-
-_Choice = tuple[
-    str, Sequence[frozenset[fx.Node] | None]
-]  # a name, and what each kind of block keeps
+# A name, and what each kind of block keeps; None: all of it.
+_Choice = tuple[str, Sequence[frozenset[fx.Node] | None]]
 
 
 @dataclass(frozen=True)

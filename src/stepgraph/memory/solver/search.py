@@ -15,6 +15,7 @@ from math import inf
 from stepgraph.cost.predict import Trial
 from stepgraph.memory.presets import FULL, NONE
 from stepgraph.memory.solver.frontiers import SAME, best_of, spread
+from stepgraph.memory.solver.levels import POLICIES
 from stepgraph.memory.solver.profile import Mix, Profile
 from stepgraph.planning.decisions import FrontierPoint
 
@@ -46,10 +47,11 @@ class _Off:
         self._usual = self._seconds[levels], self._peaks[levels]
 
     def right(self, candidate: _Candidate) -> tuple[float, float]:
-        """Seconds and peak of a candidate, put right."""
+        """Seconds and peak of a candidate, put right; where all blocks are alike, it is so."""
         levels = frozenset(candidate.mix)
-        seconds = self._seconds.get(levels, self._usual[0])
-        return candidate.seconds + seconds, candidate.peak + self._peaks.get(levels, self._usual[1])
+        usual = self._usual if len(levels) > 1 else (0.0, 0.0)
+        seconds, peak = self._seconds.get(levels, usual[0]), self._peaks.get(levels, usual[1])
+        return candidate.seconds + seconds, candidate.peak + peak
 
 
 class Search:
@@ -78,12 +80,26 @@ class Search:
             off.learn(candidate, trial)
             if trial.memory.peak() <= budget and trial.seconds < limit:
                 best = candidate.mix
+        self._simulate_named(budget, best)
         known = profile.known
-        if best is None:
+        if not any(trial.memory.peak() <= budget for trial in known.values()):
             self._simulate_leanest()
         fitting = [mix for mix, trial in known.items() if trial.memory.peak() <= budget]
         best = min(fitting, key=lambda mix: (known[mix].seconds, mix), default=None)
         return best, min(trial.memory.peak() for trial in known.values())
+
+    def _simulate_named(self, budget: int, best: Mix | None) -> None:
+        """Named policies that may be faster than the best that was found, if any of it was."""
+        profile = self.profile
+        named = {profile.uniform(n) for n, one in enumerate(profile.levels) if one.name in POLICIES}
+        named |= {self._every(period) for period in _PERIODS if period <= profile.count}
+        for candidate in self.candidates:
+            limit = inf if best is None else profile.trial(best).seconds * (1 - SAME)
+            if candidate.seconds >= limit:
+                break
+            may_fit = candidate.mix in named and candidate.peak <= budget
+            if may_fit and profile.trial(candidate.mix).memory.peak() <= budget:
+                best = candidate.mix
 
     def _simulate_leanest(self) -> None:
         """Mixes that are estimated to take least memory, each another size."""

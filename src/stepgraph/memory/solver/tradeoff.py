@@ -5,6 +5,7 @@ with the time of what is computed again in its objective: a value that the backw
 computed again of values that are there; what is kept takes at most so many bytes.
 """
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -85,7 +86,8 @@ class Tradeoff:
         needed |= {source for node in again for source in node.all_input_nodes} - dropped
         held = {self.storages[node] for node in needed if not self._is_free(node)}
         size = sum(self._bytes(storage) for storage in held)
-        return Kept(kept, frozenset(again), sum(self.seconds[node] for node in again), size)
+        seconds = math.fsum(self.seconds[node] for node in again)  # in whatever order
+        return Kept(kept, frozenset(again), seconds, size)
 
     def least_seconds(self, most_bytes: float) -> Kept | None:
         """Within so many bytes; None where that cannot be."""

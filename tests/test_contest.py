@@ -11,6 +11,7 @@ from stepgraph.api.planner import Planner
 from stepgraph.capture.module import default_loss
 from stepgraph.contest import Contest, Entrant, enter, make_best, promising, rivals, taken
 from stepgraph.cost.devices import find_device
+from stepgraph.cost.memory import memory_timeline
 from stepgraph.cost.work import node_flops
 from stepgraph.equivalence.check import _Checker
 from stepgraph.errors import StepgraphError
@@ -44,6 +45,24 @@ def share(name: str, mesh: str, rank: int = 0) -> float:
     plan = planner.plan(shape, "auto", "none").plan
     whole = flops_of(planner.captured("auto", shape).programs["step"])
     return flops_of(planner.programs(plan, rank)["step"]) / whole * shape.world_size
+
+
+def test_within_a_budget_placements_are_searched_for_and_then_what_is_kept():
+    model, batch = MODELS["chain"]()
+    planner = planner_of(model, batch)
+    mesh = parse_mesh("dp=2")
+    programs = planner.captured("auto", mesh).programs
+    asked = preset_plan("auto", mesh, device=planner.device.name, step=planner.settings)
+
+    def peak_of(**policies):
+        made = make_best(programs, asked.under(**policies), planner.target)
+        return max(memory_timeline(p).peak() for p in made.programs.values()), made.plan
+
+    none, lean = peak_of(memory="none")[0], peak_of(memory="full")[0]
+    budget = max(lean, none - 1)
+    peak, plan = peak_of(memory=f"budget:{budget}B")
+    assert peak <= budget and plan.request.memory_budget is None
+    assert plan.decisions["step"].memory.policy == plan.memory == f"budget:{budget}B"
 
 
 SLOW = pytest.mark.slow

@@ -171,6 +171,7 @@ class Planner:
             *captured.notes,
             *captured.remarks,
             *plan.notes,
+            *(d.memory.reason for d in plan.decisions.values() if d.memory and d.memory.reason),
             *(n for p in programs.values() for n in p.notes),
         ]
         predicted = best.predicted or foresee(

@@ -119,12 +119,11 @@ def _search(program: Program, policy: str, gather_again: bool, means: Means) -> 
         raise _too_small(search, budget, smallest, policy)
     profile = search.profile
     trial = profile.trial(mix)
-    decision = profile.decision(policy, mix)
-    note = (
+    reason = (
         f"memory {policy}: {search.describe(mix)}; {show_bytes(trial.memory.peak())} of "
         f"{show_bytes(budget)}, and {trial.seconds * 1e3:.4g} ms"
     )
-    return replace(decision, notes=(*decision.notes, note))
+    return replace(profile.decision(policy, mix), reason=reason)
 
 
 def _all_kept(
@@ -136,8 +135,8 @@ def _all_kept(
         return None
     decision = replace(decide_by_policy(program, NONE, gather_again), policy=policy)
     peak = means.simulate(program, decision).memory.peak()
-    note = f"memory {policy}: none; all is kept, in {show_bytes(peak)} of {show_bytes(budget)}"
-    return replace(decision, notes=(*decision.notes, note)) if peak <= budget else None
+    reason = f"memory {policy}: none; all is kept, in {show_bytes(peak)} of {show_bytes(budget)}"
+    return replace(decision, reason=reason) if peak <= budget else None
 
 
 def _too_small(search: Search, budget: int, smallest: int, policy: str) -> BudgetError:

@@ -123,12 +123,13 @@ class MemoryDecision(Frozen):
     """Which forward values are not kept for the backward.
 
     ``recompute`` maps a stable name to the number of the block it is recomputed in (-1: it is gathered
-    again); values that are not named are saved.
+    again); values that are not named are saved. ``reason``: what a search chose, and what it comes to.
     """
 
     policy: str
     recompute: Mapping[str, int] = Table()
     notes: tuple[str, ...] = ()
+    reason: str | None = None
 
 
 @dataclass(frozen=True)

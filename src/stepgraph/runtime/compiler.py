@@ -318,7 +318,9 @@ class Compiler:
         self.plan = made.plan
         notes = [note for program in made.programs.values() for note in program.notes]
         self.report([*captured.notes, *dict.fromkeys(notes)])
-        self.report(captured.remarks, falls_back=False)
+        kept = [decided.memory for decided in made.decided.values()]
+        chosen = [memory.reason for memory in kept if memory is not None and memory.reason]
+        self.report([*captured.remarks, *chosen], falls_back=False)
         lowered: dict[str, LoweredProgram] = {}
         for name, program in made.programs.items():
             self.state.prepare(program, captured.optimizer, self.max_grad_norm)

@@ -3,19 +3,21 @@
 import pytest
 
 from stepgraph.memory.solver import profile as profiles
+from stepgraph.memory.solver.levels import find_levels
 from stepgraph.memory.solver.profile import Profile
 from stepgraph.pipeline import simulation
-from tests.memory.solver.search_support import DEVICE, llama_program, llama_search, plan_on
-from tests.support import HOST
+from tests.memory.solver.search_support import DEVICE, llama_search, placed, plan_on
+from tests.support import HOST, tower
 
 
 @pytest.fixture(scope="module")
 def deep():
-    """Of six layers, which are estimated by two and by four of them."""
+    """Of ten layers, which are estimated by two and by four of them."""
     before, profiles.MANY = profiles.MANY, 100
     try:
         plan = plan_on()
-        found = Profile(llama_program(6), True, simulation(plan, HOST), DEVICE, fused=True)
+        program = placed(*tower(10), plan)
+        found = Profile(program, True, simulation(plan, HOST), DEVICE, fused=True)
     finally:
         profiles.MANY = before
     assert found.is_deep and not found.known
@@ -32,7 +34,7 @@ def test_of_a_deep_step_short_ones_say_what_it_takes(deep):
 
 def test_of_mixes_too(deep):
     first, last = 1, 0
-    for many in (2, 4):
+    for many in (3, 7):
         mix = (first,) * many + (last,) * (deep.count - many)
         estimate, trial = deep.estimate(mix), deep.trial(mix)
         assert estimate.seconds == pytest.approx(trial.seconds, rel=1e-2)
@@ -42,7 +44,8 @@ def test_of_mixes_too(deep):
 def test_of_a_deep_step_only_levels_stay_that_no_mix_replaces(deep):
     names = [level.name for level in deep.levels]
     assert {"none", "full", "ops"} <= set(names)
-    assert len(names) < len(llama_search().profile.levels)
+    every = find_levels(deep.blocks, dict.fromkeys(deep.blocks.nodes, 1e-6))
+    assert set(names) < {level.name for level in every}
 
 
 def test_others_are_simulated_with_each_level():

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from stepgraph.cost.devices import find_device
-from stepgraph.cost.predict import predict
+from stepgraph.cost.memory import memory_timeline
+from stepgraph.cost.predict import predict, try_program
 from stepgraph.cost.simulate import simulate
 from stepgraph.errors import UsageError
 from stepgraph.program.collectives import is_collective
@@ -31,6 +32,13 @@ def test_a_step_is_its_micro_batches_and_the_last_one_with_the_optimizer(program
     )
     assert predict(programs, device, 1).step_ms == pytest.approx(1e3 * each["step"].seconds)
     assert found.device == "h100" and found.error == device.error
+
+
+def test_a_program_by_itself(programs):
+    device, program = find_device("h100"), programs["accumulate"]
+    found = try_program(program, device)
+    assert found.seconds == simulate(program, device).seconds
+    assert found.memory.at == memory_timeline(program).at
 
 
 def test_collectives_are_counted_by_phase_kind_and_mesh_dimension(programs):

@@ -53,7 +53,7 @@ def pieces_of(program: Program) -> Pieces | None:
 
 
 def _in_pieces(program: Program) -> Pieces | None:
-    return in_pieces(communicate_between_layers(program, fuses=True))
+    return in_pieces(communicate_between_layers(program))
 
 
 def compare(

@@ -21,19 +21,14 @@ _ROUNDS = 3  # where something has gone, layers may be divided in other places
     writes="the order of what stands beside layers",
     functional=False,
 )
-def communicate_between_layers(program: Program, fuses: bool) -> Program:
+def communicate_between_layers(program: Program) -> Program:
     """Moves what only some of the repeated layers have within them to where a layer ends, or else begins.
 
     The collectives of a bucket, say, which is full somewhere in every tenth layer. So all layers are the
     same code. Parts of what was gathered are copied as soon as they are there: layers are given parameters,
     however they came. Otherwise operations of layers keep their order, and so does what stands beside them;
     all of a layer's own collectives stay between the same other collectives.
-
-    Args:
-        fuses: the lowering makes one kernel of several operations.
     """
-    if not fuses:
-        return program
     reader = Reader(program)
     _copy_parts_at_once(reader)
     for _ in range(_ROUNDS):

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import fx, nn
 
@@ -75,6 +76,21 @@ def test_what_is_on_its_way_is_kept_until_it_has_come():
                 assert pieces.needed[source] >= pieces.piece_of[wait] > number
                 crossing += 1
     assert crossing
+
+
+@pytest.mark.parametrize("made, in_place", [(aten.mm.default, True), (aten.mul.Tensor, False)])
+def test_a_sum_is_written_over_what_was_made_for_it_alone(made, in_place):
+    """A product with ones may be handed on as the very memory of its factor."""
+    write = Written("x")
+    h = write.inputs[0]
+    for _ in range(8):
+        h = write(aten.cos.default, write.sums(h, 30))
+    summed = write(torch_internals.ALL_REDUCE, write(made, h, h), "sum", "0")
+    pieces = in_pieces(write.finish(write(torch_internals.WAIT, summed)))
+    assert pieces is not None
+    plain = [call.body for call in pieces.calls if call.body.plain]
+    targets = [node.target for body in plain for node in body.graph.nodes]
+    assert (torch_internals.ALL_REDUCE_INTO in targets) is in_place
 
 
 def test_what_is_sent_is_not_computed_anew_by_who_sends_it():

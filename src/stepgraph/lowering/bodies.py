@@ -21,13 +21,20 @@ from stepgraph.lowering.repeats import VARYING, Piece, Reader, find_pieces
 from stepgraph.operators.views import viewed
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.metadata import meta, set_meta
-from stepgraph.program.program import Program, is_write
+from stepgraph.program.program import Program
 from stepgraph.program.randomness import RANDOM, offset_of
 from stepgraph.torch_internals.code import graph_module
 
 aten = torch.ops.aten
 
 _WORTH = 0.8  # of the operations: where bodies hold more than that, the whole is compiled
+
+
+# Their results are memory of their own in every lowering: of a product with ones inductor makes its factor.
+_OWN = {
+    aten.cat.default, aten.mm.default, aten.addmm.default, aten.bmm.default,
+    aten.embedding_dense_backward.default,
+}  # fmt: skip
 
 
 class IndivisibleError(Exception):
@@ -249,11 +256,10 @@ def _is_read_by(node: fx.Node) -> bool:
     """Whether what an operation reads was made for it alone, and lies in memory as it is indexed."""
     value = node.all_input_nodes[0]
     source = root_of(value)
-    made = source.op == "call_function" and not is_write(source)
     one: fx.Node | None = source
     while one is not node and one is not None:  # whoever else shows it might read it
         one = next(iter(one.users)) if len(one.users) == 1 else None
-    return made and one is node and meta(value)["val"].is_contiguous()
+    return source.target in _OWN and one is node and meta(value)["val"].is_contiguous()
 
 
 def _joined(program: Program, copies: list[_Copy], piece_of: dict[fx.Node, int]) -> Pieces | None:

@@ -46,7 +46,7 @@ def _copy_parts_at_once(reader: Reader) -> None:
         wait = root_of(node.all_input_nodes[0])
         while copies(wait):  # of a copy that lies otherwise
             wait = root_of(wait.all_input_nodes[0])
-        if wait.target is torch_internals.WAIT:
+        if wait.target is torch_internals.WAIT and not is_write(wait.all_input_nodes[0]):
             point = last.get(wait, wait)
             for one in (*reversed(_steps_between(node, wait)), node):
                 if one > point:

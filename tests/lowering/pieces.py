@@ -14,6 +14,7 @@ from stepgraph.equivalence.lowered import run_lowered
 from stepgraph.equivalence.values import GlobalValues
 from stepgraph.lowering.bodies import Body, Pieces, in_pieces
 from stepgraph.lowering.driver import drive
+from stepgraph.lowering.eager import operator_by_operator
 from stepgraph.lowering.passes.communicate_between_layers import communicate_between_layers
 from stepgraph.lowering.passes.fuse_updates import fuse_updates
 from stepgraph.lowering.passes.write_state_in_place import write_state_in_place
@@ -24,19 +25,15 @@ from stepgraph.placement.decide import reduces_each_micro_batch
 from stepgraph.planning.plan import preset_plan
 from stepgraph.planning.request import StepSettings
 from stepgraph.planning.target import Target
-from stepgraph.program.program import Program, runnable
+from stepgraph.program.program import Program
 from stepgraph.runtime.batches import flatten_batch, global_spec
 from stepgraph.runtime.ranks import parse_mesh
-from stepgraph.torch_internals.code import generate_code
 from tests.support import CPU, HOST, assert_bitwise, bound
 
 
 def interpreted(body: Body) -> Callable:
     """A body as the Python that fx generates."""
-    module = body.module()
-    for node in module.graph.nodes:
-        node.target = runnable(node.target) if node.op == "call_function" else node.target
-    generate_code(module)
+    module = operator_by_operator(body.module())
 
     def run(given: list) -> Any:
         values = list(given)

@@ -13,7 +13,7 @@ from stepgraph.lowering.handed_on import floats, pointwise, root_of
 from stepgraph.operators.norms import SUM_OF_SQUARES
 from stepgraph.operators.updates import FUSED_ADAM
 from stepgraph.program import roles
-from stepgraph.program.collectives import KINDS, communicates
+from stepgraph.program.collectives import communicates
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import OPTIMIZER, Program, tensors_of
 
@@ -21,17 +21,16 @@ aten = torch.ops.aten
 
 _STATE = (roles.Param, roles.Buffer, roles.OptimizerState, roles.Scalar, roles.Accumulator)
 # Operations that are kernels, or calls, of their own wherever they stand.
-_MOVES = {torch_internals.WAIT, torch_internals.mutable_copy, aten.cat.default}
-_CALLS = {*KINDS, *_MOVES, FUSED_ADAM, SUM_OF_SQUARES}
+_CALLS = {torch_internals.mutable_copy, aten.cat.default, FUSED_ADAM, SUM_OF_SQUARES}
 
 
-def find_beside(program: Program) -> set[fx.Node]:
+def find_beside(program: Program, operations: list[fx.Node]) -> set[fx.Node]:
     """Operations that are no layer's own: between state and collectives, and behind these up to updates.
 
     Args:
         program: as it is executed.
+        operations: those of it that are no views.
     """
-    operations = [node for node in program.operations() if not floats(node)]
     of_state = _made_of_state(program, operations)
     readers = _readers(operations)
     results = {root_of(node) for node in program.results}
@@ -45,8 +44,7 @@ def find_beside(program: Program) -> set[fx.Node]:
 
     def arrived(value: fx.Node) -> bool:
         source = root_of(value)
-        waits = source.target is torch_internals.WAIT or communicates(source)
-        return waits or (source in beside and source in ends)
+        return is_of_a_collective(source) or (source in beside and source in ends)
 
     for node in operations:
         if node in ends and (communicates(node) or any(map(arrived, node.all_input_nodes))):
@@ -64,7 +62,12 @@ def is_a_call(node: fx.Node) -> bool:
     """Whether nothing is gained by compiling an operation: it is one call, a copy, or a single number."""
     values = tensors_of(meta(node).get("val"))
     number = len(values) == 1 and not values[0].dim()
-    return node.target in _CALLS or communicates(node) or copies(node) or number
+    return node.target in _CALLS or is_of_a_collective(node) or copies(node) or number
+
+
+def is_of_a_collective(node: fx.Node) -> bool:
+    """Whether a node starts communication, or waits for it."""
+    return communicates(node) or node.target is torch_internals.WAIT
 
 
 def _made_of_state(program: Program, operations: list[fx.Node]) -> set[fx.Node]:

@@ -1,9 +1,10 @@
 """``eager``: the Python that fx generates, operator by operator."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from stepgraph import torch_internals
 from stepgraph.lowering.record import Executable, Lowering, no_obstacles
@@ -12,11 +13,16 @@ from stepgraph.program.program import Program, runnable
 from stepgraph.torch_internals.code import generate_code
 
 
-def _make(program: Program, target: Target) -> Executable:
-    for node in program.operations():
+def operator_by_operator(module: fx.GraphModule) -> Callable[..., Any]:
+    """What runs a graph as the Python that fx generates; its views become such that may copy."""
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         node.target = runnable(node.target)
-    generate_code(program.module)
-    run = torch_internals.disable_compiler(program.module.forward)
+    generate_code(module)
+    return torch_internals.disable_compiler(module.forward)
+
+
+def _make(program: Program, target: Target) -> Executable:
+    run = operator_by_operator(program.module)
 
     def execute(inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
         with torch.no_grad():

@@ -13,18 +13,16 @@ from torch import fx
 from stepgraph.lowering.bodies import Body, in_pieces
 from stepgraph.lowering.cache import Cache
 from stepgraph.lowering.driver import Compiled, drive
+from stepgraph.lowering.eager import operator_by_operator
 from stepgraph.lowering.record import Executable, Lowering, no_obstacles
 from stepgraph.operators.updates import UPDATE, decomposed
 from stepgraph.planning.target import Target
 from stepgraph.program.metadata import meta
-from stepgraph.program.program import Program, runnable
+from stepgraph.program.program import Program
 from stepgraph.program.randomness import RANDOM, fused_random
-from stepgraph.torch_internals import disable_compiler
 from stepgraph.torch_internals.code import generate_code
 from stepgraph.torch_internals.compiler import look_at_machine
 from stepgraph.torch_internals.inductor import compile_with_inductor
-
-aten = torch.ops.aten
 
 # The whole step is one graph, already differentiated and scheduled, and inductor keeps its order: when it
 # reorders for locality or peak memory, half of the waits end right behind their collectives.
@@ -79,11 +77,7 @@ def _make(program: Program, target: Target) -> Executable:
 
 def _as_it_is(body: Body) -> Compiled:
     """Runs a body operator by operator."""
-    module = body.module()
-    for node in module.graph.find_nodes(op="call_function", target=aten.view.default):
-        node.target = runnable(node.target)
-    generate_code(module)
-    run = disable_compiler(module.forward)
+    run = operator_by_operator(body.module())
 
     def call(given: list) -> Sequence[Any]:
         values = [*given]

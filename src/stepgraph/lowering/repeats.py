@@ -92,9 +92,9 @@ class Reader:
     """Reads a Program as it is executed; once more where the order of its operations has changed."""
 
     def __init__(self, program: Program) -> None:
-        self.program, self.beside = program, find_beside(program)
-        numbers: dict[tuple, int] = {}
         operations = [node for node in program.operations() if not floats(node)]
+        self.program, self.beside = program, find_beside(program, operations)
+        numbers: dict[tuple, int] = {}
         self.letter = {n: numbers.setdefault(_letter(n), len(numbers)) for n in operations}
 
     def text(self) -> Text:

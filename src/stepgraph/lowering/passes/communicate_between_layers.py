@@ -5,11 +5,10 @@ from itertools import pairwise
 from torch import fx
 
 from stepgraph import torch_internals
-from stepgraph.lowering.beside import copies
+from stepgraph.lowering.beside import copies, is_of_a_collective
 from stepgraph.lowering.handed_on import root_of, targets_of
 from stepgraph.lowering.repeats import Layers, Reader
 from stepgraph.operators.views import storage_roots
-from stepgraph.program.collectives import communicates
 from stepgraph.program.program import Program, is_write
 from stepgraph.program.record import program_pass
 
@@ -31,8 +30,8 @@ def communicate_between_layers(program: Program) -> Program:
     """
     reader = Reader(program)
     _copy_parts_at_once(reader)
+    moves = _Moves(reader)
     for _ in range(_ROUNDS):
-        moves = _Moves(reader)
         if not moves.made():
             break
         moves.put_in_order()
@@ -67,17 +66,18 @@ class _Moves:
     """What stands before which operations of layers, while it is moved."""
 
     def __init__(self, reader: Reader) -> None:
-        self.program, self.moved = reader.program, False
-        self.text = text = reader.text()
-        self.between = {
-            place: [text.operations[i] for i in text.between(place)]
-            for place, cluster in enumerate(text.clusters)
-            if cluster
-        }
+        self.reader, self.program = reader, reader.program
         self.root = storage_roots(self.program)
+        self.touched: dict[fx.Node, tuple[set[fx.Node], ...]] = {}
 
     def made(self) -> bool:
-        """Whether there was anything to move."""
+        """Whether there was anything to move in the order as it is now."""
+        self.text, self.moved = self.reader.text(), False
+        self.between = {
+            place: [self.text.operations[i] for i in self.text.between(place)]
+            for place, cluster in enumerate(self.text.clusters)
+            if cluster
+        }
         layers, inside = self.text.layers, self.text.inside
         if not layers:
             return False
@@ -99,11 +99,11 @@ class _Moves:
             irregular += [(edge + split, edge, seldom) for edge in filled]
         for place, edge, whole in sorted(irregular, reverse=True):
             for node in reversed(self.between[place]):
-                if whole or not _is_of_a_collective(node):
+                if whole or not is_of_a_collective(node):
                     self.move(node, place, edge + period)
         for place, edge, whole in sorted(irregular):
             for node in list(self.between[place]):
-                if whole or not _is_of_a_collective(node):
+                if whole or not is_of_a_collective(node):
                     self.move(node, place, edge)
 
     def copies_to_end(self, start: int, stop: int) -> None:
@@ -130,7 +130,7 @@ class _Moves:
 
     def depend(self, one: fx.Node, other: fx.Node) -> bool:
         """Whether two operations must stay in their order."""
-        if _is_of_a_collective(one) and _is_of_a_collective(other):
+        if is_of_a_collective(one) and is_of_a_collective(other):
             return True
         reads, writes, makes = self.touches(one)
         reads_too, writes_too, makes_too = self.touches(other)
@@ -139,8 +139,13 @@ class _Moves:
             and (makes | writes).isdisjoint(reads_too | writes_too)
         )
 
-    def touches(self, node: fx.Node) -> tuple[set[fx.Node], set[fx.Node], set[fx.Node]]:
+    def touches(self, node: fx.Node) -> tuple[set[fx.Node], ...]:
         """The memory that an operation reads, writes and makes."""
+        if node not in self.touched:
+            self.touched[node] = self._touches(node)
+        return self.touched[node]
+
+    def _touches(self, node: fx.Node) -> tuple[set[fx.Node], ...]:
         reads = {self.root[source] for source in node.all_input_nodes}
         if node.target is torch_internals.WAIT:  # until then it reads what it sends
             reads |= {self.root[s] for start in node.all_input_nodes for s in start.all_input_nodes}
@@ -167,7 +172,3 @@ class _Moves:
                 put(self.text.operations[i])
         for node in output.all_input_nodes:
             put(node)
-
-
-def _is_of_a_collective(node: fx.Node) -> bool:
-    return communicates(node) or node.target is torch_internals.WAIT

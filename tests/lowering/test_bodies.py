@@ -89,16 +89,25 @@ CELLS = {
 }  # fmt: skip
 
 
+def bodies_of(cell, layers, run, target=HOST):
+    """How many bodies each program of a Llama of so many layers has."""
+    rows = 4 * CELLS[cell].get("micro_batches", 1)
+    model, batch = tiny_llama(layers), token_batch(rows=rows)
+    found = compare(model, batch, target=target, run=run, **CELLS[cell])
+    assert all(found.values())
+    return {name: len(set(calls)) for name, calls in found.items()}
+
+
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_transformer_has_as_many_bodies_whatever_its_depth(cell):
-    counts = []
-    for layers in (4, 9):  # a bucket holds four layers' gradients, and two layers' parameters
-        rows = 4 * CELLS[cell].get("micro_batches", 1)
-        target = replace(HOST, call_bytes=8192)
-        model, batch = tiny_llama(layers), token_batch(rows=rows)
-        found = compare(model, batch, target=target, run=layers == 4, **CELLS[cell])
-        counts.append({name: len(set(calls)) for name, calls in found.items()})
-        assert all(found.values())
+    assert bodies_of(cell, 4, run=False) == bodies_of(cell, 6, run=True)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_transformer_of_many_buckets_has_two_bodies_more_at_most(cell):
+    # A bucket holds four layers' gradients, and two layers' parameters.
+    small = replace(HOST, call_bytes=8192)
+    counts = [bodies_of(cell, layers, layers == 4, small) for layers in (4, 9)]
     # Buckets that end at other places of a layer divide all layers there: twice at most.
     few, many = counts
     assert few.keys() == many.keys() and all(many[name] <= few[name] + 2 for name in few)

@@ -44,6 +44,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             raise pytest.UsageError("this pytest does not let pytest-xdist group tests: make venv")
 
 
+def pytest_collection_finish() -> None:
+    """Half a million objects of torch and of the tests live to the end: garbage is not looked for among them."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")

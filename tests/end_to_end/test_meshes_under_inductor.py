@@ -10,17 +10,13 @@ import pytest
 from stepgraph.cli.launcher import launch
 from tests.end_to_end.mesh_cells import PAIRS, Cell, train
 
-# Every single setting occurs on two ranks: dimensions of one rank stand in where there are three. A
-# vocabulary that both ranks have whole gives them one program, which one compiles for both.
+# Every single setting but the plan's name occurs on two ranks: dimensions of one rank stand in where there
+# are three. A vocabulary that both ranks have whole gives them one program, which one compiles for both.
 WHOLE = {"layers": 1, "vocabulary": 101}
 IN_CI = [
-    Cell("tp", "tp=2", layers=1),
     Cell("tp+zero3", "dp=1,tp=2", **WHOLE),
-    Cell("tp+ddp", "dp=1,tp=2", "full", **WHOLE),
     Cell("tp+sp+zero1", "dp=1,tp=2", "none", "bf16", **WHOLE),
-    Cell("tp+zero2", "dp=2,tp=1", "none", "bf16", layers=1),
     Cell("hsdp", "replicate=1,shard=2", "full", "fp32", 4, layers=1),
-    Cell("tp+sp+hsdp", "replicate=1,shard=1,tp=2", layers=1),
 ]
 
 
@@ -42,9 +38,6 @@ def check_cells(cells):
 def test_every_setting_occurs():
     for field in ("memory", "dtype", "micro_batches"):
         assert {getattr(cell, field) for cell in IN_CI} == {getattr(cell, field) for cell in PAIRS}
-    assert {cell.plan.replace("+sp", "") for cell in IN_CI} == {
-        cell.plan.replace("+sp", "") for cell in PAIRS
-    }
     assert {"+sp" in cell.plan for cell in IN_CI} == {True, False}
 
 

@@ -15,7 +15,7 @@ from stepgraph.operators.updates import FUSED_ADAM
 from stepgraph.program import roles
 from stepgraph.program.collectives import communicates
 from stepgraph.program.metadata import meta
-from stepgraph.program.program import OPTIMIZER, Program, tensors_of
+from stepgraph.program.program import OPTIMIZER, Program, is_write, tensors_of
 
 aten = torch.ops.aten
 
@@ -110,8 +110,9 @@ def _leads_to_updates(
     for node in reversed(operations):
         read_by = readers.get(node, set())
         on_the_way = is_a_call(node) or pointwise(node)
+        is_end = node in results or is_write(node)
         if meta(node)["phase"] == OPTIMIZER or (
-            on_the_way and (read_by or node in results) and read_by <= found
+            on_the_way and (read_by or is_end) and read_by <= found
         ):
             found.add(node)
     return found

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import fx
 
 from stepgraph import torch_internals
@@ -16,6 +17,10 @@ from stepgraph.operators.views import is_view
 from stepgraph.planning.target import Target
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import BACKWARD, FORWARD, Program
+
+aten = torch.ops.aten
+# Their result is their argument, laid out anew or in another type.
+_COPIES = frozenset({aten.clone.default, torch.ops.prims.convert_element_type.default})
 
 
 @dataclass(frozen=True)
@@ -127,7 +132,7 @@ def _room_at_layers(
     """
     letters = [(tuple(meta(node)["val"].shape), node.args[1:]) for node in nodes]
     room: dict[fx.Node, float] = {}
-    for edges in repetitions(letters, torn):
+    for edges in _edges_of_layers(letters, torn) or repetitions(letters, torn):
         layer = sum(map(moved_bytes, nodes[edges[0] : edges[1]]))
         layers = len(edges) - 1
         most_layers = 1 if large >= layers else max(1, most // layer)
@@ -135,6 +140,18 @@ def _room_at_layers(
         room |= {nodes[edge]: math.inf for edge in edges[together:-1:together]}
         room[nodes[edges[0]]] = together * layer if together > 1 else math.inf
     return room
+
+
+def _edges_of_layers(letters: list[tuple], torn: list[int]) -> list[list[int]]:
+    """Where consecutive layers that communicate alike begin and end; empty where no layers are known."""
+    starts = [place for place, same in enumerate(torn) if not same]
+    found: list[list[int]] = []
+    for start, stop in pairwise(starts):
+        if found and found[-1][-1] == start and letters[slice(*found[-1][-2:])] == letters[start:stop]:
+            found[-1].append(stop)
+        else:
+            found.append([start, stop])
+    return [edges for edges in found if len(edges) > 2]
 
 
 def _width(node: fx.Node, table: int) -> int:
@@ -153,9 +170,11 @@ def positions(program: Program) -> dict[fx.Node, float]:
 
 
 def _first_reader(node: fx.Node, position: dict[fx.Node, float]) -> float:
-    """Where the result of a collective is first read, past its wait."""
+    """Where the result of a collective is first read, past its wait and its copies."""
     (wait,) = node.users
-    return min((position[reader] for reader in wait.users), default=len(position))
+    readers = {user for made in [wait, *copied_behind(node)] for user in made.users}
+    read = (position[reader] for reader in readers if not only_copies(reader))
+    return min(read, default=len(position))
 
 
 def can_run_last(members: list[fx.Node], position: dict[fx.Node, float]) -> bool:
@@ -165,9 +184,44 @@ def can_run_last(members: list[fx.Node], position: dict[fx.Node, float]) -> bool
 
 
 def can_run_first(members: list[fx.Node], position: dict[fx.Node, float]) -> bool:
-    """Whether all can run where the first one stands: their inputs are there."""
+    """Whether all can run where the first one stands: their inputs are there, or can be."""
     first = position[members[0]]
-    return all(position[member.args[0]] < first for member in members)  # type: ignore[index]
+    return all(position[_anchored(member.args[0])] < first for member in members)
+
+
+def copied_before(member: fx.Node) -> list[fx.Node]:
+    """What makes a collective's input of a parameter alone (a shard that is turned and copied), in order."""
+    made, node = [], member.args[0]
+    while node is not _anchored(member.args[0]):
+        made.append(node)
+        (node,) = node.all_input_nodes  # type: ignore[union-attr]
+    return made[::-1]
+
+
+def copied_behind(member: fx.Node) -> list[fx.Node]:
+    """What only lays a collective's result out anew, in order."""
+    (wait,) = member.users
+    made, found = [wait], list[fx.Node]()
+    while made:
+        copies = [user for user in made.pop(0).users if only_copies(user) and user not in found]
+        found += copies
+        made += copies
+    return found
+
+
+def _anchored(source: Any) -> fx.Node:
+    """What has to stand before a collective of ``source``."""
+    node = source
+    while only_copies(node):
+        node = node.all_input_nodes[0]
+    return node if node.op == "placeholder" else source
+
+
+def only_copies(node: fx.Node) -> bool:
+    """Whether a node lays one value out anew, or shows a part of it."""
+    return node.op == "call_function" and (
+        node.target in _COPIES or (is_view(node) and node.target is not torch_internals.WAIT)
+    )
 
 
 def _fits(bucket: _Bucket, node: fx.Node, position: dict[fx.Node, float]) -> bool:

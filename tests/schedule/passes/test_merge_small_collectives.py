@@ -17,8 +17,11 @@ from stepgraph.lowering.passes.bind_to_rank import bind_to_rank
 from stepgraph.lowering.passes.name_groups import name_groups
 from stepgraph.lowering.passes.write_state_in_place import write_state_in_place
 from stepgraph.planning.decisions import LoweringDecision
-from stepgraph.program.collectives import is_collective
-from stepgraph.program.program import BACKWARD
+from stepgraph.planning.plan import preset_plan
+from stepgraph.planning.request import StepSettings
+from stepgraph.program.collectives import KINDS, is_collective
+from stepgraph.program.program import BACKWARD, FORWARD
+from stepgraph.runtime.ranks import parse_mesh
 from stepgraph.schedule import decide
 from stepgraph.schedule.passes.merge_small_collectives import merge_small_collectives
 from tests.schedule.rescheduled import rescheduled
@@ -31,6 +34,7 @@ from tests.support import (
     bound,
     compiled,
     mlp,
+    programs_of,
     regression_batch,
     tiny_llama,
     token_batch,
@@ -86,6 +90,24 @@ def test_a_transformers_collectives_become_few_and_keep_every_bit(plan):
     before = compiled(model, batch, optimizer, ranks=3, plan=plan, memory="full").programs["step"]
     after = merged(before)
     assert calls(after) < calls(before) / 2
+    inputs = values(model, batch, optimizer)
+    assert_bitwise(inputs.execute(bound(before)), inputs.execute(bound(after)))
+
+
+def test_copies_of_shards_keep_no_collectives_apart():
+    """A shard of a transposed weight is copied for its gather, and its gradient back again."""
+    model, batch = tiny_llama(), token_batch()
+    optimizer = adamw(model)
+    settings = {"schedule": "none", "step": StepSettings("adamw")}
+    plan = preset_plan("tp+zero3", parse_mesh("dp=2,tp=2"), **settings)
+    before = programs_of(model, batch, plan, optimizer).programs["step"]
+    after = merged(before)
+    for kind, phase in (("all_gather", FORWARD), ("reduce_scatter", BACKWARD)):
+        many, few = (
+            sum(KINDS.get(node.target) == kind for node in program.operations(phase))
+            for program in (before, after)
+        )
+        assert many > 10 and few == 1
     inputs = values(model, batch, optimizer)
     assert_bitwise(inputs.execute(bound(before)), inputs.execute(bound(after)))
 

@@ -16,7 +16,7 @@ from stepgraph.program.collectives import contiguous
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program
 from stepgraph.program.record import program_pass
-from stepgraph.schedule.buckets import can_run_first, can_run_last, positions
+from stepgraph.schedule.buckets import can_run_first, can_run_last, copied_before, copied_behind, positions
 
 aten = torch.ops.aten
 
@@ -46,8 +46,16 @@ def _merge(program: Program, members: list[fx.Node], position: dict[fx.Node, flo
     """
     if can_run_last(members, position):
         anchor = members[-1]
+        for node in (node for member in members for node in copied_behind(member)[::-1]):
+            if position[node] < position[anchor]:
+                anchor.append(node)
+                position[node] = position[anchor] + 0.5
     elif can_run_first(members, position):
         anchor = members[0]
+        for node in (node for member in members[1:] for node in copied_before(member)):
+            if position[node] > position[anchor]:
+                anchor.prepend(node)
+                position[node] = position[anchor] - 0.5
     else:
         return
     emit, before = Builder(program, meta(anchor)["phase"], anchor), anchor.prev

@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Half a million objects of torch and of the tests live to the end: garbage is not looked for among them."""
+    """No garbage is looked for among half a million objects of torch, which live to the end."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)

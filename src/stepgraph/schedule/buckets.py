@@ -147,7 +147,8 @@ def _edges_of_layers(letters: list[tuple], torn: list[int]) -> list[list[int]]:
     starts = [place for place, same in enumerate(torn) if not same]
     found: list[list[int]] = []
     for start, stop in pairwise(starts):
-        if found and found[-1][-1] == start and letters[slice(*found[-1][-2:])] == letters[start:stop]:
+        before = found[-1][-2:] if found else [start, start]  # the layer before
+        if before[1] == start and letters[slice(*before)] == letters[start:stop]:
             found[-1].append(stop)
         else:
             found.append([start, stop])
@@ -190,7 +191,7 @@ def can_run_first(members: list[fx.Node], position: dict[fx.Node, float]) -> boo
 
 
 def copied_before(member: fx.Node) -> list[fx.Node]:
-    """What makes a collective's input of a parameter alone (a shard that is turned and copied), in order."""
+    """What makes a collective's input of a parameter alone (a shard turned and copied), in order."""
     made, node = [], member.args[0]
     while node is not _anchored(member.args[0]):
         made.append(node)

@@ -16,7 +16,13 @@ from stepgraph.program.collectives import contiguous
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program
 from stepgraph.program.record import program_pass
-from stepgraph.schedule.buckets import can_run_first, can_run_last, copied_before, copied_behind, positions
+from stepgraph.schedule.buckets import (
+    can_run_first,
+    can_run_last,
+    copied_before,
+    copied_behind,
+    positions,
+)
 
 aten = torch.ops.aten
 

@@ -147,8 +147,8 @@ def _edges_of_layers(letters: list[tuple], torn: list[int]) -> list[list[int]]:
     starts = [place for place, same in enumerate(torn) if not same]
     found: list[list[int]] = []
     for start, stop in pairwise(starts):
-        before = found[-1][-2:] if found else [start, start]  # the layer before
-        if before[1] == start and letters[slice(*before)] == letters[start:stop]:
+        before = found[-1][-2:] if found else [0, 0]
+        if letters[slice(*before)] == letters[start:stop]:
             found[-1].append(stop)
         else:
             found.append([start, stop])

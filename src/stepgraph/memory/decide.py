@@ -152,7 +152,7 @@ def _search(program: Program, policy: str, gather_again: bool, means: Means) -> 
     if pieces and (kept := _all_kept(program, policy, gather_again, means, budget, pieces)):
         return kept
     best, smallest = None, None
-    for divided in (None, pieces) if pieces else (None,):
+    for divided in _ways(program, gather_again, means, budget, pieces):
         search = means.search(program, gather_again, divided)
         mix, peak = search.within(budget)
         if smallest is None or peak < smallest[1]:
@@ -166,11 +166,38 @@ def _search(program: Program, policy: str, gather_again: bool, means: Means) -> 
         assert smallest is not None
         raise _too_small(smallest[0], budget, smallest[1], policy)
     search, mix, trial, divided = best
+    kept = search.profile.decision(policy, mix)
+    if divided:
+        divided, trial = _fewest(program, replace(kept, pieces=divided), means, budget, trial)
     reason = (
         f"memory {policy}: {search.describe(mix)}{_said(divided)}; "
         f"{show_bytes(trial.memory.peak())} of {show_bytes(budget)}, and {trial.seconds * 1e3:.4g} ms"
     )
-    return replace(search.profile.decision(policy, mix), reason=reason, pieces=divided)
+    return replace(kept, reason=reason, pieces=divided)
+
+
+def _ways(
+    program: Program, gather_again: bool, means: Means, budget: int, pieces: Mapping[str, int]
+) -> tuple[Mapping[str, int] | None, ...]:
+    """Logits whole and in pieces; what is in vain is not searched: that takes as long as all the rest."""
+    if not pieces:
+        return (None,)
+    least = means.simulate(program, decide_by_policy(program, FULL, gather_again)).memory.peak()
+    return (pieces,) if least > _ROOM * budget else (None, pieces)
+
+
+def _fewest(
+    program: Program, decision: MemoryDecision, means: Means, budget: int, trial: Trial
+) -> tuple[Mapping[str, int], Trial]:
+    """As few pieces as fit and are faster so, and what the Program takes with them."""
+    pieces = decision.pieces or {}
+    while max(pieces.values()) > 2:
+        fewer = {name: max(many // 2, 2) for name, many in pieces.items()}
+        other = means.simulate(program, replace(decision, pieces=fewer))
+        if other.memory.peak() > budget or other.seconds >= trial.seconds:
+            break
+        pieces, trial = fewer, other
+    return pieces, trial
 
 
 def _said(pieces: Mapping[str, int] | None) -> str:
@@ -196,14 +223,15 @@ def _all_kept(
     whole = replace(decide_by_policy(program, NONE, gather_again), policy=policy)
     decision = replace(whole, pieces=pieces)
     trial = means.simulate(program, decision)
-    peak = trial.memory.peak()
-    if peak > budget:
+    if trial.memory.peak() > budget:
         return None
-    if pieces and trial.seconds > _SLOWER * means.simulate(program, whole).seconds:
-        return None
-    kept = f"all is kept{_said(pieces)}"
+    if pieces:
+        pieces, trial = _fewest(program, decision, means, budget, trial)
+        if trial.seconds > _SLOWER * means.simulate(program, whole).seconds:
+            return None
+    kept, peak = f"all is kept{_said(pieces)}", trial.memory.peak()
     reason = f"memory {policy}: none; {kept}, in {show_bytes(peak)} of {show_bytes(budget)}"
-    return replace(decision, reason=reason)
+    return replace(decision, reason=reason, pieces=pieces)
 
 
 def _too_small(search: Search, budget: int, smallest: int, policy: str) -> BudgetError:

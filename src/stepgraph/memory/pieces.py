@@ -10,7 +10,7 @@ from stepgraph.operators.views import viewed
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program
 
-_PART = 32  # of a budget: a piece takes less
+_PART = 16  # of a budget: a piece takes less, computed one operation after the other
 MOST = 64  # pieces: each is operations of its own
 
 

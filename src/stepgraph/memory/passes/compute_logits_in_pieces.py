@@ -19,7 +19,6 @@ from stepgraph.torch_internals import UNSAFE_VIEW
 
 aten = torch.ops.aten
 
-_OF_THE_ORIGINAL = ("val", "phase", "module", "source", "name")
 _VIEWS = (aten.view.default, UNSAFE_VIEW)
 
 
@@ -66,6 +65,12 @@ def _compute(program: Program, region: Region, pieces: int) -> None:
             program.graph.erase_node(node)
 
 
+def _adds_up_inside(node: fx.Node) -> bool:
+    """Whether a product can be added to the sum so far while it is made: in the type of the sum."""
+    dtype = meta(node)["val"].dtype
+    return node.target is aten.mm.default and torch.promote_types(dtype, torch.float32) == dtype
+
+
 class _Writer:
     """Writes pieces of a region in front of it.
 
@@ -95,27 +100,31 @@ class _Writer:
 
             args, kwargs = map_arg((way.args(stop - start), node.kwargs), here)
             self.emit.module = meta(node)["module"]
-            made[node] = self._emit(node.target, args, kwargs)
-            described = {k: v for k, v in meta(node).items() if k == "source"}
-            meta(made[node]).update(described)  # type: ignore[typeddict-item]
-            meta(made[node])["name"] = f"{meta(node)['name']}.piece_{number}"
-            if node in self.parts:
-                self._keep(node, made[node], way.result is None, pieces)
+            parts = self.parts.get(node, [])
+            if way.result is None and parts and _adds_up_inside(node):
+                parts[:] = [self._described(self.emit(aten.addmm.default, *parts, *args), node, number)]
+                continue
+            made[node] = self._described(self._emit(node.target, args, kwargs), node, number)
+            if way.result is not None:
+                parts.append(made[node])
+                continue
+            part, dtype = made[node], meta(node)["val"].dtype
+            if pieces > 1 and dtype.is_floating_point:
+                part = self.emit.cast(part, torch.promote_types(dtype, torch.float32))
+            parts[:] = [self.emit(aten.add.Tensor, *parts, part) if parts else part]
 
     def _emit(self, target: Any, args: tuple, kwargs: Mapping[str, Any]) -> fx.Node:
         if target in _VIEWS:  # of some rows, which may lie apart
             return self._shaped(*args)
         return self.emit(target, *args, **kwargs)
 
-    def _keep(self, node: fx.Node, part: fx.Node, adds_up: bool, pieces: int) -> None:
-        parts = self.parts[node]
-        if not adds_up:
-            parts.append(part)
-            return
-        dtype = meta(node)["val"].dtype
-        if pieces > 1 and dtype.is_floating_point:
-            part = self.emit.cast(part, torch.promote_types(dtype, torch.float32))
-        parts[:] = [self.emit(aten.add.Tensor, *parts, part) if parts else part]
+    def _described(self, new: fx.Node, node: fx.Node, number: int) -> fx.Node:
+        """A piece of an operation says where that comes from; a view of the same shape is no operation."""
+        if "name" not in meta(new):
+            meta(new)["name"] = f"{meta(node)['name']}.piece_{number}"
+            if "source" in meta(node):
+                meta(new)["source"] = meta(node)["source"]
+        return new
 
     def joined(self, node: fx.Node, parts: list[fx.Node]) -> fx.Node:
         """A result of its parts."""

@@ -22,6 +22,7 @@ from stepgraph.program.program import FORWARD, OPTIMIZER, Program
 aten = torch.ops.aten
 
 _HEADS = (aten.mm.default, aten.addmm.default)
+_FEW = 4  # operations between a wide value and a number of each row that is made of it
 # Given by a caller between forward and backward: nothing that reads it can run beside the forward.
 _GIVEN_LATE = (roles.Tangent, roles.ResultTangent, roles.GivenGrad, roles.Saved)
 
@@ -56,7 +57,7 @@ def find_regions(program: Program, least: int) -> list[Region]:
     for node in reversed(list(program.operations(FORWARD))):
         if node.target in _HEADS and node not in taken and _bytes(node) >= least:
             region = find_region(program, node)
-            if region is not None and _narrows(region):
+            if region is not None and _narrows(region) and taken.isdisjoint(region.ways):
                 found.append(region)
                 taken |= region.ways.keys()
     return found
@@ -133,20 +134,45 @@ class _Search:
 
     def _take_in(self, readers: Iterable[fx.Node]) -> None:
         """Wide values that are read by what is inside alone are computed there, if that can be."""
-        left = {a for node in readers for a in node.all_input_nodes if a not in self.ways}
+        left = {a for node in readers for a in self.ways[node].arguments if a not in self.ways}
         while left:
             node = max(left, key=self.position.__getitem__)
             left.remove(node)
-            wanted = {self.ways[u].arguments[node] for u in node.users if u in self.ways}
+            readers = (self.ways[user].arguments for user in node.users if user in self.ways)
+            wanted = {arguments[node] for arguments in readers if node in arguments}
             (rows,) = wanted if len(wanted) == 1 else (None,)
             mine = not node.all_input_nodes or all(user in self.ways for user in node.users)
             if node.op != "call_function" or rows is None or not mine:
                 continue
-            many = self._is_wide(node) and rows.many(meta(node)["val"].shape) == self.rows
-            way = by_rows(node, {}, rows) if many and node.target is not torch_internals.WAIT else None
-            if way is not None:
-                self.ways[node], self.rows_of[node] = way, rows
-                left |= {a for a in node.all_input_nodes if a not in self.ways}
+            many = rows.many(meta(node)["val"].shape) == self.rows
+            worth = self._is_wide(node) or self._is_beside_wide(node)
+            ways = self._ways_to(node, rows) if many and worth else None
+            if ways is not None:
+                self.ways |= ways
+                self.rows_of |= dict.fromkeys(ways, rows)
+                left |= {a for way in ways.values() for a in way.arguments if a not in self.ways}
+
+    def _ways_to(self, node: fx.Node, rows: Rows) -> dict[fx.Node, Way] | None:
+        """How a value is computed, with rows where they are wanted; what is waited for, with its wait."""
+        found: dict[fx.Node, Way] = {}
+        waits = node.target is torch_internals.WAIT
+        for one in (node, *(node.all_input_nodes if waits else ())):
+            way = by_rows(one, {}, rows)
+            if way is None:
+                return None
+            found[one] = way
+        return found
+
+    def _is_beside_wide(self, node: fx.Node) -> bool:
+        """Whether a narrow value is made, in a few operations, of a wide one that is read inside as well."""
+        stack = [(node, _FEW)]
+        while stack:
+            node, left = stack.pop()
+            for source in node.all_input_nodes if left else ():
+                if self._is_wide(source) and any(user in self.ways for user in source.users):
+                    return True
+                stack.append((source, left - 1))
+        return False
 
     def _end(self) -> bool:
         """What reads wide values from outside computes pieces, too: of rows that are narrow, or sums."""

@@ -7,7 +7,7 @@ An operator without a rule here has none: it may mix rows.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,11 +59,13 @@ class Way:
             argument with a single row in that place is repeated for all.
         result: where the result has its rows; None: it has none, and results of pieces add up.
         args: the operation's arguments for so many rows, of the same nodes.
+        instead: the operation that computes it, where that is another one.
     """
 
     arguments: Mapping[fx.Node, Rows | None]
     result: Rows | None
     args: Callable[[int], tuple[Any, ...]]
+    instead: fx.Node | None = None
 
 
 Known = Mapping[fx.Node, Rows]
@@ -217,7 +219,30 @@ def _filled(node: fx.Node, known: Known, wanted: Rows | None) -> Way:
     return Way({}, wanted, lambda rows: (wanted.sizes(shape, rows), *rest))
 
 
+def _filled_like(node: fx.Node, known: Known, wanted: Rows | None) -> Way:
+    """What is made of a shape, of an argument's type: of whichever part of that."""
+    like = node.args[0]
+    assert isinstance(like, fx.Node)
+    _check(wanted is not None)
+    shape, rest = _shape(node), node.args[2:]
+    return Way(
+        {like: known.get(like)}, wanted, lambda rows: (like, wanted.sizes(shape, rows), *rest)  # type: ignore[union-attr]
+    )
+
+
 # ------------------------------------------------------------------------------------ one argument
+
+def _slice_of(node: fx.Node, known: Known, wanted: Rows | None) -> Way:
+    """A rank's part; of what is the same number throughout, as much of that."""
+    source, dim, ranks = node.args[:3]
+    assert isinstance(source, fx.Node) and isinstance(dim, int)
+    fills = RULES.get(source.target) in (_filled, _filled_like)
+    if source in known or not fills or wanted is None or not wanted.start <= dim < wanted.stop:
+        return _of_one(_along(1))(node, known, wanted)
+    _check(_shape(source)[dim] % ranks == 0)  # type: ignore[operator]
+    way = RULES[source.target](source, {}, wanted)
+    return replace(way, instead=source)
+
 
 # Of where its argument has rows: where the result has them, and the operation's arguments.
 _Moved = tuple[Rows | None, Callable[[int], tuple[Any, ...]]]
@@ -390,10 +415,14 @@ RULES: dict[Any, _Rule] = {
     aten.gather.default: _alike(1),
     aten.scatter.value: _alike(1),
     aten.scatter.src: _alike(1),
+    aten.scatter_add.default: _alike(1),
+    aten.new_zeros.default: _filled_like,
+    aten.new_full.default: _filled_like,
+    aten.new_ones.default: _filled_like,
     private.SOFTMAX_BACKWARD: _alike(2),
     private.LOG_SOFTMAX_BACKWARD: _alike(2),
     aten.embedding.default: _embedding,
-    SHARD_OF: _of_one(_along(1)),
+    SHARD_OF: _slice_of,
     torch_internals.ALL_GATHER: _of_one(_behind_first),
     torch_internals.REDUCE_SCATTER: _of_one(_behind_first),
 }

@@ -98,13 +98,14 @@ class _Writer:
                     taken[argument, rows] = self._taken(argument, rows, start, stop)
                 return taken[argument, rows]
 
-            args, kwargs = map_arg((way.args(stop - start), node.kwargs), here)
+            computed = way.instead or node
+            args, kwargs = map_arg((way.args(stop - start), computed.kwargs), here)
             self.emit.module = meta(node)["module"]
             parts = self.parts.get(node, [])
             if way.result is None and parts and _adds_up_inside(node):
                 parts[:] = [self._described(self.emit(aten.addmm.default, *parts, *args), node, number)]
                 continue
-            made[node] = self._described(self._emit(node.target, args, kwargs), node, number)
+            made[node] = self._described(self._emit(computed.target, args, kwargs), node, number)
             if way.result is not None:
                 parts.append(made[node])
                 continue

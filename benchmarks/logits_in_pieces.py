@@ -47,15 +47,14 @@ class Words(nn.Module):
         self.apart = apart
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The loss of the labels."""
         hidden = self.table(tokens)
         for layer in self.layers:
             hidden = hidden + torch.tanh(layer(hidden))
         if self.apart:
             options = torch.nn.LinearCrossEntropyOptions()
             rows = hidden.flatten(0, 1)
-            return F.linear_cross_entropy(
-                rows, self.head.weight, labels.flatten(), options=options
-            )
+            return F.linear_cross_entropy(rows, self.head.weight, labels.flatten(), options=options)
         return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 
 
@@ -65,9 +64,7 @@ def measure(way: str) -> dict[str, Any]:
     torch.set_num_threads(2)
     model = Words(apart=way.endswith("linear_cross_entropy"))
     random = torch.Generator().manual_seed(1)
-    tokens, labels = (
-        torch.randint(0, WORDS, (ROWS, LENGTH), generator=random) for _ in range(2)
-    )
+    tokens, labels = (torch.randint(0, WORDS, (ROWS, LENGTH), generator=random) for _ in range(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     row: dict[str, Any] = {"way": way}
     if way.startswith("plain"):

@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from stepgraph import torch_internals
-from stepgraph.operators.by_rows import PRODUCTS, Rows, Way, by_rows
+from stepgraph.operators.by_rows import PRODUCTS, by_rows
+from stepgraph.operators.rows import Rows, Way
 from stepgraph.program import roles
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import FORWARD, OPTIMIZER, Program
@@ -164,7 +165,7 @@ class _Search:
         return found
 
     def _is_beside_wide(self, node: fx.Node) -> bool:
-        """Whether a narrow value is made, in a few operations, of a wide one that is read inside as well."""
+        """Whether a narrow value is made, in a few steps, of a wide one that is read inside as well."""
         stack = [(node, _FEW)]
         while stack:
             node, left = stack.pop()

@@ -23,7 +23,7 @@ from stepgraph.program.program import BACKWARD, Program
 # Under which a solver of placements looks for one, in this order: the first whose peak fits. What is kept
 # where they have put it is searched for afterwards.
 CANDIDATES = (NONE, FULL)
-_SLOWER = 1.01  # all is kept, logits in pieces: what keeps less of a step with whole ones may gain so little
+_SLOWER = 1.01  # so little may be lost by logits in pieces, where all else is kept
 _ROOM = 1.1  # a peak before a Program is scheduled, over its budget: then it does not fit
 
 

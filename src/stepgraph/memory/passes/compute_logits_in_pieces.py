@@ -8,7 +8,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from stepgraph.analysis.row_regions import Region, find_region
-from stepgraph.operators.by_rows import Rows
+from stepgraph.operators.rows import Rows
 from stepgraph.planning.decisions import MemoryDecision
 from stepgraph.program.build import Builder
 from stepgraph.program.collectives import contiguous
@@ -32,7 +32,7 @@ _VIEWS = (aten.view.default, UNSAFE_VIEW)
     preserves=SUMMATION,
 )
 def compute_logits_in_pieces(program: Program, decision: MemoryDecision) -> Program:
-    """Computes a head, its loss and their backward some rows at a time, as decided; of one piece, bitwise."""
+    """Computes a head, its loss and their backward some rows at a time; one piece is bitwise the whole."""
     if not decision.pieces:
         return program
     by_name = {meta(node)["name"]: node for node in program.operations(FORWARD)}
@@ -88,7 +88,10 @@ class _Writer:
         made: dict[fx.Node, fx.Node] = {}
         taken: dict[tuple[fx.Node, Rows], fx.Node] = {}
         for node, way in self.region.ways.items():
-            def here(argument: fx.Node, arguments: Mapping[fx.Node, Rows | None] = way.arguments) -> fx.Node:
+
+            def here(
+                argument: fx.Node, arguments: Mapping[fx.Node, Rows | None] = way.arguments
+            ) -> fx.Node:
                 if argument in made:
                     return made[argument]
                 rows = arguments[argument]
@@ -103,7 +106,9 @@ class _Writer:
             self.emit.module = meta(node)["module"]
             parts = self.parts.get(node, [])
             if way.result is None and parts and _adds_up_inside(node):
-                parts[:] = [self._described(self.emit(aten.addmm.default, *parts, *args), node, number)]
+                parts[:] = [
+                    self._described(self.emit(aten.addmm.default, *parts, *args), node, number)
+                ]
                 continue
             made[node] = self._described(self._emit(computed.target, args, kwargs), node, number)
             if way.result is not None:

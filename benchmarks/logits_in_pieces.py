@@ -29,7 +29,7 @@ from stepgraph.api.engine import Engine
 from stepgraph.cost.memory import memory_timeline
 
 WORDS, WIDTH, ROWS, LENGTH = 128_256, 256, 4, 512
-BUDGET, STEPS = "1GiB", 4
+BUDGET, STEPS = "1.5GiB", 3
 WAYS = (
     "eager, whole", "eager, in pieces", "inductor, whole", "inductor, in pieces",
     "plain, cross_entropy", "plain, linear_cross_entropy",

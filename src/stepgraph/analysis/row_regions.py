@@ -139,8 +139,8 @@ class _Search:
         while left:
             node = max(left, key=self.position.__getitem__)
             left.remove(node)
-            readers = (self.ways[user].arguments for user in node.users if user in self.ways)
-            wanted = {arguments[node] for arguments in readers if node in arguments}
+            read_by = (self.ways[user].arguments for user in node.users if user in self.ways)
+            wanted = {arguments[node] for arguments in read_by if node in arguments}
             (rows,) = wanted if len(wanted) == 1 else (None,)
             mine = not node.all_input_nodes or all(user in self.ways for user in node.users)
             if node.op != "call_function" or rows is None or not mine:
@@ -150,7 +150,7 @@ class _Search:
             ways = self._ways_to(node, rows) if many and worth else None
             if ways is not None:
                 self.ways |= ways
-                self.rows_of |= dict.fromkeys(ways, rows)
+                self.rows_of |= {one: rows for one in ways}  # noqa: C420: pyright types it so
                 left |= {a for way in ways.values() for a in way.arguments if a not in self.ways}
 
     def _ways_to(self, node: fx.Node, rows: Rows) -> dict[fx.Node, Way] | None:

@@ -19,6 +19,7 @@ from stepgraph.operators.rows import (
     Rows,
     Rule,
     Way,
+    args_of,
     outside,
     require,
     shape_of,
@@ -88,8 +89,8 @@ def _elementwise(node: fx.Node, known: Known, wanted: Rows | None) -> Way:
 def _expand(node: fx.Node, known: Known, wanted: Rows | None) -> Way:
     arguments, result = _broadcast(node, known, wanted)
     shape = shape_of(node)
-    rest = node.args[2:]
-    return Way(arguments, result, lambda rows: (node.args[0], result.sizes(shape, rows), *rest))
+    rest = args_of(node)[2:]
+    return Way(arguments, result, lambda rows: (args_of(node)[0], result.sizes(shape, rows), *rest))
 
 
 def _alike(dim_at: int) -> Rule:
@@ -105,9 +106,9 @@ def _alike(dim_at: int) -> Rule:
                 rows.many(shape_of(argument)) == many
                 and len(shape_of(argument)) == len(shape_of(node))
             )
-        dim = node.args[dim_at] if dim_at < len(node.args) else 0
+        dim = args_of(node)[dim_at] if dim_at < len(args_of(node)) else 0
         dim = rows.dim(outside(dim, rows, len(shape_of(node))))
-        args = list(node.args)
+        args = list(args_of(node))
         args[dim_at : dim_at + 1] = [dim]
         return Way(dict.fromkeys(arguments, rows), rows, lambda _: tuple(args))
 
@@ -115,63 +116,59 @@ def _alike(dim_at: int) -> Rule:
 
 
 def _embedding(node: fx.Node, known: Known, wanted: Rows | None) -> Way:
-    table, indices = node.args[:2]
-    rows = known.get(indices, wanted)  # type: ignore[arg-type]
-    require(rows is not None and rows.stop <= len(shape_of(indices)))  # type: ignore[arg-type]
-    return Way({table: None, indices: rows}, rows, unchanged(node))  # type: ignore[dict-item]
+    table, indices = args_of(node)[:2]
+    rows = known.get(indices, wanted)
+    require(rows is not None and rows.stop <= len(shape_of(indices)))
+    return Way({table: None, indices: rows}, rows, unchanged(node))
 
 
 def _product(node: fx.Node, known: Known, wanted: Rows | None) -> Way:
     """Rows of the first matrix, or columns of the second; where both have them, they are summed over."""
-    *added, one, other = node.args[:3] if node.target is aten.addmm.default else node.args
-    first, second = known.get(one), known.get(other)  # type: ignore[arg-type]
+    *added, one, other = args_of(node)[:3] if node.target is aten.addmm.default else args_of(node)
+    first, second = known.get(one), known.get(other)
     if first is None and second is None and wanted is not None:
         first, second = (wanted, None) if wanted.start == 0 else (None, wanted)
     arguments: dict[fx.Node, Rows | None] = {}
     if (first, second) == (Rows(1), Rows(0)):
         require(not added)
-        return Way({one: first, other: second}, None, unchanged(node))  # type: ignore[dict-item]
+        return Way({one: first, other: second}, None, unchanged(node))
     require((first, second) in ((Rows(0), None), (None, Rows(1))))
     result = first or second
     assert result is not None
-    arguments = {one: first, other: second}  # type: ignore[dict-item]
+    arguments = {one: first, other: second}
     require(len(arguments) == 2)
     for bias in added:
-        arguments[bias] = _aligned(shape_of(bias), shape_of(node), result)  # type: ignore[index,arg-type]
+        arguments[bias] = _aligned(shape_of(bias), shape_of(node), result)
     return Way(arguments, result, unchanged(node))
 
 
 def _filled(node: fx.Node, known: Known, wanted: Rows | None) -> Way:
     """What is made of its shape alone."""
     assert wanted is not None
-    shape, rest = shape_of(node), node.args[1:]
+    shape, rest = shape_of(node), args_of(node)[1:]
     return Way({}, wanted, lambda rows: (wanted.sizes(shape, rows), *rest))
 
 
 def _filled_like(node: fx.Node, known: Known, wanted: Rows | None) -> Way:
     """What is made of a shape, of an argument's type: of whichever part of that."""
-    like = node.args[0]
-    assert isinstance(like, fx.Node)
-    require(wanted is not None)
-    shape, rest = shape_of(node), node.args[2:]
+    like = args_of(node)[0]
+    assert isinstance(like, fx.Node) and wanted is not None
+    shape, rest = shape_of(node), args_of(node)[2:]
     return Way(
         {like: known.get(like)},
         wanted,
-        lambda rows: (like, wanted.sizes(shape, rows), *rest),  # type: ignore[union-attr]
+        lambda rows: (like, wanted.sizes(shape, rows), *rest),
     )
-
-
-# ------------------------------------------------------------------------------------ one argument
 
 
 def _slice_of(node: fx.Node, known: Known, wanted: Rows | None) -> Way:
     """A rank's part; of what is the same number throughout, as much of that."""
-    source, dim, ranks = node.args[:3]
+    source, dim, ranks = args_of(node)[:3]
     assert isinstance(source, fx.Node) and isinstance(dim, int)
     fills = RULES.get(source.target) in (_filled, _filled_like)
     if source in known or not fills or wanted is None or not wanted.start <= dim < wanted.stop:
         return ONE[SHARD_OF](node, known, wanted)
-    require(shape_of(source)[dim] % ranks == 0)  # type: ignore[operator]
+    require(shape_of(source)[dim] % ranks == 0)
     way = RULES[source.target](source, {}, wanted)
     return replace(way, instead=source)
 

@@ -83,15 +83,20 @@ def require(holds: bool) -> None:
         raise MixesRowsError
 
 
+def args_of(node: fx.Node) -> tuple[Any, ...]:
+    """The arguments of an operation, which its schema types."""
+    return node.args
+
+
 def unchanged(node: fx.Node) -> Callable[[int], tuple[Any, ...]]:
     """The arguments of an operation, for however many rows."""
-    return lambda rows: node.args
+    return lambda rows: args_of(node)
 
 
 def _with(node: fx.Node, **changed: Any) -> Callable[[int], tuple[Any, ...]]:
     """The arguments of an operation, but for some: ``_1=...`` is that in position 1."""
     places = {int(name[1:]): value for name, value in changed.items()}
-    args = tuple(places.get(i, argument) for i, argument in enumerate(node.args))
+    args = tuple(places.get(i, argument) for i, argument in enumerate(args_of(node)))
     return lambda rows: args
 
 
@@ -129,7 +134,7 @@ def _of_one(moved: Callable[[fx.Node, Rows], _Moved]) -> Rule:
 
 
 def _view(node: fx.Node, known: Known, wanted: Rows | None) -> Way:
-    argument = node.args[0]
+    argument = args_of(node)[0]
     assert isinstance(argument, fx.Node)
     old, new = shape_of(argument), shape_of(node)
     if argument in known:
@@ -168,7 +173,7 @@ def _t(node: fx.Node, rows: Rows) -> _Moved:
 
 def _transposed(node: fx.Node, rows: Rows) -> _Moved:
     rank = len(shape_of(node))
-    one, other = (dim % rank for dim in node.args[1:3])  # type: ignore[operator]
+    one, other = (dim % rank for dim in args_of(node)[1:3])
     order = list(range(rank))
     order[one], order[other] = other, one
     result, _ = _permuted(node, rows, order)
@@ -178,12 +183,12 @@ def _transposed(node: fx.Node, rows: Rows) -> _Moved:
 
 def _permute(node: fx.Node, rows: Rows) -> _Moved:
     rank = len(shape_of(node))
-    result, order = _permuted(node, rows, [dim % rank for dim in node.args[1]])  # type: ignore[union-attr,operator]
+    result, order = _permuted(node, rows, [dim % rank for dim in args_of(node)[1]])
     return result, _with(node, _1=order)
 
 
 def _unsqueezed(node: fx.Node, rows: Rows) -> _Moved:
-    dim = node.args[1] % len(shape_of(node))  # type: ignore[operator]
+    dim = args_of(node)[1] % len(shape_of(node))
     require(dim <= rows.start or dim >= rows.stop)
     before = dim <= rows.start
     return Rows(rows.start + before, rows.count), _with(
@@ -192,17 +197,17 @@ def _unsqueezed(node: fx.Node, rows: Rows) -> _Moved:
 
 
 def _dims(node: fx.Node, position: int, rank: int) -> list[int]:
-    found = node.args[position] if len(node.args) > position else None
+    found = args_of(node)[position] if len(args_of(node)) > position else None
     listed = [found] if isinstance(found, int) else found
-    return [dim % rank for dim in listed or range(rank)]  # type: ignore[operator,union-attr]
+    return [dim % rank for dim in listed or range(rank)]
 
 
 def _squeezed(node: fx.Node, rows: Rows) -> _Moved:
-    shape = shape_of(node.args[0])  # type: ignore[arg-type]
+    shape = shape_of(args_of(node)[0])
     dims = [outside(dim, rows, len(shape)) for dim in _dims(node, 1, len(shape))]
     gone = [dim for dim in dims if shape[dim] == 1 and dim < rows.start]
     inside = [rows.dim(dim) for dim in dims]
-    args = inside[0] if isinstance(node.args[1], int) else inside
+    args = inside[0] if isinstance(args_of(node)[1], int) else inside
     return Rows(rows.start - len(gone), rows.count), _with(node, _1=args)
 
 
@@ -210,10 +215,10 @@ def _along(position: int) -> Callable[[fx.Node, Rows], _Moved]:
     """A dimension is named that is none of the rows."""
 
     def moved(node: fx.Node, rows: Rows) -> _Moved:
-        rank = len(shape_of(node.args[0]))  # type: ignore[arg-type]
-        named = node.args[position] if len(node.args) > position else 0
+        rank = len(shape_of(args_of(node)[0]))
+        named = args_of(node)[position] if len(args_of(node)) > position else 0
         dim = rows.dim(outside(named, rows, rank))
-        args = list(node.args)
+        args = list(args_of(node))
         args[position : position + 1] = [dim]
         return rows, lambda _: tuple(args)
 
@@ -221,32 +226,32 @@ def _along(position: int) -> Callable[[fx.Node, Rows], _Moved]:
 
 
 def _selected(node: fx.Node, rows: Rows) -> _Moved:
-    dim = outside(node.args[1], rows, len(shape_of(node)) + 1)
+    dim = outside(args_of(node)[1], rows, len(shape_of(node)) + 1)
     return Rows(rows.start - (dim < rows.start), rows.count), _with(node, _1=rows.dim(dim))
 
 
 def _put_back(node: fx.Node, rows: Rows) -> _Moved:
     """``slice_backward``: the gradient of a slice, among zeros."""
-    sizes, dim = node.args[1:3]
+    sizes, dim = args_of(node)[1:3]
     dim = rows.dim(outside(dim, rows, len(shape_of(node))))
-    rest = node.args[3:]
-    return rows, lambda many: (node.args[0], rows.sizes(sizes, many), dim, *rest)  # type: ignore[arg-type]
+    rest = args_of(node)[3:]
+    return rows, lambda many: (args_of(node)[0], rows.sizes(sizes, many), dim, *rest)
 
 
 def _padded(node: fx.Node, rows: Rows) -> _Moved:
-    require(len(node.args[1]) // 2 <= len(shape_of(node)) - rows.stop)  # type: ignore[arg-type]
+    require(len(args_of(node)[1]) // 2 <= len(shape_of(node)) - rows.stop)
     return rows, unchanged(node)
 
 
 def _reduced(node: fx.Node, rows: Rows) -> _Moved:
     """Over other dimensions; a sum over all rows adds up over pieces."""
-    rank = len(shape_of(node.args[0]))  # type: ignore[arg-type]
+    rank = len(shape_of(args_of(node)[0]))
     if node.target is aten.sum.default:
         return None, unchanged(node)
-    dims, keeps = _dims(node, 1, rank), len(node.args) > 2 and bool(node.args[2])
+    dims, keeps = _dims(node, 1, rank), len(args_of(node)) > 2 and bool(args_of(node)[2])
     inside = [dim for dim in dims if rows.start <= dim < rows.stop]
     new = list(dict.fromkeys(rows.dim(dim) for dim in dims))
-    whole = new if not isinstance(node.args[1], int) else new[0]
+    whole = new if not isinstance(args_of(node)[1], int) else new[0]
     if not inside:
         before = 0 if keeps else sum(dim < rows.start for dim in dims)
         return Rows(rows.start - before, rows.count), _with(node, _1=whole)

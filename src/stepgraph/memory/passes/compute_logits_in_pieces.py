@@ -128,8 +128,8 @@ class _Writer:
         """A piece of an operation says where that comes from; a view of the same shape is no operation."""
         if "name" not in meta(new):
             meta(new)["name"] = f"{meta(node)['name']}.piece_{number}"
-            if "source" in meta(node):
-                meta(new)["source"] = meta(node)["source"]
+            if source := meta(node).get("source"):
+                meta(new)["source"] = source
         return new
 
     def joined(self, node: fx.Node, parts: list[fx.Node]) -> fx.Node:

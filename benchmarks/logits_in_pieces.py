@@ -125,6 +125,8 @@ def main() -> None:
     if arguments.way:
         print(json.dumps(measure(arguments.way)))
         return
+    sizes = {"words": WORDS, "width": WIDTH, "tokens": ROWS * LENGTH, "budget": BUDGET}
+    result: dict[str, Any] = {"torch": torch.__version__, **sizes}
     rows: dict[str, dict[str, Any]] = {}
     for _ in range(arguments.rounds):
         for way in arguments.ways.split(";"):
@@ -134,17 +136,20 @@ def main() -> None:
             best = rows.setdefault(way, row)
             best["step_s"] = min(best["step_s"], row["step_s"])
             best["peak_mib"] = max(best["peak_mib"], row["peak_mib"])
-    for way, row in rows.items():
-        predicted = row.get("predicted_mib")
-        said = "" if predicted is None else f", predicted {predicted:7.0f}"
-        print(
-            f"{way:28} {row['step_s']:6.2f} s  peak {row['peak_mib']:7.0f} MiB{said}"
-            f"  loss {row['losses'][-1]:.6f}  {row.get('pieces') or ''}"
-        )
-    if arguments.json:
-        sizes = {"words": WORDS, "width": WIDTH, "tokens": ROWS * LENGTH, "budget": BUDGET}
-        result = {"torch": torch.__version__, **sizes, "rows": list(rows.values())}
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+            print(show(best), flush=True)
+            if arguments.json:
+                text = json.dumps(result | {"rows": [*rows.values()]}, indent=1)
+                arguments.json.write_text(text + "\n")
+
+
+def show(row: dict[str, Any]) -> str:
+    """One way on a line."""
+    predicted = row.get("predicted_mib")
+    said = "" if predicted is None else f", predicted {predicted:7.0f}"
+    return (
+        f"{row['way']:28} {row['step_s']:6.2f} s  peak {row['peak_mib']:7.0f} MiB{said}"
+        f"  loss {row['losses'][-1]:.6f}  {row.get('pieces') or ''}"
+    )
 
 
 if __name__ == "__main__":

@@ -68,6 +68,23 @@ class Classes(nn.Module):
         return nn.functional.cross_entropy(self.head(h), y)
 
 
+class Words(nn.Module):
+    """A head whose logits take more than all the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 32)
+        self.head = nn.Linear(32, 64, bias=False)
+
+    def forward(self, x, y):
+        return nn.functional.cross_entropy(self.head(torch.tanh(self.table(x))), y)
+
+
+def words() -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    return Words(), (torch.randint(0, 8, (96,)), torch.randint(0, 64, (96,)))
+
+
 def parts(rows: int = 8) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     return Parts(), (torch.randn(rows, 6), torch.randint(0, 5, (rows,)))
@@ -102,6 +119,7 @@ CASES: dict[str, tuple[Callable, dict[str, Any]]] = {
     ),
     "classes": (classes, on("dp=2,tp=2", "tp+zero3")),
     "two dimensions": (weighted, on("replicate=2,shard=2", "hsdp")),
+    "in pieces": (words, on("dp=2", "zero3", memory="budget:56KiB", device="h100")),
     "searched": (classes, on("dp=2", "auto", device="h100")),
 }
 
@@ -337,6 +355,7 @@ PLANTED: dict[str, Planted] = {
         ("draw_by_global_row", "parts in micro-batches", after(other_coordinate(5))),
         ("place_values", "clipped", after(averaged)),
         ("compare_with_classes", "parts", after(scaled(aten.where.self, last=True))),
+        ("compute_logits_in_pieces", "in pieces", after(scaled(aten.addmm.default, last=True))),
         ("recompute_in_backward", "clipped", after(recomputed)),
         ("merge_small_collectives", "classes", after(exchange(lambda n: n.target is aten.slice.Tensor))),
         ("update_early", "clipped", after(early)),
@@ -356,20 +375,23 @@ PLANTED: dict[str, Planted] = {
 # In these programs a pass finds nothing of its kind to do; a bug in it may strike them all the same.
 BESIDE_THE_PASS = {
     "step": (),
-    "accumulate": ("copy_views", "update_early", "fuse_square_sums", "fuse_updates"),
+    "accumulate": (
+        "compute_logits_in_pieces", "copy_views", "update_early", "fuse_square_sums", "fuse_updates",
+    ),
     "evaluate": (
-        "compare_with_classes", "copy_views", "draw_by_global_row", "recompute_in_backward",
-        "update_early", "write_state_in_place", "fuse_square_sums", "fuse_updates",
+        "compare_with_classes", "compute_logits_in_pieces", "copy_views", "draw_by_global_row",
+        "recompute_in_backward", "update_early", "write_state_in_place", "fuse_square_sums", "fuse_updates",
         "communicate_between_layers",
     ),
     "gradients": (
-        "draw_by_global_row", "update_early", "write_state_in_place", "fuse_square_sums", "fuse_updates",
-        "communicate_between_layers",
+        "compute_logits_in_pieces", "draw_by_global_row", "update_early", "write_state_in_place",
+        "fuse_square_sums", "fuse_updates", "communicate_between_layers",
     ),
     "update": (
         "spell_out_log_softmax", "spell_out_norms", "copy_views", "draw_by_global_row", "place_values",
-        "compare_with_classes", "recompute_in_backward", "merge_small_collectives", "bind_to_rank",
-        "move_to_target", "choose_attention_kernels", "name_groups",
+        "compare_with_classes", "compute_logits_in_pieces", "recompute_in_backward",
+        "merge_small_collectives", "bind_to_rank", "move_to_target", "choose_attention_kernels",
+        "name_groups",
     ),
 }  # fmt: skip
 
@@ -393,6 +415,7 @@ PLANTED_IN_GRAPHS: dict[str, Bug] = {
     "draw_seed": after(argument(aten.add.Scalar, 1, lambda word: word + 1))("draw_seed"),
     "place_markers": after(argument(aten.div.Scalar, 1, lambda ranks: 2 * ranks))("place_markers"),
     "sum_over_ranks": after(averaged)("sum_over_ranks"),
+    "compute_logits_in_pieces": after(scaled(aten.tanh.default))("compute_logits_in_pieces"),
     "recompute_in_backward": after(scaled(aten.tanh.default))("recompute_in_backward"),
     "merge_small_collectives": after(unawaited)("merge_small_collectives"),
     "update_early": after(scaled(aten.tanh.default))("update_early"),

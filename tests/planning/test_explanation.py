@@ -37,6 +37,14 @@ def test_memory_is_explained():
     assert "memory" not in explain(llama_plan(), "model.layers.0.mlp/mul.backward")
 
 
+def test_logits_in_pieces_are_explained():
+    plan = llama_plan()
+    memory = replace(plan.decisions["step"].memory, pieces={"lm_head/mm": 8})
+    plan = plan.with_decisions("step", replace(plan.decisions["step"], memory=memory))
+    assert "never whole: in 8 pieces of its rows" in explain(plan, "lm_head/mm")
+    assert llama_plan().diff(plan) == "step: lm_head/mm in 1 -> 8 pieces of its rows"
+
+
 def test_the_runner_up_of_a_solver_is_told_with_its_cost():
     reason = Reason("S(0)R", 0.25, "S(0)S(1)", 0.5)
     text = explain(with_reason(llama_plan(), "lm_head/mm", reason), "lm_head/mm")

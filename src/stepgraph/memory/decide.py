@@ -1,15 +1,18 @@
 """Whether each forward value is kept for the backward: by a named policy, or what a budget allows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from stepgraph.analysis.blocks import find_blocks
 from stepgraph.cost.device import Device
 from stepgraph.cost.memory import CATEGORIES, memory_timeline
+from stepgraph.cost.predict import Trial
 from stepgraph.errors import BudgetError, MemoryPolicyError
 from stepgraph.memory.by_policy import decide_by_policy
+from stepgraph.memory.pieces import find_pieces
 from stepgraph.memory.presets import FULL, NONE, budget_of, parse_policy
 from stepgraph.memory.solver.blocks import Blocks
+from stepgraph.memory.solver.frontiers import best_of, spread
 from stepgraph.memory.solver.profile import Profile, Simulate
 from stepgraph.memory.solver.search import Search
 from stepgraph.planning.decisions import FrontierPoint, MemoryDecision
@@ -20,6 +23,7 @@ from stepgraph.program.program import BACKWARD, Program
 # Under which a solver of placements looks for one, in this order: the first whose peak fits. What is kept
 # where they have put it is searched for afterwards.
 CANDIDATES = (NONE, FULL)
+_SLOWER = 1.01  # so little may be lost by logits in pieces, where all else is kept
 _ROOM = 1.1  # a peak before a Program is scheduled, over its budget: then it does not fit
 
 
@@ -53,14 +57,30 @@ class Means:
     device: Device
     fused: bool
     budget: int | None = None
-    _search: Search | None = field(default=None, repr=False)
+    _searches: dict[tuple, Search] = field(default_factory=dict, repr=False)
 
-    def search(self, program: Program, gather_again: bool) -> Search:
-        """Candidates for a Program; made once."""
-        if self._search is None:
-            profile = Profile(program, gather_again, self.simulate, self.device, self.fused)
-            self._search = Search(profile)
-        return self._search
+    @property
+    def limit(self) -> int:
+        """Bytes that a rank has for a step."""
+        return self.budget or self.device.capacity
+
+    def search(
+        self, program: Program, gather_again: bool, pieces: Mapping[str, int] | None = None
+    ) -> Search:
+        """Candidates for a Program; made once.
+
+        Args:
+            pieces: into which logits are divided.
+        """
+        key = tuple((pieces or {}).items())
+        if key not in self._searches:
+
+            def simulate(program: Program, decision: MemoryDecision) -> Trial:
+                return self.simulate(program, replace(decision, pieces=pieces))
+
+            profile = Profile(program, gather_again, simulate, self.device, self.fused)
+            self._searches[key] = Search(profile)
+        return self._searches[key]
 
 
 def decide(
@@ -87,7 +107,8 @@ def decide(
         return decide_by_policy(program, policy, gather_again)
     parse_policy(policy)
     if next(program.operations(BACKWARD), None) is None:  # nothing is kept in any case
-        return replace(decide_by_policy(program, NONE, gather_again), policy=policy)
+        kept = replace(decide_by_policy(program, NONE, gather_again), policy=policy)
+        return kept if means is None else _evaluated(program, kept, means())
     if means is None:
         raise MemoryPolicyError(
             f"memory policy {policy!r} needs a step that is captured as one program",
@@ -106,37 +127,111 @@ def decide_for_graph(program: Program, policy: str, gather_again: bool) -> Memor
 
 def frontier(program: Program, gather_again: bool, means: Means) -> tuple[FrontierPoint, ...]:
     """About a dozen ways to run a placed Program, from the least memory to the least time."""
-    return means.search(program, gather_again).frontier()
+    points = means.search(program, gather_again).frontier()
+    if not (pieces := find_pieces(program, means.limit)):
+        return points
+    said = _said(pieces)
+    divided = means.search(program, gather_again, pieces).frontier()
+    divided = [replace(point, keeps=f"{point.keeps}{said}") for point in divided]
+    return spread(best_of([*points, *divided]))
+
+
+def _evaluated(program: Program, kept: MemoryDecision, means: Means) -> MemoryDecision:
+    """Without a backward there is nothing to keep; logits are whole where they fit."""
+    budget = budget_of(kept.policy, means.budget) or means.device.capacity
+    if memory_timeline(program).peak() <= budget:
+        return kept
+    return replace(kept, pieces=find_pieces(program, budget) or None)
 
 
 def _search(program: Program, policy: str, gather_again: bool, means: Means) -> MemoryDecision:
     budget = budget_of(policy, means.budget) or means.device.capacity
     if kept := _all_kept(program, policy, gather_again, means, budget):
         return kept
-    search = means.search(program, gather_again)
-    mix, smallest = search.within(budget)
-    if mix is None:
-        raise _too_small(search, budget, smallest, policy)
-    profile = search.profile
-    trial = profile.trial(mix)
+    pieces = find_pieces(program, budget)
+    if pieces and (kept := _all_kept(program, policy, gather_again, means, budget, pieces)):
+        return kept
+    best, smallest = None, None
+    for divided in _ways(program, gather_again, means, budget, pieces):
+        search = means.search(program, gather_again, divided)
+        mix, peak = search.within(budget)
+        if smallest is None or peak < smallest[1]:
+            smallest = search, peak
+        if mix is None:
+            continue
+        trial = search.profile.trial(mix)
+        if best is None or trial.seconds < best[2].seconds:
+            best = search, mix, trial, divided
+    if best is None:
+        assert smallest is not None
+        raise _too_small(smallest[0], budget, smallest[1], policy)
+    search, mix, trial, divided = best
+    kept = search.profile.decision(policy, mix)
+    if divided:
+        divided, trial = _fewest(program, replace(kept, pieces=divided), means, budget, trial)
     reason = (
-        f"memory {policy}: {search.describe(mix)}; {show_bytes(trial.memory.peak())} of "
-        f"{show_bytes(budget)}, and {trial.seconds * 1e3:.4g} ms"
+        f"memory {policy}: {search.describe(mix)}{_said(divided)}; "
+        f"{show_bytes(trial.memory.peak())} of {show_bytes(budget)}, and {trial.seconds * 1e3:.4g} ms"
     )
-    return replace(profile.decision(policy, mix), reason=reason)
+    return replace(kept, reason=reason, pieces=divided)
+
+
+def _ways(
+    program: Program, gather_again: bool, means: Means, budget: int, pieces: Mapping[str, int]
+) -> tuple[Mapping[str, int] | None, ...]:
+    """Logits whole and in pieces; what is in vain is not searched: that takes as long as all the rest."""
+    if not pieces:
+        return (None,)
+    least = means.simulate(program, decide_by_policy(program, FULL, gather_again)).memory.peak()
+    return (pieces,) if least > _ROOM * budget else (None, pieces)
+
+
+def _fewest(
+    program: Program, decision: MemoryDecision, means: Means, budget: int, trial: Trial
+) -> tuple[Mapping[str, int], Trial]:
+    """As few pieces as fit and are faster so, and what the Program takes with them."""
+    pieces = decision.pieces or {}
+    while max(pieces.values()) > 2:
+        fewer = {name: max(many // 2, 2) for name, many in pieces.items()}
+        other = means.simulate(program, replace(decision, pieces=fewer))
+        if other.memory.peak() > budget or other.seconds >= trial.seconds:
+            break
+        pieces, trial = fewer, other
+    return pieces, trial
+
+
+def _said(pieces: Mapping[str, int] | None) -> str:
+    """``, lm_head/mm in 32 pieces``."""
+    return "".join(f", {name} in {many} pieces" for name, many in (pieces or {}).items())
 
 
 def _all_kept(
-    program: Program, policy: str, gather_again: bool, means: Means, budget: int
+    program: Program,
+    policy: str,
+    gather_again: bool,
+    means: Means,
+    budget: int,
+    pieces: Mapping[str, int] | None = None,
 ) -> MemoryDecision | None:
-    """Everything is kept, where it fits: only keeping what is gathered again could take less time."""
+    """Everything is kept, where it fits: only keeping what is gathered again could take less time.
+
+    Where logits are in pieces, it must not take much longer than with whole ones, too.
+    """
     blocks = Blocks(program, gather_again)
-    if blocks.gathers or memory_timeline(program).peak() > _ROOM * budget:
+    if blocks.gathers or (not pieces and memory_timeline(program).peak() > _ROOM * budget):
         return None
-    decision = replace(decide_by_policy(program, NONE, gather_again), policy=policy)
-    peak = means.simulate(program, decision).memory.peak()
-    reason = f"memory {policy}: none; all is kept, in {show_bytes(peak)} of {show_bytes(budget)}"
-    return replace(decision, reason=reason) if peak <= budget else None
+    whole = replace(decide_by_policy(program, NONE, gather_again), policy=policy)
+    decision = replace(whole, pieces=pieces)
+    trial = means.simulate(program, decision)
+    if trial.memory.peak() > budget:
+        return None
+    if pieces:
+        pieces, trial = _fewest(program, decision, means, budget, trial)
+        if trial.seconds > _SLOWER * means.simulate(program, whole).seconds:
+            return None
+    kept, peak = f"all is kept{_said(pieces)}", trial.memory.peak()
+    reason = f"memory {policy}: none; {kept}, in {show_bytes(peak)} of {show_bytes(budget)}"
+    return replace(decision, reason=reason, pieces=pieces)
 
 
 def _too_small(search: Search, budget: int, smallest: int, policy: str) -> BudgetError:

@@ -124,12 +124,15 @@ class MemoryDecision(Frozen):
 
     ``recompute`` maps a stable name to the number of the block it is recomputed in (-1: it is gathered
     again); values that are not named are saved. ``reason``: what a search chose, and what it comes to.
+    ``pieces`` maps products whose results are too wide to be whole (logits), by name, to the number of
+    pieces in which they, their loss and its backward are computed; None: all are whole.
     """
 
     policy: str
     recompute: Mapping[str, int] = Table()
     notes: tuple[str, ...] = ()
     reason: str | None = None
+    pieces: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -56,9 +56,14 @@ def _kept(key: str, mine: MemoryDecision | None, theirs: MemoryDecision | None) 
         return []
     here, there = mine.recompute.keys(), theirs.recompute.keys()
     rows = (("no longer recomputed", here - there), ("recomputed only then", there - here))
-    return [
+    lines = [
         f"{key}: {len(names)} values {text}: {_show_names(names)}" for text, names in rows if names
     ]
+    before, after = mine.pieces or {}, theirs.pieces or {}
+    for name in sorted(before.keys() | after.keys()):
+        old, new = before.get(name, 1), after.get(name, 1)
+        lines += [f"{key}: {name} in {old} -> {new} pieces of its rows"] if old != new else []
+    return lines
 
 
 def _scheduled(

@@ -45,6 +45,7 @@ class Volume(Strict, frozen=True):
 MeshRows = Annotated[
     list[tuple[Text, Annotated[int, Meta(ge=1, le=MOST_RANKS)]]], Meta(min_length=1, max_length=8)
 ]
+Pieces = Annotated[int, Meta(ge=1, le=2**20)]
 BatchDims = dict[Text, tuple[Annotated[int, Meta(ge=0, le=MOST_DIMS)], Positive]]
 ReasonRow = tuple[Text, AnyNumber | None, Text | None, AnyNumber | None, Folded]
 MovesRow = tuple[Text, Text, Text, Count, Count]
@@ -102,7 +103,11 @@ form(
     reasons=list[ReasonRow],
     batch_dims=BatchDims,
 )
-form(MemoryDecision, recompute=dict[Text, list[Text]])  # {"0:2 1:3": [patterns]}
+form(
+    MemoryDecision,
+    recompute=dict[Text, list[Text]],  # {"0:2 1:3": [patterns]}
+    pieces=dict[Text, Pieces] | None,
+)
 form(ScheduleDecision, updates=Groups | None, waits=Groups)
 form(Prediction, collectives=dict[Text, Volume], collectives_by_dim=dict[Text, Volume])
 form(FrontierPoint)

@@ -1,0 +1,65 @@
+"""Into how many pieces logits go, and who decides it."""
+
+import pytest
+
+from stepgraph.analysis.row_regions import find_regions
+from stepgraph.errors import BudgetError
+from stepgraph.memory.pieces import MOST, find_pieces, held_bytes
+from stepgraph.planning.plan import preset_plan
+from stepgraph.program.metadata import meta
+from stepgraph.runtime.ranks import parse_mesh
+from tests.equivalence.planted import words
+from tests.support import adamw, mlp, programs_of, regression_batch, tiny_llama, token_batch
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """A step with a head that takes most of it, and its number of bytes at the peak."""
+    return decided("none").programs["step"]
+
+
+def decided(memory):
+    model, batch = words()
+    plan = preset_plan("zero3", parse_mesh("dp=2"), memory=memory, device="h100")
+    return programs_of(model, batch, plan, adamw(model))
+
+
+def test_pieces_are_a_small_part_of_what_a_rank_has(whole):
+    (region,) = find_regions(whole, 0)
+    held = held_bytes(region)
+    assert held >= 3 * meta(region.product)["val"].numel() * 4
+    assert find_pieces(whole, 16 * held) == {}
+    assert find_pieces(whole, 16 * held - 1) == {"head/mm": 2}
+    assert find_pieces(whole, held) == {"head/mm": 16}
+    assert find_pieces(whole, 1) == {"head/mm": min(MOST, region.rows)}
+
+
+def test_a_budget_without_room_for_logits_divides_them():
+    made = decided("budget:56KiB")
+    decision = made.plan.decisions["step"].memory
+    assert decision.pieces and set(decision.pieces) == {"head/mm"}
+    assert "head/mm in" in decision.reason and "of 56 KiB" in decision.reason
+    names = {meta(node)["name"] for node in made.programs["step"].operations()}
+    assert "head/mm" not in names and "head/mm.piece_0" in names
+
+
+def test_logits_are_whole_where_they_fit():
+    assert decided("budget:1GiB").plan.decisions["step"].memory.pieces is None
+
+
+def test_an_unmeetable_budget_says_the_smallest_with_pieces():
+    with pytest.raises(BudgetError) as caught:
+        decided("budget:8KiB")
+    assert decided(f"budget:{caught.value.smallest}").plan.decisions["step"].memory.pieces
+
+
+@pytest.mark.parametrize(
+    "model, batch", [(mlp(), regression_batch()), (tiny_llama(), token_batch())]
+)
+def test_only_the_head_is_divided(model, batch):
+    plan = preset_plan("ddp", parse_mesh("dp=1"))
+    program = programs_of(model, batch, plan).programs["step"]
+    assert [meta(region.product)["name"] for region in find_regions(program, 0)] in (
+        [],
+        ["lm_head/mm"],
+    )

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from stepgraph import torch_internals
 from stepgraph.errors import BatchError, MeshError
+from stepgraph.lowering.graphs.captured import release_all
 from stepgraph.planning.target import Target, usual_target
 from stepgraph.program.layout import MeshShape, data_mesh
 
@@ -90,8 +91,15 @@ def join_ranks(mesh: str | DeviceMesh | None, device: torch.device) -> Ranks:
         return _ranks_of(mesh, device, owns_group)
     except Exception:
         if owns_group:
-            dist.destroy_process_group()
+            leave_group()
         raise
+
+
+def leave_group() -> None:
+    """Destroys the process group, if there is one; graphs that hold its collectives go first."""
+    release_all()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _own_accelerator(device: torch.device) -> torch.device | None:

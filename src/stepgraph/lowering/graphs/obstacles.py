@@ -64,7 +64,9 @@ def find_obstacles(program: Program, target: Target) -> list[Obstacle]:
     """
     if not target.graphs:
         return [no_graphs(target)]
-    return [*_of_inputs(program, target), *obstacles_within(program, target).values()]
+    within = obstacles_within(program, target).values()
+    # What depends on a shape that is not fixed is told where that begins.
+    return [*_of_inputs(program), *(one for one in within if one.why != NOT_FIXED)]
 
 
 def no_graphs(target: Target) -> Obstacle:
@@ -187,7 +189,7 @@ def _is_large(node: fx.Node) -> bool:
 # -- the whole
 
 
-def _of_inputs(program: Program, target: Target) -> Iterator[Obstacle]:
+def _of_inputs(program: Program) -> Iterator[Obstacle]:
     for node in program.placeholders:
         value = meta(node).get("val")
         if is_sized_by_data(value) and isinstance(value, torch.Tensor):

@@ -1,0 +1,56 @@
+"""Placements, what is kept, micro-batches: a step that is captured is the one that runs operator by operator."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.graphs.training import assert_same, train
+
+STEPS = 20
+PRESETS = {
+    "ddp": "dp=1", "zero1": "dp=1", "zero2": "dp=1", "zero3": "dp=1", "hsdp": "replicate=1,shard=1",
+    "tp+sp+zero3": "dp=1,tp=1",
+}  # fmt: skip
+FEW = [("ddp", "none", 1), ("zero3", "full", 2), ("zero1", "ops", 4), ("tp+sp+zero3", "layers:1", 1)]
+ALL = [
+    (preset, memory, micro)
+    for preset in PRESETS
+    for memory in ("none", "full", "ops", "layers:1")
+    for micro in (1, 2, 4)
+]
+
+
+def check_cell(recorder, preset, memory, micro_batches):
+    how = {
+        "plan": preset, "mesh": PRESETS[preset], "memory": memory, "micro_batches": micro_batches
+    }  # fmt: skip
+    expected = train("eager", STEPS, **how)
+    assert not recorder.events
+    found = train("cuda_graph_eager", STEPS, **how)
+    assert_same(found, expected)
+    assert found.engine.notes == expected.engine.notes
+    # One graph each for the step, what comes before it of micro-batches, and the evaluation.
+    replays = [graph.replays for graph in recorder.captures]
+    runs = [STEPS, STEPS // 5] + [STEPS * (micro_batches - 1)] * (micro_batches > 1)
+    assert sorted(replays) == sorted(count - 1 for count in runs)
+    assert recorder.events.count("warm up") == recorder.events.count("capture") == len(replays)
+
+
+@pytest.mark.parametrize(("preset", "memory", "micro_batches"), FEW)
+def test_a_captured_step_is_the_step(recorder, preset, memory, micro_batches):
+    check_cell(recorder, preset, memory, micro_batches)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preset", "memory", "micro_batches"), [cell for cell in ALL if cell not in FEW]
+)
+def test_whatever_the_plan(recorder, preset, memory, micro_batches):
+    check_cell(recorder, preset, memory, micro_batches)
+
+
+@pytest.mark.xdist_group("graphs under inductor")
+def test_what_inductor_makes_is_captured_too(calling_recorder):
+    expected = train("inductor", 4)
+    assert_same(train("cuda_graph", 4), expected)
+    assert [graph.replays for graph in calling_recorder.captures] == [3]

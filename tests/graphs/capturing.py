@@ -40,7 +40,9 @@ class Capture(TorchDispatchMode):
         self.kept: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        keyed = "keyed_attention" in str(func)  # its generators are registered, and seeded by that number
+        keyed = "keyed_attention" in str(
+            func
+        )  # its generators are registered, and seeded by that number
         given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         for tensor in given:
             if tensor.device.type != "cuda" and tensor.dim():
@@ -96,9 +98,13 @@ def refusal(program: Program) -> RefusedError | None:
         if node.op == "get_attr":
             with mode:
                 value = meta(node)["val"]
-                held[node] = torch.empty_strided(
-                    value.shape, value.stride(), dtype=value.dtype, device="cuda"
-                ) if isinstance(value, torch.Tensor) else value
+                held[node] = (
+                    torch.empty_strided(
+                        value.shape, value.stride(), dtype=value.dtype, device="cuda"
+                    )
+                    if isinstance(value, torch.Tensor)
+                    else value
+                )
             if isinstance(held[node], torch.Tensor):
                 capture.known.add(storage(held[node]))
         if node.op != "call_function":
@@ -110,11 +116,11 @@ def refusal(program: Program) -> RefusedError | None:
                 if believed:
                     value = meta(node)["val"]
                     held[node] = pytree.tree_map(
-                        lambda t: torch.empty_strided(
-                            t.shape, t.stride(), dtype=t.dtype, device="cuda"
-                        )
-                        if isinstance(t, torch.Tensor)
-                        else t,
+                        lambda t: (
+                            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda")
+                            if isinstance(t, torch.Tensor)
+                            else t
+                        ),
                         value,
                     )
                     for tensor in pytree.tree_leaves(held[node]):

@@ -1,8 +1,8 @@
-"""In place of CUDA's graphs: what is captured is a list of operations, which a replay runs on the same memory.
+"""In place of CUDA's graphs: what is captured are operations, which a replay runs on the same memory.
 
-An operation of the log is called with the arguments that it was captured with, tensors and numbers alike, and
-its results are written where those of the capture are: a number that the host computed is as frozen as in a
-graph. What is compiled for the host does not pass the dispatcher; of it the callable itself runs again
+An operation of the log is called with the arguments that it was captured with, tensors and numbers alike,
+and its results are written where those of the capture are: a number that the host computed is as frozen as
+in a graph. What is compiled for the host does not pass the dispatcher; of it the callable itself runs again
 (``by_operators=False``).
 """
 
@@ -54,7 +54,9 @@ UNSAFE = {torch.ops.aten.histc.default, torch.ops.aten.mode.default}
 class RecordedGraph:
     """What was captured."""
 
-    def __init__(self, recorder: Recorder, run: Callable, made: Any, rows: list, generators) -> None:
+    def __init__(
+        self, recorder: Recorder, run: Callable, made: Any, rows: list, generators
+    ) -> None:
         self.recorder, self.run, self.made, self.rows = recorder, run, made, rows
         self.generators = generators
         self.replays, self.released = 0, False
@@ -71,6 +73,8 @@ class RecordedGraph:
                 return
             for func, args, kwargs, found in self.rows:
                 again = func(*args, **kwargs)
+                if func.namespace == "_c10d_functional":  # a copy would not wait for it
+                    again = pytree.tree_map(torch.ops._c10d_functional.wait_tensor, again)
                 given = {storage(t) for t in pytree.tree_leaves((args, kwargs)) if _is_tensor(t)}
                 self.write(again, found, given)
 
@@ -79,9 +83,10 @@ class RecordedGraph:
         """Results where those of the capture are; what shares memory with an argument is there."""
         pairs = zip(pytree.tree_leaves(again), pytree.tree_leaves(found), strict=True)
         for new, old in pairs:
-            if _is_tensor(new) and new.numel() and storage(old) not in given:
-                if storage(new) != storage(old):
-                    captured.bring(new, old)
+            if not _is_tensor(new) or not new.numel() or storage(old) in given:
+                continue
+            if storage(new) != storage(old):
+                captured.bring(new, old)
 
     def release(self) -> None:
         if not self.recorder.group_is_there():
@@ -114,7 +119,9 @@ class Recorder:
         self._warm.add(_code(run))
         return run()
 
-    def capture(self, run: Callable[[], Any], generators: Sequence[Any]) -> tuple[RecordedGraph, Any]:
+    def capture(
+        self, run: Callable[[], Any], generators: Sequence[Any]
+    ) -> tuple[RecordedGraph, Any]:
         if self._capturing:
             raise RefusedError("a capture within a capture")
         if _code(run) not in self._warm:
@@ -182,6 +189,8 @@ def recording(monkeypatch, by_operators):
     made = Recorder(by_operators)
     device.forget_graphs()
     monkeypatch.setattr(device, "make_graphs", lambda where: made)
-    monkeypatch.setattr(ranks, "usual_target", lambda kind: replace(usual_target(kind), graphs=True))
+    monkeypatch.setattr(
+        ranks, "usual_target", lambda kind: replace(usual_target(kind), graphs=True)
+    )
     yield made
     device.forget_graphs()

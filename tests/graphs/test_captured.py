@@ -60,7 +60,9 @@ def test_a_parameter_that_moved_is_an_error(recorder):
         (role, tensor) for role, tensor in engine._state.tensors.items() if tensor.dim() == 2
     )
     held.data = held.detach().clone()
-    with pytest.raises(LoweringError, match="is not where it was when the step was captured") as error:
+    with pytest.raises(
+        LoweringError, match="is not where it was when the step was captured"
+    ) as error:
         engine.step(batch(3))
     assert role.name in str(error.value)
 

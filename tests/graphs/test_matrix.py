@@ -1,4 +1,4 @@
-"""Placements, what is kept, micro-batches: a step that is captured is the one that runs operator by operator."""
+"""Placements, what is kept, micro-batches: a captured step is the one that runs operator by operator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ PRESETS = {
     "ddp": "dp=1", "zero1": "dp=1", "zero2": "dp=1", "zero3": "dp=1", "hsdp": "replicate=1,shard=1",
     "tp+sp+zero3": "dp=1,tp=1",
 }  # fmt: skip
-FEW = [("ddp", "none", 1), ("zero3", "full", 2), ("zero1", "ops", 4), ("tp+sp+zero3", "layers:1", 1)]
+FEW = [
+    ("ddp", "none", 1),
+    ("zero3", "full", 2),
+    ("zero1", "ops", 4),
+    ("tp+sp+zero3", "layers:1", 1),
+]
 ALL = [
     (preset, memory, micro)
     for preset in PRESETS

@@ -60,6 +60,4 @@ def _each_once(run: Executable, results: Sequence[Any], made: list[fx.Node]) -> 
 CUDA_GRAPH = Lowering(
     "cuda_graph", find_obstacles, _making(INDUCTOR), fuses=True, inner=INDUCTOR.name
 )
-CUDA_GRAPH_EAGER = Lowering(
-    "cuda_graph_eager", find_obstacles, _making(EAGER), inner=EAGER.name
-)
+CUDA_GRAPH_EAGER = Lowering("cuda_graph_eager", find_obstacles, _making(EAGER), inner=EAGER.name)

@@ -55,7 +55,7 @@ def check_target(name: str, target: Target) -> None:
 
 def _in_pieces(name: str, program: Program, obstacles: list[Obstacle]) -> str:
     """What is captured, what is not, and why."""
-    told = name_a_few([str(obstacle) for obstacle in obstacles], at_most=3)
+    told = name_a_few(list(dict.fromkeys(map(str, obstacles))), at_most=3)
     return (
         f"{name}: program {program.name!r} is captured in pieces, and {len(obstacles)} of its operations "
         f"run between them: {told}"

@@ -42,8 +42,8 @@ class Lowering:
     Attributes:
         obstacles: what it sees in a Program for a Target that it cannot execute.
         fuses: it makes one kernel of several operations.
-        inner: of one that captures: the lowering that makes what is captured. Where only some operations are
-            obstacles it captures the rest, in pieces.
+        inner: of one that captures: the lowering that makes what is captured. Where only some operations
+            are obstacles it captures the rest, in pieces.
         make: from a Program of one rank, written in place, to a callable of local tensors.
     """
 

@@ -21,6 +21,6 @@ def test_an_input_of_any_number_of_rows():
     (found,) = shown(find_obstacles(program, CUDA))
     name = found.split(" ", 1)[0]
     assert found == (
-        f"{name} [] its shape is not fixed, and a graph holds one ({name}): bring batches of a few fixed shapes "
-        "(stepgraph.pad_batches)"
+        f"{name} [] its shape is not fixed, and a graph holds one ({name}): bring batches of a few "
+        "fixed shapes (stepgraph.pad_batches)"
     )

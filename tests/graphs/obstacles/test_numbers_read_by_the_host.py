@@ -30,7 +30,9 @@ def test_a_branch_on_data():
     (found,) = planned(branches)
     assert found.startswith("the model cannot be captured as one program: Data-dependent branching")
     assert "(test_numbers_read_by_the_host.py in branches: return y if x.sum() > 0" in found
-    assert found.endswith("make the branch a torch.where (or torch.cond), move prints and .item() out of forward")
+    assert found.endswith(
+        "make the branch a torch.where (or torch.cond), move prints and .item() out of forward"
+    )
 
 
 def test_a_number_that_is_kept_a_tensor_is_none():

@@ -17,8 +17,8 @@ def noise(y, x):
 
 def test_a_draw_without_a_counter():
     assert named(lambda x: aten.mul.Tensor(x, aten.rand_like.default(x)), (4, 4)) == [
-        "net/rand_like [net] it draws from a generator that no counter of the step advances\n(net.py): draw "
-        "with torch.rand, randn, bernoulli or dropout, without a generator of its own"
+        "net/rand_like [net] it draws from a generator that no counter of the step advances\n(net.py): "
+        "draw with torch.rand, randn, bernoulli or dropout, without a generator of its own"
     ]
 
 

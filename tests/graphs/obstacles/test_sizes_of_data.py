@@ -18,8 +18,8 @@ def positive(x):
 def test_rows_that_are_selected():
     assert planned(selects) == [
         "the model cannot be captured as one program: the shape of a tensor depends on data\n"
-        "(test_sizes_of_data.py in selects): keep it in tensors: torch.where in place of a branch, a mask in "
-        "place of a size"
+        "(test_sizes_of_data.py in selects): keep it in tensors: torch.where in place of a branch, a mask "
+        "in place of a size"
     ]
 
 
@@ -34,8 +34,8 @@ def test_positions_and_what_is_computed_of_them():
 def test_a_mask_that_is_assigned_to():
     found = named(lambda x: aten.index_put.default(x, [positive(x)], aten.sum.default(x)), (4, 4))
     assert found == [
-        "net/index_put [net] a boolean mask as an index becomes positions, which the host counts\n(net.py): "
-        "write torch.where(mask, values, x) in place of x[mask] = values"
+        "net/index_put [net] a boolean mask as an index becomes positions, which the host counts\n"
+        "(net.py): write torch.where(mask, values, x) in place of x[mask] = values"
     ]
 
 

@@ -25,8 +25,8 @@ def test_copies_both_ways():
 def test_a_table_of_the_host():
     found = named(lambda x: aten.index.Tensor(x, [aten.arange.default(4, device=HOST)]), (4, 4))
     assert found == [
-        "net/arange [net] the host computes it, once at capture and not when the graph runs again\n(net.py): "
-        "make it on the device (device=x.device)",
+        "net/arange [net] the host computes it, once at capture and not when the graph runs again\n"
+        "(net.py): make it on the device (device=x.device)",
         "net/index [net] it reads a tensor of the host\n(net.py): keep it on the device: register it as a "
         "buffer, or pass it in the batch",
     ]
@@ -40,7 +40,8 @@ def test_a_number_of_the_host_that_changes():
         node.meta["val"] = torch.empty((), device=HOST)
     assert shown(find_obstacles(program, CUDA)) == [
         "net/mul [net] it reads a number of the host, which the graph would hold as it was at capture\n"
-        "(net.py): make it a tensor of the device: a buffer that is changed in place, or a part of the batch"
+        "(net.py): make it a tensor of the device: a buffer that is changed in place, or a part of the "
+        "batch"
     ]
 
 
@@ -48,8 +49,8 @@ def test_an_input_that_is_no_tensor():
     program = traced(lambda x, y: aten.mul.Tensor(x, y), (4, 4), ())
     program.placeholders[1].meta["val"] = 3.0
     assert shown(find_obstacles(program, CUDA))[0] == (
-        "y_1 [] it is no tensor: the graph would hold the number that it was at capture (y_1): pass it as a "
-        "tensor (torch.as_tensor)"
+        "y_1 [] it is no tensor: the graph would hold the number that it was at capture (y_1): pass it as "
+        "a tensor (torch.as_tensor)"
     )
 
 

@@ -1,8 +1,8 @@
 """A Program that is captured at its second call and replayed from then on.
 
-The first call is the warm-up: it runs what will be captured, on the stream that captures, and is a step like
-any other. The second captures, which runs nothing, and replays. What a call brings is copied into buffers of
-its own; everything else must be where it was: that is checked at every replay.
+The first call is the warm-up: it runs what will be captured, on the stream that captures, and is a step
+like any other. The second captures, which runs nothing, and replays. What a call brings is copied into
+buffers of its own; everything else must be where it was: that is checked at every replay.
 """
 
 import threading
@@ -27,9 +27,9 @@ _alive: weakref.WeakSet["Graphed"] = weakref.WeakSet()
 
 
 def release_all() -> None:
-    """Lets go of every graph of this process, before its process group goes; who is called again captures anew.
+    """Lets go of every graph of this process, before its process group goes.
 
-    Called by the thread that uses them.
+    Called by the thread that uses them. What is called again captures again.
     """
     for graphed in list(_alive):
         graphed.release()
@@ -77,7 +77,9 @@ class Graphed:
         self.stages: list[tuple[Stage, Callable[[list, int], Sequence[Any]]]] = []
         for stage in stages:
             if stage.captured:
-                names = [named.get(node, node.name) if node in fixed else None for node in stage.given]
+                names = [
+                    named.get(node, node.name) if node in fixed else None for node in stage.given
+                ]
                 self.stages.append((stage, Captured(stage.run, names)))
                 fixed |= set(stage.made)
             else:
@@ -91,7 +93,7 @@ class Graphed:
         if self.communicates and not (dist.is_available() and dist.is_initialized()):
             raise LoweringError(
                 "a step that communicates is run after its process group is gone",
-                do="call engine.close() before torch.distributed.destroy_process_group(), and no step later",
+                do="call engine.close(), and then torch.distributed.destroy_process_group(), behind the last step",
             )
         with torch.no_grad():
             held = dict(zip(self.placeholders, self._in_place(inputs), strict=True))

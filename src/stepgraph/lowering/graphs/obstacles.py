@@ -170,7 +170,7 @@ def _elsewhere(node: fx.Node, target: Target) -> str:
 
 
 def _for_keyed_draws(program: Program) -> set[fx.Node]:
-    """What is computed on the host of the step's seed, for kernels that draw: it is set before each replay."""
+    """What the host computes of the step's seed, for kernels that draw: it is set before each replay."""
     fine: set[fx.Node] = set()
     seeds = {node for role, node, _ in program.input_rows if isinstance(role, roles.HostSeed)}
     for node in reversed(program.graph.nodes):

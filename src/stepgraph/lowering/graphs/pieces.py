@@ -1,7 +1,7 @@
 """A Program as the largest stretches of its order that can be captured, and what runs between them.
 
-What is handed on are tensors that were allocated: a view is taken anew by each stretch that reads it, so that
-no compiler is given one memory twice.
+What is handed on are tensors that were allocated: a view is taken anew by each stretch that reads it, so
+that no compiler is given one memory twice.
 """
 
 import operator

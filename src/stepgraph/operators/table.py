@@ -174,7 +174,7 @@ FACTS: tuple[Facts, ...] = (
         {"cost": "pooling"},
     ),
     # Where the kernel of a device asks it something, by ATen's sources: whether a factorisation converged,
-    # the range of a histogram, lengths. (Shapes that depend on data, and numbers that are read, are tagged.)
+    # the range of a histogram, lengths. (Shapes that depend on data, and what reads a number, are tagged.)
     (
         overloads(
             aten.histc, aten.mode, aten.embedding_renorm, aten.cholesky, aten.linalg_eig,

@@ -93,7 +93,7 @@ class Graphed:
         if self.communicates and not (dist.is_available() and dist.is_initialized()):
             raise LoweringError(
                 "a step that communicates is run after its process group is gone",
-                do="call engine.close(), and then torch.distributed.destroy_process_group(), behind the last step",
+                do="behind the last step call engine.close(), and then destroy the process group",
             )
         with torch.no_grad():
             held = dict(zip(self.placeholders, self._in_place(inputs), strict=True))

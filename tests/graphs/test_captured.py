@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
 import torch
 
+import stepgraph
 from stepgraph.errors import LoweringError, ShapeLimitError
 from stepgraph.lowering.graphs import captured, device
 from stepgraph.lowering.graphs.captured import Captured, bring, hand_out, like
 from stepgraph.lowering.graphs.draws import LIMIT, Draws, drawing
+from stepgraph.runtime.ranks import fit_for_graphs
 from tests.graphs.recorder import Recorder, RefusedError
-from tests.graphs.training import ROWS, assert_same, batch, start, train
+from tests.graphs.training import ROWS, assert_same, batch, model, start, train
 
 
 def test_a_shape_has_a_graph_of_its_own_up_to_a_bound(recorder):
@@ -36,9 +39,6 @@ def test_results_are_not_written_by_later_steps(recorder):
 
 
 def test_gradients_of_an_engine_without_an_optimizer_are_kept(recorder):
-    import stepgraph
-    from tests.graphs.training import model
-
     engines = [
         stepgraph.Engine(model(), lowering=lowering, plan="zero3")
         for lowering in ("eager", "cuda_graph_eager")
@@ -165,6 +165,33 @@ def test_copies_are_laid_out_alike(tensor):
     for copy in (hand_out(tensor), bring(tensor, like(tensor))):
         assert torch.equal(copy, tensor) and copy.stride() == tensor.stride()
         assert not tensor.numel() or copy.data_ptr() != tensor.data_ptr()
+
+
+def test_capturing_is_no_compilation(recorder):
+    engine = start("cuda_graph_eager")
+    with stepgraph.no_recompiles(after=1):
+        for step in range(4):
+            engine.step(batch(step))
+    assert recorder.captures and engine.stats.compiles == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "inside"),
+    [
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "0"),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "1"}, "1"),
+        ({}, None),
+    ],
+    ids=["it grows", "somebody chose", "it does not grow"],
+)
+def test_communicators_may_be_captured_whatever_the_allocator_does(monkeypatch, before, inside):
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "NCCL_GRAPH_REGISTER"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in before.items():
+        monkeypatch.setenv(name, value)
+    with fit_for_graphs():
+        assert os.environ.get("NCCL_GRAPH_REGISTER") == inside
+    assert os.environ.get("NCCL_GRAPH_REGISTER") == before.get("NCCL_GRAPH_REGISTER")
 
 
 # -- kernels that draw

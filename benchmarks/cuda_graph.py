@@ -1,10 +1,10 @@
 """What compiling gains and what the graph gains, on one GPU: Llamas of three sizes, one step.
 
-    python benchmarks/cuda_graph.py --json benchmarks/results/cuda_graph.json      # under 10 minutes
+    python benchmarks/cuda_graph.py --json benchmarks/results/cuda_graph.json
 
 NOT RUN YET on any machine. Each contestant has a fresh process; a time is the median over rounds, launches
 are those of one step by torch's profiler. A contestant that fails is reported with its error, and the
-others go on. The limit of ten minutes holds where nothing takes long to compile: choose with ``--contestants``.
+others go on. Compiling takes most of the time: choose with ``--contestants`` and ``--sizes``.
 """
 
 from __future__ import annotations

@@ -143,8 +143,8 @@ class MemoryPolicyError(UsageError):
 class LoweringError(StepgraphError):
     """A program cannot be executed as it was asked for.
 
-    No lowering can on this device (the message has each one's first obstacle), or a CUDA graph of it cannot be
-    captured, or replayed where something is not where it was.
+    No lowering can on this device (the message has each one's first obstacle), or a CUDA graph of it cannot
+    be captured, or replayed where something is not where it was.
     """
 
 

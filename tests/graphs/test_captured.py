@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import stepgraph
 from stepgraph.errors import LoweringError, ShapeLimitError
@@ -14,7 +16,7 @@ from stepgraph.lowering.graphs import captured, device
 from stepgraph.lowering.graphs.captured import Captured, bring, hand_out, like
 from stepgraph.lowering.graphs.draws import LIMIT, Draws, drawing
 from stepgraph.runtime.ranks import fit_for_graphs
-from tests.graphs.recorder import Recorder, RefusedError
+from tests.graphs.recorder import RecordedGraph, Recorder, RefusedError
 from tests.graphs.training import ROWS, assert_same, batch, model, start, train
 
 
@@ -167,6 +169,32 @@ def test_copies_are_laid_out_alike(tensor):
         assert not tensor.numel() or copy.data_ptr() != tensor.data_ptr()
 
 
+class Launched(TorchDispatchMode):
+    """Which operations are launched one by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names[func.__name__.split(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_replay_is_the_batch_the_graph_and_the_loss(recorder, monkeypatch, micro_batches):
+    """Step, learning rate and seed are tensors that the graph advances, or that stand as they are."""
+    engine = start("cuda_graph_eager", micro_batches=micro_batches)
+    for step in range(4):
+        engine.step(batch(step))
+    monkeypatch.setattr(RecordedGraph, "replay", lambda graph: None)
+    with Launched() as launched:
+        engine.step(batch(4))
+    assert launched.names["copy_"] == 2 * micro_batches + 1  # two leaves of a batch; the loss
+    assert not {"fill_", "add_"} & launched.names.keys()
+    assert launched.names.total() - launched.names["copy_"] < 25  # views and zeroed accumulators
+
+
 def test_capturing_is_no_compilation(recorder):
     engine = start("cuda_graph_eager")
     with stepgraph.no_recompiles(after=1):
@@ -240,6 +268,6 @@ def test_each_call_of_a_graph_is_seeded_as_it_would_seed_the_device():
 
 def test_the_matrix_would_see_a_seed_that_stands_still(recorder, monkeypatch):
     expected = train("eager", 4)
-    monkeypatch.setattr("stepgraph.runtime.state.State.seed_random_operations", lambda *a: None)
+    monkeypatch.setattr(captured, "_advancing", lambda stage, seed, last: stage)
     with pytest.raises(AssertionError):
         assert_same(train("cuda_graph_eager", 4), expected)

@@ -86,10 +86,13 @@ def train(lowering: str, steps: int, between: Any = None, **options: Any) -> Run
 
 
 def assert_same(found: Run, expected: Run) -> None:
-    """Bitwise: losses of every step, evaluations, parameters, buffers, optimizer state, counters."""
+    """Bitwise: losses of every step, evaluations, parameters, buffers, optimizer state, its counters.
+
+    The seed is not: a captured step leaves it as the next one needs it.
+    """
     results = [torch.stack([*run.losses, *run.evaluated]) for run in (found, expected)]
     assert torch.equal(*results), results
     states, wanted = found.state(), expected.state()
     assert states.keys() == wanted.keys()
     for name, tensor in states.items():
-        assert torch.equal(tensor, wanted[name]), name
+        assert name == "Seed()" or torch.equal(tensor, wanted[name]), name

@@ -41,7 +41,7 @@ def _making(inner: Lowering) -> Callable[[Program, Target], Executable]:
             made = list(dict.fromkeys(node for node in results if isinstance(node, fx.Node)))
             run = inner.make(program, target)
             stages = [Stage(_each_once(run, results, made), placeholders, made, True)]
-        return Graphed(program.inputs, placeholders, results, stages, communicates)
+        return Graphed(program.inputs, placeholders, results, stages, communicates, program.name)
 
     return make
 

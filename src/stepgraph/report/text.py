@@ -92,12 +92,12 @@ def plan_summary(plan: Plan, model: str = "") -> str:
         lines += _step(plan, plan.predicted)
         lines += _memory(plan, plan.predicted)
         lines += _collectives(plan.predicted)
+        if plan.graph_obstacles is not None:
+            lines.append(f"graph   {_graph(plan.graph_obstacles)}")
     lines += _placements(plan)
     if plan.predicted is not None:
         rows = plan.predicted.largest[:_COSTS]
         lines += ["largest costs", *(f"  {ms:>9,.2f} ms  {name}" for name, ms in rows)]
-    if plan.graph_obstacles is not None:
-        lines.append(f"graph   {_graph(plan.graph_obstacles)}")
     lines += [f"note    {text}" for text in plan.notes]
     wrap = textwrap.TextWrapper(_WIDTH, subsequent_indent=" " * 8, break_on_hyphens=False)
     wrapped = "\n".join(map(wrap.fill, lines)).splitlines()

@@ -22,6 +22,7 @@ from stepgraph.lowering.record import Executable
 from stepgraph.program import roles
 
 WARM_UPS = 1
+LAST = "step"  # the program of a step that is its last; "accumulate" comes before it
 
 _alive: weakref.WeakSet["Graphed"] = weakref.WeakSet()
 
@@ -55,6 +56,7 @@ class Graphed:
     Args:
         inputs: what each input is: what a call brings may lie anywhere, all else is written in place.
         communicates: collectives are captured with it.
+        name: of the Program: those of a step advance the seed that they draw from, for the next.
     """
 
     def __init__(
@@ -64,7 +66,14 @@ class Graphed:
         results: Sequence[Any],
         stages: Sequence[Stage],
         communicates: bool,
+        name: str = "",
     ) -> None:
+        seed = next(
+            (n for n, r in zip(placeholders, inputs, strict=True) if r == roles.Seed()), None
+        )
+        self.advances = seed is not None and name in (LAST, "accumulate")
+        if self.advances:
+            stages = [*stages[:-1], _advancing(stages[-1], seed, name == LAST)]
         self.inputs, self.placeholders, self.results = list(inputs), placeholders, results
         self.communicates = communicates
         self.host_seed = next(
@@ -121,6 +130,22 @@ class Graphed:
         for _, run in self.stages:
             if isinstance(run, Captured):
                 run.release()
+
+
+def _advancing(stage: Stage, seed: fx.Node, last: bool) -> Stage:
+    """A stage behind which the next micro-batch, or the next step, draws."""
+
+    def run(given: Sequence[torch.Tensor]) -> Sequence[Any]:
+        *given, words = given
+        found = stage.run(given)
+        if last:
+            words[1].add_(1)
+            words[2].zero_()
+        else:
+            words[2].add_(1)
+        return found
+
+    return Stage(run, [*stage.given, seed], stage.made, stage.captured)
 
 
 class Captured:

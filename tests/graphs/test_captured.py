@@ -19,6 +19,8 @@ from stepgraph.runtime.ranks import fit_for_graphs
 from tests.graphs.recorder import RecordedGraph, Recorder, RefusedError
 from tests.graphs.training import ROWS, assert_same, batch, model, start, train
 
+HERE = torch.device("cpu")
+
 
 def test_a_shape_has_a_graph_of_its_own_up_to_a_bound(recorder):
     engines = [start(lowering, max_shapes=2) for lowering in ("eager", "cuda_graph_eager")]
@@ -91,12 +93,11 @@ def test_a_thread_has_a_pool_of_its_own(monkeypatch):
     made = []
     monkeypatch.setattr(device, "make_graphs", lambda where: made.append(where) or Recorder())
     device.forget_graphs()
-    here = torch.device("cpu")
-    assert device.graphs_of(here) is device.graphs_of(here)
-    thread = threading.Thread(target=device.graphs_of, args=(here,))
+    assert device.graphs_of(HERE) is device.graphs_of(HERE)
+    thread = threading.Thread(target=device.graphs_of, args=(HERE,))
     thread.start()
     thread.join()
-    assert made == [here, here]
+    assert made == [HERE, HERE]
     device.forget_graphs()
 
 
@@ -130,14 +131,14 @@ def test_a_capture_needs_a_warm_up(recorder):
     stage = Captured(lambda given: [given[0] + 1], ["x"])
     stage.warm = captured.WARM_UPS
     with pytest.raises(LoweringError, match="a capture before a warm-up"):
-        stage([torch.ones(2)], 0)
+        stage([torch.ones(2)], 0, HERE)
 
 
 def test_what_torch_cannot_capture_is_an_error_with_its_words(recorder):
     stage = Captured(lambda given: [torch.histc(given[0], 2)], ["x"])
-    stage([torch.ones(2)], 0)
+    stage([torch.ones(2)], 0, HERE)
     with pytest.raises(LoweringError, match="could not capture") as error:
-        stage([torch.ones(2)], 0)
+        stage([torch.ones(2)], 0, HERE)
     assert "operation not permitted when stream is capturing" in str(error.value)
 
 
@@ -146,12 +147,12 @@ def test_a_number_of_the_host_would_stay_as_it_was(recorder):
     numbers = iter(range(10))
     stage = Captured(lambda given: [given[0] + next(numbers)], ["x"])
     x = torch.zeros(2)
-    assert [stage([x], 0)[0].tolist() for _ in range(4)] == [[0, 0], [1, 1], [1, 1], [1, 1]]
+    assert [stage([x], 0, HERE)[0].tolist() for _ in range(4)] == [[0, 0], [1, 1], [1, 1], [1, 1]]
 
 
 def test_an_argument_that_moves_is_copied(recorder):
     stage = Captured(lambda given: [given[0] * 2], [None])
-    found = [stage([torch.full((2,), float(i))], 0)[0].tolist() for i in range(4)]
+    found = [stage([torch.full((2,), float(i))], 0, HERE)[0].tolist() for i in range(4)]
     assert found == [[0, 0], [2, 2], [4, 4], [6, 6]]
 
 

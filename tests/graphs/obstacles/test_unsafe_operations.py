@@ -2,10 +2,22 @@
 
 import torch
 
-from tests.graphs.programs import planned
+from tests.graphs.programs import named, planned
 
 WHY = "its kernel waits for the device, or computes on the host"
 DO = "compute it outside the step, or with another operator"
+
+
+@torch.library.custom_op(
+    "tests_of_graphs::waits", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+)
+def waits(x: torch.Tensor) -> torch.Tensor:
+    return x * float(x.sum())
+
+
+@waits.register_fake
+def _(x):
+    return torch.empty_like(x)
 
 
 def histogram(y, x):
@@ -32,3 +44,7 @@ def test_eigenvalues():
 
 def test_an_inverse_is_none():
     assert planned(inverse) == []
+
+
+def test_an_operator_of_ones_own_that_is_tagged():
+    assert named(lambda x: waits(x), (4, 4)) == [f"net/waits [net] {WHY}\n(net.py): {DO}"]

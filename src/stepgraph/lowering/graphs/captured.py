@@ -68,12 +68,11 @@ class Graphed:
         communicates: bool,
         name: str = "",
     ) -> None:
-        seed = next(
-            (n for n, r in zip(placeholders, inputs, strict=True) if r == roles.Seed()), None
-        )
-        self.advances = seed is not None and name in (LAST, "accumulate")
+        node_of = dict(zip(inputs, placeholders, strict=True))
+        self.advances = roles.Seed() in node_of and name in (LAST, "accumulate")
         if self.advances:
-            stages = [*stages[:-1], _advancing(stages[-1], seed, name == LAST)]
+            advancing = _advancing(stages[-1], node_of[roles.Seed()], name == LAST)
+            stages = [*stages[:-1], advancing]
         self.inputs, self.placeholders, self.results = list(inputs), placeholders, results
         self.communicates = communicates
         self.host_seed = next(
@@ -83,7 +82,7 @@ class Graphed:
         last |= {node: len(stages) for node in results if isinstance(node, fx.Node)}
         named = {node: roles.label(role) for node, role in zip(placeholders, inputs, strict=True)}
         fixed = set(placeholders)
-        self.stages: list[tuple[Stage, Callable[[list, int], Sequence[Any]]]] = []
+        self.stages: list[tuple[Stage, Callable[[list, int, torch.device], Sequence[Any]]]] = []
         for stage in stages:
             if stage.captured:
                 names = [
@@ -92,7 +91,7 @@ class Graphed:
                 self.stages.append((stage, Captured(stage.run, names)))
                 fixed |= set(stage.made)
             else:
-                self.stages.append((stage, lambda given, seed, run=stage.run: run(given)))
+                self.stages.append((stage, lambda given, *_, run=stage.run: run(given)))
         self.over = [[node for node in last if last[node] == i] for i in range(len(stages))]
         self.buffers: dict[int, torch.Tensor] = {}
         _alive.add(self)
@@ -107,12 +106,17 @@ class Graphed:
         with torch.no_grad():
             held = dict(zip(self.placeholders, self._in_place(inputs), strict=True))
             seed = 0 if self.host_seed is None else int(inputs[self.host_seed])
+            where = self._device(inputs)
             for (stage, run), over in zip(self.stages, self.over, strict=True):
-                made = run([held[node] for node in stage.given], seed)
+                made = run([held[node] for node in stage.given], seed, where)
                 held |= zip(stage.made, made, strict=True)
                 for node in over:
                     del held[node]
             return [hand_out(held[n]) if isinstance(n, fx.Node) else n for n in self.results]
+
+    def _device(self, inputs: Sequence[torch.Tensor]) -> torch.device:
+        """Which one computes: the host has the seed alone."""
+        return next(t.device for i, t in enumerate(inputs) if i != self.host_seed)
 
     def _in_place(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The inputs, those that a call brings copied to where they always are."""
@@ -172,8 +176,12 @@ class Captured:
         self.made: Sequence[Any] = []
         self.thread = 0
 
-    def __call__(self, given: list[torch.Tensor], seed: int) -> Sequence[Any]:
+    def __call__(self, given: list[torch.Tensor], seed: int, where: torch.device) -> Sequence[Any]:
         """What it makes: where it always is, once it is captured.
+
+        Args:
+            seed: of kernels that draw.
+            where: the device that computes.
 
         Raises:
             LoweringError: an argument is not where it was, or this is another thread; torch could not
@@ -187,16 +195,16 @@ class Captured:
         elif self.warm < WARM_UPS:
             self.warm += 1
             with self.draws.warming(seed):
-                return _graphs(given).warm_up(lambda: self.run(given))
+                return device.graphs_of(where).warm_up(lambda: self.run(given))
         else:
-            self._capture(given)
+            self._capture(given, where)
         assert self.graph is not None
         self.draws.seed(seed)
         self.graph.replay()
         return self.made
 
-    def _capture(self, given: list[torch.Tensor]) -> None:
-        graphs = _graphs(given)
+    def _capture(self, given: list[torch.Tensor], where: torch.device) -> None:
+        graphs = device.graphs_of(where)
         pairs = zip(given, self.names, strict=True)
         self.given = [bring(t, like(t)) if name is None else t for t, name in pairs]
         self.addresses = [tensor.data_ptr() for tensor in self.given]
@@ -233,13 +241,8 @@ class Captured:
                     why="a CUDA graph reads the old place, whatever is there now",
                     do="change it in place (copy_), or make a new Engine",
                 )
-            _check_layout(name, now, held)
-
-
-def _graphs(given: Sequence[torch.Tensor]) -> device.Graphs:
-    """Of this thread, on the device where most of the work is: the host has numbers alone."""
-    devices = [tensor.device for tensor in given]
-    return device.graphs_of(max(devices, key=devices.count))
+            if now is not held:
+                _check_layout(name, now, held)
 
 
 def _check_layout(name: str, now: torch.Tensor, held: torch.Tensor) -> None:

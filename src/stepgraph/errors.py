@@ -141,7 +141,11 @@ class MemoryPolicyError(UsageError):
 
 
 class LoweringError(StepgraphError):
-    """No lowering can execute a program on this device. The message has each one's first obstacle."""
+    """A program cannot be executed as it was asked for.
+
+    No lowering can on this device (the message has each one's first obstacle), or a CUDA graph of it cannot
+    be captured, or replayed where something is not where it was.
+    """
 
 
 class RecompilationError(StepgraphError):

@@ -17,8 +17,12 @@ from torch.utils import _pytree as pytree
 import stepgraph
 from stepgraph import torch_internals
 from stepgraph.capture.module import capture
+from stepgraph.cost.devices import find_device
+from stepgraph.lowering.graphs.obstacles import find_obstacles
+from stepgraph.planning.target import target_of
 from tests.end_to_end import many_models, models
 from tests.end_to_end.models import ROWS, Brought
+from tests.graphs.capturing import refusal
 from tests.propagation import differences
 
 
@@ -227,8 +231,11 @@ def check_plan(name, kind):
     there = elsewhere(name)
     assert planned(there, *kind).decisions == plan.decisions
     programs = plan.programs(there.model, example=there.batch, loss=there.loss)
+    assert plan.graph_obstacles == ()
     for program in programs.values():
         assert not differences(program, "cuda")
+        assert not find_obstacles(program, target_of(find_device("h100")))
+        assert refusal(program) is None
         found = attentions(program)
         assert bool(found) == (name in FUSED)
         assert not any("stepgraph.attention" in target for target in found)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from stepgraph import torch_internals
 from stepgraph.cost.devices import device_at_hand
 from stepgraph.errors import BatchError, UsageError
+from stepgraph.lowering.decide import check_target
 from stepgraph.lowering.presets import check_lowering
 from stepgraph.memory.patterns import as_text
 from stepgraph.memory.presets import parse_policy
@@ -22,8 +23,8 @@ from stepgraph.placement.presets.named import check_preset
 from stepgraph.planning.file import load_plan
 from stepgraph.planning.fingerprint import fingerprint_of
 from stepgraph.planning.plan import Plan, preset_plan
-from stepgraph.program.layout import MeshShape
 from stepgraph.runtime.batches import first_on_each
+from stepgraph.runtime.ranks import Ranks
 from stepgraph.schedule.decide import check_schedule
 
 
@@ -97,13 +98,15 @@ def check_compile(backend: str, whole: bool, enabled: bool | None, options: dict
     return bool(whole or enabled)
 
 
-def make_plan(plan, mesh: MeshShape, model: nn.Module, **policies: Any) -> Plan:
+def make_plan(plan, ranks: Ranks, model: nn.Module, **policies: Any) -> Plan:
     """The plan in force: policies (memory, schedule, lowering) that are not None win over its own.
 
     Raises:
         UsageError, MeshError: it is for another mesh.
+        LoweringError: its lowering captures graphs, and these ranks' device has none.
         PlanError: no plan file, a malformed one, or one that was made for another model.
     """
+    mesh = ranks.shape
     if isinstance(plan, Plan):
         made = plan
     elif isinstance(plan, Path) or str(plan).endswith(".json"):
@@ -120,6 +123,7 @@ def make_plan(plan, mesh: MeshShape, model: nn.Module, **policies: Any) -> Plan:
     made = replace(made, fingerprint=made.fingerprint or fingerprint_of(model))
     given = {name: as_text(value) for name, value in policies.items() if value is not None}
     made = made.under(**given)
+    check_target(made.lowering, ranks.target)
     if made.request.decided_by_cost and not made.request.device:
         made = made.under(device=device_at_hand(device_of(model).type).name)
     return made

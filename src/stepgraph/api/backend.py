@@ -10,7 +10,7 @@ from torch import fx
 
 from stepgraph.errors import UsageError, near_misses
 from stepgraph.graphwise.graph_compiler import GraphCompiler
-from stepgraph.lowering.presets import check_lowering
+from stepgraph.lowering.decide import check_target
 from stepgraph.memory.decide import check_memory
 from stepgraph.planning.request import Request
 from stepgraph.planning.target import usual_target
@@ -43,7 +43,8 @@ def stepgraph_backend(
             raise UsageError(f"unknown option {name!r}", do=near_misses(name, OPTIONS))
     request = Request("ddp", data_mesh(1), **options)
     check_memory(request.memory)
-    check_lowering(request.lowering)
     tensors = [x for x in examples if isinstance(x, torch.Tensor)]
     device = tensors[0].device if tensors else host_device()
-    return GraphCompiler(request, usual_target(device.type))(graph, examples)
+    target = usual_target(device.type)
+    check_target(request.lowering, target)
+    return GraphCompiler(request, target)(graph, examples)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -25,13 +24,14 @@ from stepgraph.errors import GraphBreakError, ParameterHookError, UsageError
 from stepgraph.graphwise.compiled_autograd import check_whole_backward
 from stepgraph.graphwise.graph_breaks import GraphRunner
 from stepgraph.graphwise.parts import Parts
+from stepgraph.lowering.graphs.captured import release_all
 from stepgraph.planning.request import Precision, StepSettings
 from stepgraph.program import roles
 from stepgraph.report.text import engine_report
 from stepgraph.runtime.batches import LocalBatch, flatten_batch, in_turn, split_micro_batches
 from stepgraph.runtime.checkpoints.checkpoint import Saver
 from stepgraph.runtime.compiler import MAX_SHAPES, Compiled, Compiler
-from stepgraph.runtime.ranks import join_ranks
+from stepgraph.runtime.ranks import join_ranks, leave_group
 from stepgraph.runtime.state import State
 from stepgraph.runtime.watch import watch_over
 from stepgraph.torch_internals import pytree
@@ -66,7 +66,8 @@ class Engine(SavesAndLoads):
         reduce_dtype: of gradient reductions; None: the type they are computed in.
         max_grad_norm: clips gradients to this global 2-norm, inside the program.
         micro_batches: gradient accumulation, inside the program: each rank's batch is split in so many.
-        lowering: ``inductor``, ``inductor_whole`` or ``eager``; None: the plan's own.
+        lowering: ``inductor``, ``inductor_whole`` or ``eager``; ``cuda_graph`` (``cuda_graph_eager``): what
+            ``inductor`` (``eager``) makes of it, captured and replayed; None: the plan's own.
         strict: a fallback that would be reported becomes an error.
         seed: of random operations; with the step's number it decides every mask, on any mesh.
         max_shapes: distinct batch shapes to keep compiled programs for.
@@ -104,10 +105,10 @@ class Engine(SavesAndLoads):
         ranks = join_ranks(mesh, device)
         try:
             policies = {"memory": memory, "schedule": schedule, "lowering": lowering}
-            made = arguments.make_plan(plan, ranks.shape, model, **policies)
+            made = arguments.make_plan(plan, ranks, model, **policies)
         except Exception:
             if ranks.owns_group:
-                dist.destroy_process_group()
+                leave_group()
             raise
         self.model = model
         self._ranks, self._device, self._seed = ranks, device, seed
@@ -132,7 +133,7 @@ class Engine(SavesAndLoads):
         self._whole_backward = self._full_graph = False
         self._forwards = 0  # of the split use, since the last update
         if ranks.owns_group:
-            atexit.register(_leave_group)  # other engines may be using it until then
+            atexit.register(leave_group)  # other engines may be using it until then
 
     @property
     def plan(self) -> Plan:
@@ -356,7 +357,7 @@ class Engine(SavesAndLoads):
         """How the split use runs from here on, and every step of a model that is run graph by graph.
 
         Args:
-            backend: a lowering: ``inductor``, ``inductor_whole`` or ``eager``.
+            backend: a lowering.
             compiled_autograd: the whole backward of a model with graph breaks is one graph. (That of a
                 model without is one in any case.)
             compiled_autograd_enabled: DeepSpeed's name for it.
@@ -390,11 +391,10 @@ class Engine(SavesAndLoads):
             "max_grad_norm": self._compiler.max_grad_norm,
         }
 
+    def close(self) -> None:
+        """Lets go of captured graphs, before a process group that is the caller's is destroyed."""
+        release_all()
+
     def report(self) -> str:
         """The plan, collectives, memory, compilations and every fallback, as text."""
         return engine_report(self.plan, self.programs, self.notes, self.stats)
-
-
-def _leave_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -87,7 +87,7 @@ def parallelize(
     check_hooks(model)
     device = arguments.device_of(model)
     ranks = join_ranks(mesh, device)
-    made = arguments.make_plan(plan, ranks.shape, model, memory=memory, lowering=lowering)
+    made = arguments.make_plan(plan, ranks, model, memory=memory, lowering=lowering)
     precision = Precision(compute_dtype or made.request.step.precision.compute, reduce_dtype)
     step = StepSettings(precision=precision, seed=seed)
     made = made.under(placement=for_own_update(made.placement), step=step)

@@ -16,7 +16,9 @@ from stepgraph.api.models import find_model, language_model_loss
 from stepgraph.api.planner import Planner, make_optimizer
 from stepgraph.capture.module import LossFunction, default_loss
 from stepgraph.cost.devices import find_device
-from stepgraph.errors import MeshError, PlanError, UsageError
+from stepgraph.errors import CaptureError, MeshError, PlanError, UsageError
+from stepgraph.lowering.graphs.obstacles import find_obstacles, of_error
+from stepgraph.lowering.record import Obstacle
 from stepgraph.memory.patterns import as_text
 from stepgraph.memory.presets import parse_policy
 from stepgraph.placement.presets.named import check_preset
@@ -62,12 +64,51 @@ class Plan(data.Plan):
         Raises:
             PlanError: the plan was made for another model or step.
         """
+        planner = self._planner(model, example, loss, optimizer)
+        return planner.programs(replace(self, final=True), rank)
+
+    def _planner(
+        self,
+        model: nn.Module,
+        example: Any,
+        loss: LossFunction | None,
+        optimizer: str | torch.optim.Optimizer | None,
+    ) -> Planner:
         self.check_model(model)
         step = self.request.step
         device = find_device(self.request.device or torch_internals.host_device().type)
         made = make_optimizer(optimizer or step.optimizer, model)
-        planner = Planner(model, example, loss or default_loss, made, device, step)
-        return planner.programs(replace(self, final=True), rank)
+        return Planner(model, example, loss or default_loss, made, device, step)
+
+    def obstacles(
+        self,
+        model: nn.Module,
+        *,
+        example: Any,
+        loss: LossFunction | None = None,
+        optimizer: str | torch.optim.Optimizer | None = None,
+        rank: int = 0,
+    ) -> list[Obstacle]:
+        """What keeps the step from being one CUDA graph; nothing is launched, and no GPU is needed.
+
+        Args:
+            model, example, loss, optimizer, rank: as for :meth:`programs`.
+
+        Returns:
+            obstacles in order, empty if the step can be captured. Each has the stable name of its ``node``,
+            the path of the ``module``, the ``source`` line, ``why`` it is one, and what to ``do``; of what
+            cannot be captured as one program at all, the line alone.
+
+        Raises:
+            PlanError: the plan was made for another model or step.
+        """
+        planner = self._planner(model, example, loss, optimizer)
+        try:
+            programs = planner.decided(replace(self, final=bool(self.decisions)), rank)
+        except CaptureError as error:
+            return [of_error(error)]
+        found = (one for p in programs.values() for one in find_obstacles(p, planner.target))
+        return list(dict.fromkeys(found))
 
     def frontier(self) -> tuple[FrontierPoint, ...]:
         """The memory-time frontier: about a dozen ways to run the step, least memory to least time.

@@ -17,6 +17,7 @@ from stepgraph.capture.step import Captured, Source
 from stepgraph.contest import Contest, Entrant, compete, predicted, rivals, taken
 from stepgraph.cost.device import Device
 from stepgraph.errors import BatchError, BudgetError, MemoryPolicyError, UsageError, near_misses
+from stepgraph.lowering.graphs.obstacles import find_obstacles
 from stepgraph.memory.decide import candidates, decide
 from stepgraph.memory.presets import FULL, NONE, budget_of
 from stepgraph.memory.solver.frontiers import whole_step
@@ -121,6 +122,12 @@ class Planner:
         """What a rank executes under a plan: scheduled and bound."""
         return apply(self.captured(plan.placement, plan.mesh).programs, plan, self.target, rank)
 
+    def decided(self, plan: Plan, rank: int = 0) -> dict[str, Program]:
+        """The same of a plan that need not have decided all of them."""
+        return make(
+            self.captured(plan.placement, plan.mesh).programs, plan, self.target, rank
+        ).programs
+
     def captured(self, placement: str, mesh: MeshShape) -> Captured:
         """The global programs of the step, captured at the first call."""
         reduces = reduces_each_micro_batch(placement, mesh)
@@ -165,6 +172,10 @@ class Planner:
         if frontier:
             points = whole_step(frontiers, self.settings.micro_batches)
         plan, programs = best.plan, best.made.programs
+        obstacles = None
+        if self.target.graphs:
+            every = (o for p in programs.values() for o in find_obstacles(p, self.target))
+            obstacles = tuple(dict.fromkeys(map(str, every)))
         gaps = [decided.placement.optimality_gap for decided in plan.decisions.values()]
         gap = max((gap for gap in gaps if gap is not None), default=None)
         notes = [
@@ -183,6 +194,7 @@ class Planner:
             values={key: Table(facts) for key, facts in best.made.facts.items()},
             notes=tuple(dict.fromkeys(notes)),
             points=points,
+            graph_obstacles=obstacles,
             final=True,
         )
         return best

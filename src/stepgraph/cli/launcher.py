@@ -32,7 +32,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from stepgraph.errors import LaunchError, StepgraphError
 from stepgraph.runtime.files import whole_file
-from stepgraph.runtime.ranks import communication_first
+from stepgraph.runtime.ranks import communication_first, fit_for_graphs, leave_group
 
 LOCALHOST = "127.0.0.1"
 MONITOR_SECONDS = 0.1
@@ -214,11 +214,11 @@ def _run_in_group(function: Callable[..., Any], args: tuple) -> Any:
         torch.cuda.set_device(device)
     if dist.is_initialized():
         return function(*args)
-    with communication_first(device.type):
+    with communication_first(device.type), fit_for_graphs():
         dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     result = function(*args)
     dist.barrier()  # nobody hangs up on a rank that is still talking
-    dist.destroy_process_group()
+    leave_group()
     return result
 
 

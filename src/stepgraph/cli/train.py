@@ -28,7 +28,7 @@ from stepgraph.cli.training import Summary, TrainOptions, train
 )
 @click.option("--mesh", help="Names and sizes, as in dp=2. Default: every rank on dp.")
 @click.option("--steps", type=click.IntRange(min=1), default=200)
-@click.option("--lowering", help="inductor or eager. Default: the plan's own.")
+@click.option("--lowering", help="inductor, eager or cuda_graph. Default: the plan's own.")
 @click.option("--metrics", metavar="FILE", help="Append one JSON object per step.")
 @click.option(
     "--checkpoint",

@@ -91,8 +91,9 @@ def run_lowered(
 
     Args:
         bound: for every rank its own; they stay as they are.
-        name: of the lowering.
+        name: of the lowering; of one that captures, what it captures is run.
     """
+    name = LOWERINGS[name].inner or name
     meeting = _Meeting(bound)
     number = id(meeting)
     _meetings[number] = meeting

@@ -23,7 +23,7 @@ from stepgraph.capture.mixed_types import check_types
 from stepgraph.errors import CaptureError
 from stepgraph.graphwise.graph import OTHERS, GraphProgram
 from stepgraph.graphwise.lower import lower_graph
-from stepgraph.lowering.decide import decide as decide_lowering
+from stepgraph.lowering.decide import decide_for_graph as decide_lowering
 from stepgraph.memory import apply as memory
 from stepgraph.memory.decide import decide_for_graph
 from stepgraph.pipeline import (

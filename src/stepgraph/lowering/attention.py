@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from stepgraph.lowering.graphs.draws import LIMIT, drawing
 from stepgraph.operators.attention import (
     Call,
     bias_gradient,
@@ -279,7 +280,8 @@ def keyed_attention(
     """A fused attention whose dropout is a function of the seed, the step and the operation.
 
     The kernels draw from the device's generator, and take no seed: it is set on the host for the call
-    alone, and put back. Nothing waits for the device.
+    alone, and put back (in a CUDA graph: :mod:`stepgraph.lowering.graphs.draws`). Nothing waits for the
+    device.
 
     Args:
         kernel: ``flash`` or ``efficient``.
@@ -290,17 +292,13 @@ def keyed_attention(
         the result, the sums of its rows, and the two tensors by which the backward draws the same.
     """
     generator = torch.cuda.default_generators[query.device.index]
-    before = generator.get_state()
-    generator.manual_seed((int(seed) + operation) % 2**63)
-    try:
+    with drawing(generator, (int(seed) + operation) % LIMIT):
         if kernel == "flash":
             found = private.FLASH_ATTENTION(query, key, value, dropout_p, is_causal, scale=scale)
             return found[0], found[1], found[6], found[7]
         return private.EFFICIENT_ATTENTION(
             query, key, value, bias, True, dropout_p, is_causal, scale=scale
         )
-    finally:
-        generator.set_state(before)
 
 
 @keyed_attention.register_fake

@@ -42,6 +42,8 @@ class Lowering:
     Attributes:
         obstacles: what it sees in a Program for a Target that it cannot execute.
         fuses: it makes one kernel of several operations.
+        inner: of one that captures: the lowering that makes what is captured. Where only some operations
+            are obstacles it captures the rest, in pieces.
         make: from a Program of one rank, written in place, to a callable of local tensors.
     """
 
@@ -49,6 +51,7 @@ class Lowering:
     obstacles: Callable[[Program, Target], list[Obstacle]]
     make: Callable[[Program, Target], Executable]
     fuses: bool = False
+    inner: str = ""
 
 
 def no_obstacles(program: Program, target: Target) -> list[Obstacle]:

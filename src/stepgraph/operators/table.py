@@ -34,6 +34,7 @@ class Operator:
     ``power``: that class depends on the exponent. ``looks_up``: it reads as much of its table as it
     returns. ``copies``: the value of its argument, in another place or type. ``draws``: a generator
     may decide its result. ``shape_argument``: position of the argument that is the result's shape.
+    ``waits``: why the host waits for the device in it, which a CUDA graph cannot hold; empty: it does not.
     """
 
     target: Any
@@ -47,7 +48,12 @@ class Operator:
     copies: bool = False
     draws: bool = False
     shape_argument: int | None = None
+    waits: str = ""
 
+
+READS_A_NUMBER = "the host reads a number of the device"
+SIZED_BY_DATA = "how large its result is depends on data"
+UNSAFE = "its kernel waits for the device, or computes on the host"
 
 # Facts of a family of operators: (operators, what differs from what schema and tags say).
 Facts = tuple[tuple[Any, ...], dict[str, Any]]
@@ -167,12 +173,30 @@ FACTS: tuple[Facts, ...] = (
         ),
         {"cost": "pooling"},
     ),
+    # Where the kernel of a device asks it something, by ATen's sources: whether a factorisation converged,
+    # the range of a histogram, lengths. (Shapes that depend on data, and what reads a number, are tagged.)
+    (
+        overloads(
+            aten.histc, aten.mode, aten.embedding_renorm, aten.cholesky, aten.linalg_eig,
+            aten.linalg_eigvals, private.eigh, private.svd, private.eigvals,
+            private.pack_padded_sequence, private.ctc_loss, private.cudnn_ctc_loss,
+        ),
+        {"waits": UNSAFE},
+    ),
 )  # fmt: skip
 
 KNOWN: dict[Any, dict[str, Any]] = {}
 for _targets, _facts in FACTS:
     for _target in _targets:
         KNOWN.setdefault(_target, {}).update(_facts)
+
+
+_WAITS: dict[Any, str] = {
+    torch.Tag.data_dependent_output: READS_A_NUMBER,
+    torch.Tag.dynamic_output_shape: SIZED_BY_DATA,
+}
+if hasattr(torch.Tag, "cudagraph_unsafe"):  # torch 2.11 has no such tag
+    _WAITS[torch.Tag.cudagraph_unsafe] = UNSAFE
 
 
 def _derived(target: Any) -> dict[str, Any]:
@@ -186,6 +210,9 @@ def _derived(target: Any) -> dict[str, Any]:
     }
     if torch.Tag.pointwise in tags:
         known["fusing"] = LOOP
+    for tag, why in _WAITS.items():
+        if tag in tags:
+            known["waits"] = why
     if schema is not None:
         arguments = enumerate(schema.arguments)
         known["aliased"] = tuple(i for i, a in arguments if a.alias_info is not None)

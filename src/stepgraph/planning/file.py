@@ -104,6 +104,8 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         data["predicted"] = plan.predicted.to_json()
     if plan.points is not None:
         data["points"] = plan.points
+    if plan.graph_obstacles is not None:
+        data["graph_obstacles"] = plan.graph_obstacles
     # Through text: lists where there are tuples, as whoever reads the file will have them.
     return json.loads(json.dumps(msgspec.to_builtins(data, enc_hook=_plain, str_keys=True)))
 
@@ -198,6 +200,7 @@ def _read_plan(data: Any) -> Plan:
         notes=found.notes,
         points=None if found.points is None else tuple(map(schema.made_of, found.points)),
         values={key: Table(reader.facts(rows, key)) for key, rows in found.values.items()},
+        graph_obstacles=found.graph_obstacles,
     )
 
 

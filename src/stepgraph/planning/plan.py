@@ -49,6 +49,8 @@ class Plan(Frozen):
         notes: on how it came about.
         values: what is to be told of values, by program and name.
         points: of the memory-time frontier, least memory first, where that was asked for.
+        graph_obstacles: what keeps the step from being one CUDA graph, in words; None: it was not asked, or
+            the device has no graphs.
     """
 
     request: Request
@@ -59,6 +61,7 @@ class Plan(Frozen):
     notes: tuple[str, ...] = ()
     values: Mapping[str, Mapping[str, ValueFacts]] = Table()
     points: tuple[FrontierPoint, ...] | None = None
+    graph_obstacles: tuple[str, ...] | None = None
 
     @property
     def mesh(self) -> MeshShape:
@@ -114,7 +117,8 @@ class Plan(Frozen):
         same = not changed & (_ASKED_OF_PLACEMENT | {"memory", "schedule"})
         predicted = self.predicted if same else None
         points = self.points if same else None
-        known = {"predicted": predicted, "points": points}
+        told = self.graph_obstacles if same else None
+        known = {"predicted": predicted, "points": points, "graph_obstacles": told}
         return replace(self, request=request, decisions=Table(kept), **known)
 
     def with_decisions(self: Kind, key: str, decided: Decisions) -> Kind:

@@ -22,12 +22,14 @@ class Target:
             several in flight corrupt the heap (torch 2.13; ``benchmarks/collectives_in_flight.py`` shows it
             without stepgraph).
         call_bytes: what could be copied in the time that a collective of no bytes takes.
+        graphs: what is launched can be captured, and launched again as one.
     """
 
     device_type: str
     streams: int
     overlaps: bool
     call_bytes: int
+    graphs: bool = False
 
 
 def target_of(device: Device) -> Target:
@@ -53,4 +55,4 @@ def usual_target(device_type: str) -> Target:
 def _target(row: Device, device_type: str) -> Target:
     streams = STREAMS if row.overlaps else 1
     call_bytes = int(row.intra.latency * row.memory_bandwidth)
-    return Target(device_type, streams, row.overlaps, call_bytes)
+    return Target(device_type, streams, row.overlaps, call_bytes, device_type != HOST)

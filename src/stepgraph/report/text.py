@@ -14,6 +14,7 @@ from stepgraph.cost.memory import CATEGORIES, memory_timeline
 from stepgraph.cost.predict import Prediction
 from stepgraph.cost.work import size_in_bytes
 from stepgraph.errors import UsageError
+from stepgraph.lowering.presets import LOWERINGS
 from stepgraph.planning.folding import layer_of
 from stepgraph.planning.plan import Plan
 from stepgraph.planning.sizes import show_bytes
@@ -57,7 +58,7 @@ def engine_report(plan: Plan, programs: dict[str, Program], notes: list[str], st
         timeline = memory_timeline(program)
         lines.append(
             f"  program {name}: {len(timeline.operations)} operations, "
-            f"peak {show_bytes(timeline.peak())} a rank"
+            f"peak {show_bytes(timeline.peak())} a rank{_captured(plan, name)}"
         )
         peaks = {category: timeline.peak_of(category) for category in CATEGORIES}
         shown = [f"{category} {show_bytes(size)}" for category, size in peaks.items() if size]
@@ -66,6 +67,14 @@ def engine_report(plan: Plan, programs: dict[str, Program], notes: list[str], st
             lines.append(f"    {phase}: {total['count']} x {kind}, {show_bytes(total['bytes'])}")
     lines += ["  fallbacks:"] + [f"    {note}" for note in notes] if notes else ["  no fallbacks"]
     return "\n".join(lines)
+
+
+def _captured(plan: Plan, name: str) -> str:
+    """How a program is captured, where its lowering captures."""
+    decided = plan.decisions.get(name)
+    if decided is None or decided.lowering is None or not LOWERINGS[decided.lowering.name].inner:
+        return ""
+    return ", CUDA graphs and what runs between" if decided.lowering.reason else ", one CUDA graph"
 
 
 # -- a plan
@@ -83,6 +92,8 @@ def plan_summary(plan: Plan, model: str = "") -> str:
         lines += _step(plan, plan.predicted)
         lines += _memory(plan, plan.predicted)
         lines += _collectives(plan.predicted)
+        if plan.graph_obstacles is not None:
+            lines.append(f"graph   {_graph(plan.graph_obstacles)}")
     lines += _placements(plan)
     if plan.predicted is not None:
         rows = plan.predicted.largest[:_COSTS]
@@ -93,6 +104,14 @@ def plan_summary(plan: Plan, model: str = "") -> str:
     if len(wrapped) > _LINES:
         wrapped = [*wrapped[: _LINES - 1], "        ..."]
     return "\n".join(wrapped)
+
+
+def _graph(obstacles: Sequence[str]) -> str:
+    """Whether a step can be one CUDA graph."""
+    if not obstacles:
+        return "the step can be captured as one CUDA graph"
+    more = f"; and {len(obstacles) - 1} more" if len(obstacles) > 1 else ""
+    return f"not one CUDA graph: {obstacles[0]}{more}"
 
 
 def _step(plan: Plan, predicted: Prediction) -> list[str]:

@@ -16,6 +16,7 @@ from stepgraph.capture.refusals import check_hooks, check_parameter_hooks
 from stepgraph.capture.step import Capture, Captured, Source
 from stepgraph.contest import make_best
 from stepgraph.errors import ChangingValueError, StepgraphError, StrictError, UsageError, name_a_few
+from stepgraph.lowering.decide import check_target
 from stepgraph.pipeline import Made, capture_of
 from stepgraph.placement.decide import reduces_each_micro_batch
 from stepgraph.planning.plan import Plan
@@ -242,6 +243,7 @@ class Compiler:
 
     def change_lowering(self, name: str) -> None:
         """What is compiled from here on is lowered so; programs of the split use are made anew."""
+        check_target(name, self.ranks.target)
         if name != self.plan.lowering:
             self.plan = self.plan.under(lowering=name)
             self._compiled.pop("gradients", None)

@@ -3,7 +3,8 @@
 Of the split use, forward and backward are two calls, with the caller's own autograd graph between them.
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.tensor import Shard
 from stepgraph import torch_internals
 from stepgraph.errors import UsageError
 from stepgraph.lowering.apply import lower
+from stepgraph.lowering.graphs.captured import Graphed
 from stepgraph.lowering.partition import forward_and_backward
 from stepgraph.lowering.record import Executable
 from stepgraph.pipeline import executed
@@ -30,7 +32,8 @@ class LoweredProgram:
     """One program, ready to run on this rank.
 
     ``arguments`` are its inputs in order, the places of what each call brings left open: ``places`` are
-    (position among the arguments, role). ``buffers`` are those among the arguments.
+    (position among the arguments, role). ``buffers`` are those among the arguments. ``after``: called once
+    it has run.
     """
 
     program: Program
@@ -39,6 +42,7 @@ class LoweredProgram:
     places: list[tuple[int, roles.Input]]
     outputs: list[roles.Output]
     buffers: dict[str, torch.Tensor]
+    after: Callable[[], None] = lambda: None
 
     def run(
         self, leaves: Sequence[Any] = (), brought: Mapping[roles.Input, torch.Tensor] | None = None
@@ -55,7 +59,9 @@ class LoweredProgram:
             saved = isinstance(role, roles.Saved)  # by a program, with the strides that it promised
             arguments[position] = value if saved else value.contiguous()
         try:
-            return dict(zip(self.outputs, self.execute(arguments), strict=True))
+            found = dict(zip(self.outputs, self.execute(arguments), strict=True))
+            self.after()
+            return found
         except (RuntimeError, IndexError) as error:
             given = [role for _, role in self.places if isinstance(role, roles.UserInput)]
             named = ((role.name, leaves[role.index]) for role in given if role.index < len(leaves))
@@ -84,7 +90,10 @@ def _lowered(
     places = [(i, role) for i, role in enumerate(final.inputs) if isinstance(role, roles.BROUGHT)]
     arguments = [None if isinstance(r, roles.BROUGHT) else state.tensors[r] for r in final.inputs]
     buffers = {r.name: state.tensors[r] for r in final.inputs if isinstance(r, roles.Buffer)}
-    return LoweredProgram(program, execute, arguments, places, list(final.outputs), buffers)
+    lowered = LoweredProgram(program, execute, arguments, places, list(final.outputs), buffers)
+    if isinstance(execute, Graphed) and execute.advances:
+        lowered.after = functools.partial(state.seed_was_advanced, program.name)
+    return lowered
 
 
 # -- forward and backward by themselves

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from stepgraph import torch_internals
 from stepgraph.errors import BatchError, MeshError
+from stepgraph.lowering.graphs.captured import release_all
 from stepgraph.planning.target import Target, usual_target
 from stepgraph.program.layout import MeshShape, data_mesh
 
@@ -26,6 +27,8 @@ log = logging.getLogger("stepgraph")
 PATIENCE = 30.0  # seconds for which a rank waits for others without a word
 LIMIT_SECONDS = 30 * 60.0  # as long as gloo waits for a rank
 _POLL_SECONDS = 0.002
+_REGISTERS = "NCCL_GRAPH_REGISTER"
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def parse_mesh(text: str) -> MeshShape:
@@ -83,15 +86,22 @@ def join_ranks(mesh: str | DeviceMesh | None, device: torch.device) -> Ranks:
     owns_group = False
     if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         backend = dist.get_default_backend_for_device(device.type)
-        with communication_first(device.type):
+        with communication_first(device.type), fit_for_graphs():
             dist.init_process_group(backend, device_id=_own_accelerator(device))
         owns_group = True
     try:
         return _ranks_of(mesh, device, owns_group)
     except Exception:
         if owns_group:
-            dist.destroy_process_group()
+            leave_group()
         raise
+
+
+def leave_group() -> None:
+    """Destroys the process group, if there is one; graphs that hold its collectives go first."""
+    release_all()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _own_accelerator(device: torch.device) -> torch.device | None:
@@ -124,7 +134,7 @@ def _ranks_of(mesh: str | DeviceMesh | None, device: torch.device, owns_group: b
         device_mesh = torch_internals.one_process_mesh(device.type, shape.dims)
         return Ranks(shape, device_mesh, 0, {}, False)
     if not isinstance(mesh, DeviceMesh):
-        with communication_first(device.type):
+        with communication_first(device.type), fit_for_graphs():
             mesh = init_device_mesh(device.type, shape.sizes, mesh_dim_names=shape.names)
     groups = {name: mesh.get_group(i).group_name for i, name in enumerate(shape.names)}
     return Ranks(shape, mesh, rank, groups, owns_group)
@@ -169,6 +179,25 @@ def communication_first(device_type: str) -> Iterator[bool]:
     finally:
         if restored is not None:
             os.sched_setscheduler(0, *restored)
+
+
+@contextlib.contextmanager
+def fit_for_graphs() -> Iterator[None]:
+    """Communicators that are made inside may be captured, whatever the allocator of the device does.
+
+    In a graph NCCL registers buffers by their addresses, and where segments of memory grow that fails
+    (Megatron-LM refuses the two together). NCCL reads the variable when it makes a communicator; what
+    somebody chose stays.
+    """
+    settings = (os.environ.get(name, "") for name in _ALLOCATOR)
+    if _REGISTERS in os.environ or not any("expandable_segments:True" in s for s in settings):
+        yield
+        return
+    os.environ[_REGISTERS] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(_REGISTERS, None)
 
 
 def are_real() -> bool:

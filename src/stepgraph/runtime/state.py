@@ -16,6 +16,7 @@ from stepgraph import errors, torch_internals
 from stepgraph.capture.counters import SharedCounters
 from stepgraph.capture.update import MAX_GRAD_NORM
 from stepgraph.capture.update_rules import FunctionalOptimizer
+from stepgraph.lowering.graphs.captured import LAST
 from stepgraph.placement.presets.named import stored_parameter
 from stepgraph.program import roles
 from stepgraph.program.layout import local_shape, replicated
@@ -59,6 +60,8 @@ class State(optimizer_state.Stored):
         )
         self._numbers = optimizer_state.GroupNumbers(optimizer) if optimizer is not None else None
         self._accumulators: list[torch.Tensor] | None = None
+        self._drawn_from: list[int] = []  # the words of the seed that a program was given last
+        self._seed_holds: list[int] | None = None  # what the seed holds; None: it is not known
         named = dict(model.named_parameters())
         _check_optimizer(optimizer, named)
         replaced = {
@@ -222,10 +225,19 @@ class State(optimizer_state.Stored):
         """Sets what random operations draw from, where a program has any."""
         if (tensor := self.tensors.get(roles.Seed())) is not None:
             # Written by kernels: nothing is copied from the host, and nothing waits.
-            for index, word in enumerate(seed_words(seed, step, micro_batch).tolist()):
-                tensor[index].fill_(word)
+            words, holds = seed_words(seed, step, micro_batch).tolist(), self._seed_holds
+            for index, word in enumerate(words):
+                if holds is None or holds[index] != word:
+                    tensor[index].fill_(word)
+            self._drawn_from, self._seed_holds = words, None
         if (tensor := self.tensors.get(roles.HostSeed())) is not None:
             tensor.fill_(host_seed(seed, step, micro_batch))
+
+    def seed_was_advanced(self, program: str) -> None:
+        """A program has run that advances the seed itself, to what the next one draws from."""
+        seed, step, micro_batch = self._drawn_from
+        last = program == LAST
+        self._seed_holds = [seed, step + last, 0 if last else micro_batch + 1]
 
     def own_parts(
         self, gradients: Mapping[str, torch.Tensor], program: Program

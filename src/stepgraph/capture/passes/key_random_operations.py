@@ -15,7 +15,7 @@ from torch import fx
 
 from stepgraph.capture.known_draws import known_draw
 from stepgraph.errors import RandomOperationError
-from stepgraph.operators import table as operators
+from stepgraph.operators.draws import is_random
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
 from stepgraph.program.metadata import meta
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 def _expected(values: Values, before: Program, after: Program) -> Results:
     """The generator's known answers, in the place of each random operation."""
-    drawn = [node for node in before.operations() if _is_random(node)]
+    drawn = [node for node in before.operations() if is_random(node)]
     if not drawn:
         return values.execute(before)
     draw = known_draw(values.given(after)[roles.Seed()])
@@ -47,7 +47,7 @@ def key_random_operations(program: Program) -> Program:
     Raises:
         RandomOperationError: one that has no entry, or its own generator; names it and its line.
     """
-    found = [node for node in program.operations() if _is_random(node)]
+    found = [node for node in program.operations() if is_random(node)]
     if not found:
         return program
     seed = _seed_input(program, found[0])
@@ -211,17 +211,6 @@ TABLE: dict[Any, Callable[..., Made]] = {
     aten.multinomial.default: _choice,
     aten.rrelu_with_noise_functional.default: _leaky,
 }
-
-
-def _is_random(node: fx.Node) -> bool:
-    if not operators.of(node.target).draws:
-        return False
-    # Attention kernels are tagged random whether or not they drop anything.
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    arguments = {argument.name: argument.default_value for argument in schema}
-    arguments |= dict(zip((argument.name for argument in schema), node.args, strict=False))
-    arguments |= node.kwargs
-    return "dropout_p" not in arguments or arguments["dropout_p"] != 0.0
 
 
 def _check(node: fx.Node) -> None:

@@ -1,0 +1,248 @@
+"""What compiling gains and what the graph gains, on one GPU: Llamas of three sizes, one step.
+
+    python benchmarks/cuda_graph.py --json benchmarks/results/cuda_graph.json
+
+NOT RUN YET on any machine. Each contestant has a fresh process; a time is the median over rounds, launches
+are those of one step by torch's profiler. A contestant that fails is reported with its error, and the
+others go on. Compiling takes most of the time: choose with ``--contestants`` and ``--sizes``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+PEAK_FLOPS = {"h100": 989e12, "h200": 989e12, "a100": 312e12}  # bf16, dense
+LEARNING_RATE, WARM_UP, ROUNDS = 3e-4, 5, 10
+Step = Callable[[dict[str, Tensor]], Tensor]
+
+
+@dataclass(frozen=True)
+class Size:
+    """A Llama and its batch; ``steps`` a round."""
+
+    layers: int
+    width: int
+    heads: int
+    intermediate: int
+    batch: int
+    tokens: int
+    steps: int
+
+
+SIZES = {
+    "launch-bound": Size(8, 256, 4, 688, 4, 128, 20),
+    "medium": Size(12, 1024, 16, 2752, 8, 1024, 5),
+    "1B": Size(16, 2048, 32, 5632, 4, 2048, 2),
+}
+
+
+def make_model(size: Size) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32000, hidden_size=size.width, intermediate_size=size.intermediate,
+        num_hidden_layers=size.layers, num_attention_heads=size.heads,
+        num_key_value_heads=size.heads, max_position_embeddings=size.tokens, use_cache=False,
+    )  # fmt: skip
+    with torch.device("cuda"):
+        return LlamaForCausalLM(config).train()
+
+
+def make_batch(size: Size) -> dict[str, Tensor]:
+    ids = torch.randint(32000, (size.batch, size.tokens), device="cuda")
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def plain(mode: str | None) -> Callable[[nn.Module, dict], Step]:
+    """The usual loop, in bfloat16 by autocast; ``mode``: of torch.compile, None: eager."""
+
+    def make(model: nn.Module, batch: dict) -> Step:
+        call = model if mode is None else torch.compile(model, mode=mode)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+
+        def step(batch: dict) -> Tensor:
+            torch.compiler.cudagraph_mark_step_begin()
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = call(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=mode != "reduce-overhead")
+            return loss.detach()
+
+        return step
+
+    return make
+
+
+def captured_by_hand(model: nn.Module, batch: dict) -> Step:
+    """``torch.cuda.graph`` around the whole of an eager step, with a capturable optimizer."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True, capturable=True)
+    static = {name: tensor.clone() for name, tensor in batch.items()}
+
+    def run() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            loss = model(**static).loss
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = run()
+
+    def step(batch: dict) -> Tensor:
+        for name, tensor in batch.items():
+            static[name].copy_(tensor, non_blocking=True)
+        graph.replay()
+        return loss.clone()
+
+    return step
+
+
+def graphed_callables(model: nn.Module, batch: dict) -> Step:
+    """``torch.cuda.make_graphed_callables`` of forward and backward; the optimizer is eager."""
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+            with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+                return self.model(input_ids=input_ids, labels=labels).loss
+
+    call = torch.cuda.make_graphed_callables(Loss(), (batch["input_ids"], batch["labels"]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+
+    def step(batch: dict) -> Tensor:
+        loss = call(batch["input_ids"], batch["labels"])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def ours(lowering: str) -> Callable[[nn.Module, dict], Step]:
+    def make(model: nn.Module, batch: dict) -> Step:
+        import stepgraph
+
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+        engine = stepgraph.Engine(
+            model, optimizer=optimizer, plan="ddp", lowering=lowering, compute_dtype=torch.bfloat16
+        )
+        return engine.step
+
+    return make
+
+
+CONTESTANTS: dict[str, Callable[[nn.Module, dict], Step]] = {
+    "eager": plain(None),
+    "compile": plain("default"),
+    "compile reduce-overhead": plain("reduce-overhead"),
+    "compile max-autotune": plain("max-autotune"),
+    "captured by hand": captured_by_hand,
+    "make_graphed_callables": graphed_callables,
+    "stepgraph inductor": ours("inductor"),
+    "stepgraph cuda_graph": ours("cuda_graph"),
+}
+
+
+def launches(step: Step, batch: dict) -> int:
+    """How often the host launches something in one step: kernels, copies, graphs."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        step(batch)
+        torch.cuda.synchronize()
+    named = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
+    return sum(row.count for row in seen.key_averages() if row.key.startswith(named))
+
+
+def measure(name: str, size_name: str) -> dict:
+    """One contestant in this process."""
+    size = SIZES[size_name]
+    torch.set_float32_matmul_precision("high")
+    model, batch = make_model(size), make_batch(size)
+    parameters = sum(p.numel() for p in model.parameters())
+    start = time.perf_counter()
+    step = CONTESTANTS[name](model, batch)
+    first = [step(batch) for _ in range(WARM_UP)]
+    torch.cuda.synchronize()
+    compiling = time.perf_counter() - start
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        for _ in range(size.steps):
+            loss = step(batch)
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) / size.steps)
+    tokens, seconds = size.batch * size.tokens, statistics.median(times)
+    attention = 12 * size.layers * size.width * size.tokens
+    flops = (6 * parameters + attention) * tokens
+    card = torch.cuda.get_device_name().lower()
+    peak = next((value for key, value in PEAK_FLOPS.items() if key in card), None)
+    return {
+        "step_ms": 1e3 * seconds,
+        "tokens_per_second": tokens / seconds,
+        "mfu": None if peak is None else flops / seconds / peak,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "launches": launches(step, batch),
+        "until_warm_seconds": compiling,
+        "parameters": parameters,
+        "first_loss": first[0].item(),
+        "last_loss": loss.item(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", default=",".join(SIZES))
+    parser.add_argument("--contestants", default=",".join(CONTESTANTS))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--one", nargs=2, metavar=("CONTESTANT", "SIZE"), help="in this process")
+    given = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("this needs a CUDA device: what can be seen without one is in tests/graphs")
+    if given.one:
+        print(json.dumps(measure(*given.one)))
+        return
+    rows: dict[str, dict] = {}
+    for size in given.sizes.split(","):
+        for name in given.contestants.split(","):
+            command = [sys.executable, __file__, "--one", name, size]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                found = {"error": done.stderr.strip().splitlines()[-1:]}
+            else:
+                found = json.loads(done.stdout.splitlines()[-1])
+            rows.setdefault(size, {})[name] = found
+            print(size, name, json.dumps(found), flush=True)
+    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "sizes": rows}
+    if given.json:
+        given.json.write_text(json.dumps(about, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""A step as CUDA graphs: what keeps it from being one, and what captures and replays."""

@@ -1,0 +1,1 @@
+"""A step as CUDA graphs, without a GPU."""

@@ -27,7 +27,7 @@ from stepgraph.torch_internals.code import graph_module
 
 aten = torch.ops.aten
 
-_WORTH = 0.8  # of the operations: where bodies hold more than that, the whole is compiled
+_WORTH = 0.2  # of the operations: where fewer than that need not be compiled, the whole is
 
 
 # Their results are memory of their own in every lowering: of a product with ones inductor makes its factor.
@@ -134,7 +134,8 @@ def in_pieces(program: Program) -> Pieces | None:
         ]
     except IndivisibleError:
         return None
-    return _joined(program, copies, piece_of)
+    by_rows = any("rows_piece" in meta(node) for node in operations)
+    return _joined(program, copies, piece_of, least=0 if by_rows else _WORTH)
 
 
 class _Copy:
@@ -262,7 +263,10 @@ def _is_read_by(node: fx.Node) -> bool:
     return source.target in _OWN and one is node and meta(value)["val"].is_contiguous()
 
 
-def _joined(program: Program, copies: list[_Copy], piece_of: dict[fx.Node, int]) -> Pieces | None:
+def _joined(
+    program: Program, copies: list[_Copy], piece_of: dict[fx.Node, int], least: float
+) -> Pieces | None:
+    """Of all operations so many (a part of 1) at least need not be compiled; or None."""
     bodies: dict[tuple[bool, str], Body] = {}
     calls = []
     for copy in copies:
@@ -271,7 +275,8 @@ def _joined(program: Program, copies: list[_Copy], piece_of: dict[fx.Node, int])
             Call(bodies.setdefault((copy.plain, "\n".join(copy.text)), body), list(copy.given))
         )
     compiled = [body for body in bodies.values() if not body.plain]
-    if sum(map(_operations, compiled)) > _WORTH * sum(_operations(call.body) for call in calls):
+    all_of_them = sum(_operations(call.body) for call in calls)
+    if sum(map(_operations, compiled)) > (1 - least) * all_of_them:
         return None
     needed: dict[fx.Node, int] = {}
     for number, call in enumerate(calls):

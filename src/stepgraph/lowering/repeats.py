@@ -63,6 +63,10 @@ class Layers:
         inside = [edge + split for edge in self.edges[:-1] for split in self.splits]
         return sorted((*self.edges, *inside))
 
+    def behind(self, place: int) -> "Layers":
+        """The same of a text that begins so many letters earlier."""
+        return replace(self, edges=[edge + place for edge in self.edges])
+
 
 @dataclass
 class Text:
@@ -108,9 +112,36 @@ class Reader:
             for start, stop in pairwise([-1, *inside, len(operations)])
         ]
         crossing = _crossings([operations[i] for i in inside])
-        found = [*_layers([letters[i] for i in inside], crossing, clusters)]
+        of_rows = _of_rows([operations[i] for i in inside])
+        found = [*of_rows]
+        ends = [
+            0,
+            *(edges for rows in of_rows for edges in (rows.edges[0], rows.edges[-1])),
+            len(inside),
+        ]
+        for low, high in zip(ends[::2], ends[1::2], strict=True):
+            read = [letters[i] for i in inside[low:high]]
+            within = _layers(read, crossing[low : high + 1], clusters[low : high + 1])
+            found += (layers.behind(low) for layers in within)
         found.sort(key=lambda layers: layers.edges[0])
         return Text(operations, letters, inside, clusters, found)
+
+
+def _of_rows(operations: list[fx.Node]) -> list[Layers]:
+    """What is computed some rows at a time: layers however few they are, or their rows would meet again."""
+    marked = [
+        (i, meta(n)["rows_piece"]) for i, n in enumerate(operations) if "rows_piece" in meta(n)
+    ]
+    regions: list[list[tuple[int, int]]] = []
+    for place, number in marked:
+        if not regions or number < regions[-1][-1][1]:  # another region begins
+            regions.append([])
+        regions[-1].append((place, number))
+    found = []
+    for region in regions:
+        first = {number: place for place, number in reversed(region)}
+        found.append(Layers([*sorted(first.values()), region[-1][0] + 1]))
+    return found
 
 
 def find_pieces(text: Text) -> list[Piece]:

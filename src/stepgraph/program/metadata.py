@@ -27,6 +27,7 @@ class Metadata(TypedDict):
         accumulated_next: it casts a gradient before it is accumulated.
         reduced_before: it casts a gradient that is reduced already.
         padding_is_zero: what pads an uneven shard adds nothing to its result.
+        rows_piece: of what is computed some rows at a time, the number of the piece that it is part of.
         stands_for: the collective in whose place a check runs it.
         traffic: which arguments come from memory, and whether the result goes there. This and the
             following are set by :mod:`stepgraph.cost.traffic`, where costs are asked for.
@@ -50,6 +51,7 @@ class Metadata(TypedDict):
     accumulated_next: NotRequired[bool]
     reduced_before: NotRequired[bool]
     padding_is_zero: NotRequired[bool]
+    rows_piece: NotRequired[int]
     stands_for: NotRequired[Any]
     traffic: tuple[tuple[bool, ...], bool]
     starts: bool

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from stepgraph.analysis.row_regions import find_region, find_regions
 from stepgraph.errors import InvariantError
+from stepgraph.lowering.bodies import in_pieces
 from stepgraph.memory.passes.compute_logits_in_pieces import compute_logits_in_pieces
 from stepgraph.planning.decisions import MemoryDecision
 from stepgraph.planning.plan import preset_plan
@@ -308,3 +309,15 @@ def test_an_optimizer_reads_the_sum_of_all_pieces():
     inputs = values(model, batch(), optimizer)
     assert found == 1
     assert_summation(inputs.execute(before), inputs.execute(after))
+
+
+def test_what_is_compiled_together_is_of_one_piece():
+    """Two are too few to be worth it otherwise; a compiler would compute both of their logits first."""
+    program = divided(placed("plain")[1], 2)[0]
+    pieces = in_pieces(program)
+    assert pieces is not None
+    together = [set() for _ in pieces.calls]
+    for node, call in pieces.piece_of.items():
+        together[call].add(meta(node).get("rows_piece"))
+    assert all(len(numbers) == 1 for numbers in together)
+    assert set.union(*together) == {None, 0, 1}

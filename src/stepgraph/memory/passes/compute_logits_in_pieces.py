@@ -55,7 +55,10 @@ def _compute(program: Program, region: Region, pieces: int) -> None:
     rows = -(-region.rows // pieces)
     starts = range(0, region.rows, rows)
     for number, start in enumerate(starts):
+        last = region.product.prev
         writer.write(start, min(start + rows, region.rows), number, len(starts))
+        while (last := last.next) is not region.product:
+            meta(last)["rows_piece"] = number
     for node, parts in writer.parts.items():
         result = writer.joined(node, parts)
         meta(result)["name"] = meta(node)["name"]

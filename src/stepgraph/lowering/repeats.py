@@ -129,11 +129,11 @@ class Reader:
 
 def _of_rows(operations: list[fx.Node]) -> list[Layers]:
     """What is computed some rows at a time: layers however few they are, or their rows would meet again."""
-    marked = [
-        (i, meta(n)["rows_piece"]) for i, n in enumerate(operations) if "rows_piece" in meta(n)
-    ]
     regions: list[list[tuple[int, int]]] = []
-    for place, number in marked:
+    for place, node in enumerate(operations):
+        number = meta(node).get("rows_piece")
+        if number is None:
+            continue
         if not regions or number < regions[-1][-1][1]:  # another region begins
             regions.append([])
         regions[-1].append((place, number))

@@ -107,6 +107,7 @@ class Assigning(Net):
         ("parameter", True),
         ("buffer", False),
         ("no grad", False),
+        ("parameter", False),
     ],
 )
 def test_data_that_a_forward_assigns_is_an_error_that_says_where_and_what_to_do(what, whole):

@@ -7,6 +7,7 @@ from the captured program would train another model than the user wrote.
 import re
 import traceback
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -14,7 +15,7 @@ from torch import fx, nn
 from stepgraph.errors import CaptureError, GraphBreakError, HookError, ParameterHookError
 from stepgraph.operators import own
 from stepgraph.torch_internals import custom_operators, hooks
-from stepgraph.torch_internals.assigned_buffers import assigned_data
+from stepgraph.torch_internals.assigned_buffers import assigned_data, assigns_behind
 
 _NOT_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 _USER_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
@@ -78,13 +79,19 @@ def check_assigned_buffers(buffers: list[str]) -> None:
         )
 
 
-def check_assigned_data(graph: fx.GraphModule) -> None:
+def check_assigned_data(graph: fx.GraphModule, gathered: Any = None) -> None:
     """Refuses a graph of dynamo's that puts other data into tensors of the model.
+
+    Args:
+        gathered: the operator that gives it a parameter, graph by graph.
 
     Raises:
         CaptureError: with the line.
     """
-    if (trace := assigned_data(graph)) is not None:
+    trace = assigned_data(graph)
+    if trace is None and gathered is not None:
+        trace = assigns_behind(graph, gathered)
+    if trace is not None:
         raise CaptureError(
             "the forward assigns to the .data of a tensor of the model's",
             where=line_in(trace) or trace.strip(),

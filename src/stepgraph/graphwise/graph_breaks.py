@@ -34,6 +34,7 @@ from stepgraph.graphwise.sharded_modules import Gathering, gather_where_read
 from stepgraph.placement.presets.named import for_own_update, stored_parameter
 from stepgraph.program import roles
 from stepgraph.program.layout import Apart, blocks_of
+from stepgraph.program.markers import UNSHARD
 from stepgraph.program.mesh_roles import Role
 from stepgraph.program.program import Value
 from stepgraph.runtime.batches import LocalBatch, flatten_with_paths, index_error
@@ -362,7 +363,7 @@ class GraphRunner:
 
     def compile(self, graph: torch.fx.GraphModule, examples: Any, backward: bool) -> Callable:
         """Compiles a graph that dynamo captured, of the model or (``backward``) of its whole backward."""
-        check_assigned_data(graph)
+        check_assigned_data(graph, UNSHARD)
         if (code := dynamo.code_now()) is not None:
             self._codes.add(code)
         if (mode := dynamo.fake_mode_now()) is not None:

@@ -6,6 +6,7 @@ the old buffer instead, as the last thing that the graph does: the graph is then
 
 import contextlib
 import itertools
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,6 +44,7 @@ def written_in_place() -> Iterator[list[str]]:
 
 
 # What dynamo makes of ``tensor.data = other``: the second one from torch 2.14 on.
+_ENDS_AT_DATA = "Failed to mutate tensor data attribute"  # of a tensor that the graph itself made
 _ASSIGNS_DATA = [torch.Tensor.set_, getattr(torch.ops.aten, "shallow_copy_data_", None)]
 
 
@@ -53,6 +55,17 @@ def assigned_data(captured: fx.GraphModule) -> str | None:
         if node.target in _ASSIGNS_DATA:
             return node.meta.get("stack_trace") or str(node)
     return None
+
+
+def assigns_behind(captured: fx.GraphModule, source: Any) -> str | None:
+    """Where code assigns to the ``.data`` of what ``source`` returned in a graph, which ends there."""
+    reason = getattr(captured, "compile_subgraph_reason", None)
+    if reason is None or _ENDS_AT_DATA not in reason.reason:
+        return None
+    made = getattr(source, "overloadpacket", source)
+    if not any(n.target in (source, made) for n in captured.graph.output_node().all_input_nodes):
+        return None
+    return "".join(traceback.format_list(reason.user_stack))
 
 
 def _write_assigned(graph: OutputGraph, tx: Any, left: list[str]) -> None:

@@ -220,7 +220,9 @@ print(difference(cell, trained(cell), plain(cell)) < 1e-5)
 """
 
 
-@pytest.mark.parametrize("order", [("off", "on"), ("on", "off")], ids=str)
+@pytest.mark.parametrize(
+    "order", [("off", "on"), pytest.param(("on", "off"), marks=pytest.mark.slow)], ids=str
+)
 def test_a_warm_cache_serves_both(order, tmp_path):
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     for whole in order:

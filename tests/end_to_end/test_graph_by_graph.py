@@ -6,6 +6,7 @@ import pytest
 
 from stepgraph.cli.launcher import launch
 from tests.end_to_end.graph_by_graph import (
+    PLANS,
     RANKS,
     TOLERANCE,
     Cell,
@@ -15,7 +16,12 @@ from tests.end_to_end.graph_by_graph import (
     trained,
 )
 
-EAGER = all_cells("eager", ("fp32",))
+# Every pair of settings occurs.
+EAGER = [
+    cell
+    for cell in all_cells("eager", ("fp32",))
+    if (PLANS.index(cell.plan) + cell.compiled_autograd + cell.checkpointing) % 2 == 0
+]
 # Every setting occurs, with every other placement.
 INDUCTOR = [
     Cell("ddp", "inductor", False, True, "bf16 model"),
@@ -42,7 +48,7 @@ def check_cells(cells):
         assert found["after warm-up"] == 0 and not found["recompiles"], cell.name
 
 
-def test_the_matrix_under_the_eager_lowering():
+def test_half_of_the_matrix_under_the_eager_lowering():
     check_cells(EAGER)
 
 

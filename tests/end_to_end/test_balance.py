@@ -217,7 +217,13 @@ def test_nothing_piles_up(name):
     check(*SITUATIONS[name])
 
 
-@pytest.mark.parametrize("name", SITUATIONS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if number % 2 else name
+        for number, name in enumerate(SITUATIONS)
+    ],
+)
 def test_nothing_piles_up_under_compiled_autograd(name):
     check(*SITUATIONS[name], whole=True)
 

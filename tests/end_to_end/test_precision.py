@@ -86,8 +86,8 @@ def test_micro_batches_travel_in_bf16_too(preset):
     ("plan", "mesh", "micro_batches"),
     [
         ("ddp", "dp=2", 1),
-        ("ddp", "dp=2", 2),
-        ("zero1", "dp=2", 2),
+        pytest.param("ddp", "dp=2", 2, marks=pytest.mark.slow),
+        pytest.param("zero1", "dp=2", 2, marks=pytest.mark.slow),
         ("zero2", "dp=2", 2),
         ("zero3", "dp=2", 1),
         ("tp+zero3", "dp=2,tp=2", 2),

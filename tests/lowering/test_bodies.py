@@ -89,6 +89,9 @@ CELLS = {
 }  # fmt: skip
 
 
+MANY = ("zero3", "tp+zero3", "micro-batches")
+
+
 def bodies_of(cell, layers, run, target=HOST):
     """How many bodies each program of a Llama of so many layers has."""
     rows = 4 * CELLS[cell].get("micro_batches", 1)
@@ -103,7 +106,10 @@ def test_a_transformer_has_as_many_bodies_whatever_its_depth(cell):
     assert bodies_of(cell, 4, run=False) == bodies_of(cell, 6, run=True)
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(
+    "cell",
+    [cell if cell in MANY else pytest.param(cell, marks=pytest.mark.slow) for cell in CELLS],
+)
 def test_a_transformer_of_many_buckets_has_no_more_bodies(cell):
     # A bucket holds four layers' gradients, and two layers' parameters.
     small = replace(HOST, call_bytes=8192)
@@ -149,7 +155,7 @@ class Constants(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("layers", [1, 9])
+@pytest.mark.parametrize("layers", [pytest.param(1, marks=pytest.mark.slow), 9])
 def test_constants_of_the_code_reach_what_is_compiled(layers):
     results = []
     for lowering in ("eager", "inductor"):

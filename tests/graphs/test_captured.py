@@ -127,6 +127,24 @@ def test_graphs_go_before_the_process_group(recorder):
     engine.close()
 
 
+def test_strides_of_one_place_are_no_other_layout(recorder):
+    """A column is laid out alike, whatever row it was cut from."""
+    losses = []
+    for lowering in ("eager", "cuda_graph_eager"):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = stepgraph.Engine(
+            model, loss=lambda m, b: (m(b[0]) - b[1]).square().mean(), optimizer=optimizer,
+            plan="ddp", lowering=lowering,
+        )  # fmt: skip
+        columns = [torch.arange(6.0)[:, None], torch.arange(6.0)[None].t()]
+        assert columns[0].stride() != columns[1].stride()
+        x = torch.ones(6, 8)
+        losses.append([engine.step((x, columns[step > 2])) for step in range(6)])
+    assert torch.equal(*map(torch.stack, losses))
+
+
 def test_a_capture_needs_a_warm_up(recorder):
     stage = Captured(lambda given: [given[0] + 1], ["x"])
     stage.warm = captured.WARM_UPS

@@ -14,9 +14,10 @@ import torch
 from torch import fx
 
 from stepgraph import torch_internals
-from stepgraph.operators.by_rows import PRODUCTS, by_rows
+from stepgraph.operators.by_rows import PRODUCTS, by_rows, takes_the_type
 from stepgraph.operators.rows import Rows, Way
 from stepgraph.program import roles
+from stepgraph.program.collectives import is_collective
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import FORWARD, OPTIMIZER, Program
 
@@ -95,7 +96,7 @@ class _Search:
         self.position = {node: i for i, node in enumerate(self.program.graph.nodes)}
 
     def region(self) -> Region | None:
-        if not (self._follow() and self._end()):
+        if not (self._follow() and self._end() and self._agrees()):
             return None
         read = {a for way in self.ways.values() for a in way.arguments} - self.ways.keys()
         made = _reached(self.ways, through=lambda _: True)
@@ -187,10 +188,19 @@ class _Search:
                     continue
                 known = {a: self.rows_of[a] for a in user.all_input_nodes if a in self.rows_of}
                 way = self._way_of_end(user, known)
-                if way is None:
+                if way is None or is_collective(user):  # its wait would be outside
                     return False
                 self.ways[user] = way
         return True
+
+    def _agrees(self) -> bool:
+        """Whether what is made in pieces is read as those pieces: not whole, and not as other rows."""
+        return all(
+            (rows is not None and rows == self.ways[argument].result) or takes_the_type(node)
+            for node, way in self.ways.items()
+            for argument, rows in way.arguments.items()
+            if argument in self.ways
+        )
 
     def _way_of_end(self, user: fx.Node, known: dict[fx.Node, Rows]) -> Way | None:
         """Of a product of rows with rows: those that are not from here stand where the others are."""

@@ -68,6 +68,9 @@ def _aligned(shape: Sequence[int], result: Sequence[int], rows: Rows) -> Rows | 
     return Rows(max(start, 0), len(sizes))
 
 
+_ANY_LAYOUT = (None, torch.contiguous_format, torch.preserve_format)
+
+
 def _broadcast(node: fx.Node, known: Known, wanted: Rows | None) -> tuple[dict, Rows]:
     shape, result = shape_of(node), wanted
     arguments = list(dict.fromkeys(tensor_arguments(node)))
@@ -83,6 +86,8 @@ def _broadcast(node: fx.Node, known: Known, wanted: Rows | None) -> tuple[dict, 
 
 def _elementwise(node: fx.Node, known: Known, wanted: Rows | None) -> Way:
     arguments, result = _broadcast(node, known, wanted)
+    # A layout that is named has as many dimensions as the whole.
+    require(result.count == 1 or node.kwargs.get("memory_format") in _ANY_LAYOUT)
     return Way(arguments, result, unchanged(node))
 
 
@@ -152,13 +157,18 @@ def _filled(node: fx.Node, known: Known, wanted: Rows | None) -> Way:
 def _filled_like(node: fx.Node, known: Known, wanted: Rows | None) -> Way:
     """What is made of a shape, of an argument's type: of whichever part of that."""
     like = args_of(node)[0]
-    assert isinstance(like, fx.Node) and wanted is not None
+    assert isinstance(like, fx.Node)
     shape, rest = shape_of(node), args_of(node)[2:]
-    return Way(
-        {like: known.get(like)},
-        wanted,
-        lambda rows: (like, wanted.sizes(shape, rows), *rest),
-    )
+    if wanted is None:
+        require(shape_of(like) == shape)
+        wanted = known[like]
+    made = wanted
+    return Way({like: known.get(like)}, made, lambda rows: (like, made.sizes(shape, rows), *rest))
+
+
+def takes_the_type(node: fx.Node) -> bool:
+    """Whether an operation takes the type of its argument alone, and none of its rows."""
+    return RULES.get(node.target) is _filled_like
 
 
 def _slice_of(node: fx.Node, known: Known, wanted: Rows | None) -> Way:

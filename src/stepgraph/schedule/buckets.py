@@ -17,10 +17,11 @@ from stepgraph.operators.views import is_view
 from stepgraph.planning.target import Target
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import BACKWARD, FORWARD, Program
+from stepgraph.torch_internals import operators as private
 
 aten = torch.ops.aten
 # Their result is their argument, laid out anew or in another type.
-_COPIES = frozenset({aten.clone.default, torch.ops.prims.convert_element_type.default})
+_COPIES = frozenset({aten.clone.default, private.TO_COPY})
 
 
 @dataclass(frozen=True)

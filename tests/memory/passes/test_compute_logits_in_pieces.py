@@ -38,7 +38,9 @@ WORDS, WIDTH, ROWS, LENGTH = 40, 8, 4, 6
 HEADS = (
     "plain", "tied", "smoothed", "capped", "z-loss", "own", "focal", "taught",
 )  # fmt: skip
-WHOLE = ("squared", "over the batch", "added up", "words first")  # which are no loss of row by row
+WHOLE = (  # which are no loss of row by row
+    "squared", "over the batch", "added up", "words first", "met again", "two-valued",
+)  # fmt: skip
 MESHES = (("dp=1", "ddp"), ("dp=2", "zero3"), ("dp=2,tp=2", "tp+zero3"))
 
 
@@ -66,6 +68,15 @@ class Words(nn.Module):
             return F.kl_div(torch.log_softmax(logits, -1), teacher, reduction="sum")
         if kind == "over the batch":  # each word's probability over all tokens
             return torch.log_softmax(logits.flatten(0, 1), 0).square().mean()
+        if kind == "met again":  # a sum over rows is read by rows
+            rows = hidden.flatten(0, 1)
+            with torch.no_grad():
+                shares = torch.softmax(logits.flatten(0, 1), -1)
+                again = shares @ (shares.t() @ rows)
+            return (rows - again).square().mean()
+        if kind == "two-valued":  # compared with a number that is made of the logits' type
+            wanted = F.one_hot(labels.clamp(min=0), WORDS).float()
+            return F.binary_cross_entropy_with_logits(logits, wanted)
         if kind == "words first":
             return F.cross_entropy(logits.transpose(1, 2), labels)
         losses = F.cross_entropy(

@@ -18,7 +18,7 @@ from stepgraph.lowering.passes.name_groups import name_groups
 from stepgraph.lowering.passes.write_state_in_place import write_state_in_place
 from stepgraph.planning.decisions import LoweringDecision
 from stepgraph.planning.plan import preset_plan
-from stepgraph.planning.request import StepSettings
+from stepgraph.planning.request import Precision, StepSettings
 from stepgraph.program.collectives import KINDS, is_collective
 from stepgraph.program.program import BACKWARD, FORWARD
 from stepgraph.runtime.ranks import parse_mesh
@@ -94,11 +94,13 @@ def test_a_transformers_collectives_become_few_and_keep_every_bit(plan):
     assert_bitwise(inputs.execute(bound(before)), inputs.execute(bound(after)))
 
 
-def test_copies_of_shards_keep_no_collectives_apart():
-    """A shard of a transposed weight is copied for its gather, and its gradient back again."""
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_copies_of_shards_keep_no_collectives_apart(dtype):
+    """A shard of a transposed weight is copied, or cast, for its gather, and its gradient back again."""
     model, batch = tiny_llama(), token_batch()
     optimizer = adamw(model)
-    settings = {"schedule": "none", "step": StepSettings("adamw")}
+    step = StepSettings("adamw", precision=Precision(dtype))
+    settings = {"schedule": "none", "step": step}
     plan = preset_plan("tp+zero3", parse_mesh("dp=2,tp=2"), **settings)
     before = programs_of(model, batch, plan, optimizer).programs["step"]
     after = merged(before)
@@ -108,7 +110,7 @@ def test_copies_of_shards_keep_no_collectives_apart():
             for program in (before, after)
         )
         assert many > 10 and few == 1
-    inputs = values(model, batch, optimizer)
+    inputs = values(model, batch, optimizer, settings=step)
     assert_bitwise(inputs.execute(bound(before)), inputs.execute(bound(after)))
 
 

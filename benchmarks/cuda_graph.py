@@ -16,29 +16,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from contestants import Size
 from torch import Tensor, nn
 
 PEAK_FLOPS = {"h100": 989e12, "h200": 989e12, "a100": 312e12}  # bf16, dense
 LEARNING_RATE, WARM_UP, ROUNDS = 3e-4, 5, 10
 Step = Callable[[dict[str, Tensor]], Tensor]
-
-
-@dataclass(frozen=True)
-class Size:
-    """A Llama and its batch; ``steps`` a round."""
-
-    layers: int
-    width: int
-    heads: int
-    intermediate: int
-    batch: int
-    tokens: int
-    steps: int
-
 
 SIZES = {
     "launch-bound": Size(8, 256, 4, 688, 4, 128, 20),

@@ -56,9 +56,10 @@ def find_regions(program: Program, least: int) -> list[Region]:
     """
     found: list[Region] = []
     taken: set[fx.Node] = set()
+    position = _positions(program)
     for node in reversed(list(program.operations(FORWARD))):
         if node.target in _HEADS and node not in taken and _bytes(node) >= least:
-            region = find_region(program, node)
+            region = _region_at(program, node, position)
             if region is not None and _narrows(region) and taken.isdisjoint(region.ways):
                 found.append(region)
                 taken |= region.ways.keys()
@@ -67,9 +68,17 @@ def find_regions(program: Program, least: int) -> list[Region]:
 
 def find_region(program: Program, product: fx.Node) -> Region | None:
     """The region that begins at a product; None where it cannot be computed in pieces."""
+    return _region_at(program, product, _positions(program))
+
+
+def _region_at(program: Program, product: fx.Node, position: dict[fx.Node, int]) -> Region | None:
     if product.target not in _HEADS or meta(product)["val"].shape[0] < 2:
         return None
-    return _Search(program, product).region()
+    return _Search(program, product, position).region()
+
+
+def _positions(program: Program) -> dict[fx.Node, int]:
+    return {node: i for i, node in enumerate(program.graph.nodes)}
 
 
 def _narrows(region: Region) -> bool:
@@ -87,13 +96,13 @@ def _bytes(node: fx.Node) -> int:
 class _Search:
     program: Program
     product: fx.Node
+    position: dict[fx.Node, int]
     ways: dict[fx.Node, Way] = field(default_factory=dict)
     rows_of: dict[fx.Node, Rows] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         value = meta(self.product)["val"]
         self.rows, self.width = value.shape[0], value.shape[1]
-        self.position = {node: i for i, node in enumerate(self.program.graph.nodes)}
 
     def region(self) -> Region | None:
         if not (self._follow() and self._end() and self._agrees()):

@@ -64,6 +64,10 @@ class Means:
         """Bytes that a rank has for a step."""
         return self.budget or self.device.capacity
 
+    def budget_for(self, policy: str) -> int:
+        """Bytes that a rank has under a policy that may name its own."""
+        return budget_of(policy, self.budget) or self.device.capacity
+
     def search(
         self, program: Program, gather_again: bool, pieces: Mapping[str, int] | None = None
     ) -> Search:
@@ -138,14 +142,14 @@ def frontier(program: Program, gather_again: bool, means: Means) -> tuple[Fronti
 
 def _evaluated(program: Program, kept: MemoryDecision, means: Means) -> MemoryDecision:
     """Without a backward there is nothing to keep; logits are whole where they fit."""
-    budget = budget_of(kept.policy, means.budget) or means.device.capacity
+    budget = means.budget_for(kept.policy)
     if memory_timeline(program).peak() <= budget:
         return kept
     return replace(kept, pieces=find_pieces(program, budget) or None)
 
 
 def _search(program: Program, policy: str, gather_again: bool, means: Means) -> MemoryDecision:
-    budget = budget_of(policy, means.budget) or means.device.capacity
+    budget = means.budget_for(policy)
     if kept := _all_kept(program, policy, gather_again, means, budget):
         return kept
     pieces = find_pieces(program, budget)

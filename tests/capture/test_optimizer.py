@@ -13,6 +13,7 @@ from stepgraph.capture.optimizer import functionalize_optimizer, group_numbers
 from stepgraph.capture.update_rules import FIRST_STEP
 from stepgraph.errors import OptimizerError
 from tests.one_process import OneProcessRun
+from tests.sampling import sampled
 from tests.support import mlp, regression_batch
 
 STEPS = 4
@@ -77,7 +78,7 @@ def compare(make, options, *, ranks, numbers):
         torch.testing.assert_close(found[name], expected.detach(), rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("name", FUNCTIONAL)
+@pytest.mark.parametrize("name", sampled(FUNCTIONAL))
 def test_steps_are_those_of_torch_under_a_schedule_of_the_learning_rate(name):
     compare(*FUNCTIONAL[name], ranks=1, numbers=["lr"])
 

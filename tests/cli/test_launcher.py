@@ -47,7 +47,7 @@ def command_of(process):
     return " ".join(process.cmdline())
 
 
-@pytest.fixture(params=["spawn", "forkserver"])
+@pytest.fixture(params=[pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
 def start_method(request):
     """Each of the two ways that ranks begin; every test's own is set again."""
     before = multiprocessing.get_start_method()
@@ -138,7 +138,12 @@ def wait_for_ever():
 
 
 @pytest.mark.parametrize(
-    ("sent", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+    ("sent", "code"),
+    [
+        (signal.SIGKILL, -9),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, -signal.SIGINT, marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_end_with_their_parent(tmp_path, sent, code):
     script = tmp_path / "waiting.py"

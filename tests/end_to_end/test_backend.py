@@ -23,6 +23,7 @@ from stepgraph.program.program import BACKWARD
 from tests.end_to_end.graph_by_graph import Broken, Cell, batch_of, loss_of, make_model
 from tests.end_to_end.test_balance import Model, learn, run
 from tests.end_to_end.training import llama_batch, tiny_llama
+from tests.sampling import sampled
 
 EAGER = {"lowering": "eager"}
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -153,7 +154,7 @@ def compiled_once_more(kind):
     return found
 
 
-@pytest.mark.parametrize("kind", ["broken", "small", pytest.param("whole", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", sampled(["broken", "small", "whole"], every=3))
 def test_compiling_a_parallelized_module_again_binds_nothing_twice(kind):
     (sent, gradients), (sent_again, again) = launch(compiled_once_more, kind, ranks=2)[0]
     assert sent == sent_again and sum(sent.values()) >= 3
@@ -220,9 +221,8 @@ print(difference(cell, trained(cell), plain(cell)) < 1e-5)
 """
 
 
-@pytest.mark.parametrize(
-    "order", [("off", "on"), pytest.param(("on", "off"), marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [("off", "on"), ("on", "off")], ids=str)
 def test_a_warm_cache_serves_both(order, tmp_path):
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     for whole in order:
@@ -303,6 +303,7 @@ print(resident() / after_ten)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
+@pytest.mark.slow
 def test_thirty_engines_leave_next_to_nothing_in_memory():
     """In a process of its own; as a part of what the tenth left, most of which is imports.
 

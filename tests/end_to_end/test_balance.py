@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import stepgraph
+from tests.sampling import sampled
 
 STEPS, SETTLED = 200, 20
 
@@ -212,18 +213,12 @@ def check(kind, step_once, *, whole=False):
         torch.testing.assert_close(parameter.to_local(), wanted, msg=name)
 
 
-@pytest.mark.parametrize("name", SITUATIONS)
+@pytest.mark.parametrize("name", sampled(SITUATIONS))
 def test_nothing_piles_up(name):
     check(*SITUATIONS[name])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow) if number % 2 else name
-        for number, name in enumerate(SITUATIONS)
-    ],
-)
+@pytest.mark.parametrize("name", sampled(SITUATIONS, every=4))
 def test_nothing_piles_up_under_compiled_autograd(name):
     check(*SITUATIONS[name], whole=True)
 

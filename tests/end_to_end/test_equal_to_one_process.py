@@ -13,7 +13,7 @@ MEMORY, MICRO_BATCHES = ("none", "full", "checkpoint"), (1, 4)
 CELLS = [
     pytest.param(
         *(preset, ranks, memory, micro_batches),
-        marks=[] if (i + j + k + m) % len(MEMORY) == 0 else [pytest.mark.slow],
+        marks=[] if (i + j + k + m) % (2 * len(MEMORY)) == 0 else [pytest.mark.slow],
     )
     for i, preset in enumerate(PRESETS)
     for j, ranks in enumerate(RANKS)

@@ -13,6 +13,7 @@ from stepgraph.cost.work import node_flops
 from stepgraph.operators.flex import FLEX, FLEX_BACKWARD
 from stepgraph.planning.request import Precision
 from tests.one_process import OneProcessRun
+from tests.sampling import sampled
 from tests.support import adamw, notes_of
 
 HEADS, WIDTH, STEPS = 4, 4, 3
@@ -137,7 +138,7 @@ def queries(run):
         ("dp=2,tp=2", "tp+sp+zero3", (2, 2)), ("replicate=2,shard=2", "hsdp", (1, 4)),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("memory", ["none", "full"])
+@pytest.mark.parametrize("memory", sampled(["full", "none"]))
 def test_it_trains_as_by_hand_divided_by_rows_and_heads(mesh, plan, parts, memory):
     expected = plain(make())
     run, found = trained(mesh, plan, memory=memory)

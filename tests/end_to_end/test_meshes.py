@@ -13,6 +13,7 @@ from stepgraph.runtime.ranks import parse_mesh
 from tests.end_to_end.mesh_cells import ALL, PAIRS, VOCABULARY, Cell, run_in_one_process
 from tests.end_to_end.training import CLIP, STEPS, adamw, compare, llama_batch, tiny_llama
 from tests.one_process import OneProcessRun
+from tests.sampling import sampled
 from tests.support import notes_of
 
 # The dimensions of a mesh may come in any order.
@@ -31,7 +32,7 @@ IN_CI = [
 ]
 
 
-@pytest.mark.parametrize("cell", IN_CI + TURNED, ids=str)
+@pytest.mark.parametrize("cell", sampled(IN_CI + TURNED), ids=str)
 def test_ten_steps_equal_plain_pytorch(cell):
     assert notes_of(run_in_one_process(cell)) == []
 

@@ -24,6 +24,7 @@ from tests.end_to_end import many_models, models
 from tests.end_to_end.models import ROWS, Brought
 from tests.graphs.capturing import refusal
 from tests.propagation import differences
+from tests.sampling import sampled
 
 
 class Recurrent(nn.Module):
@@ -245,7 +246,7 @@ def check_plan(name, kind):
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  # peft's, on the meta device
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", sampled(ZOO))
 def test_a_laptops_plan_is_the_clusters(name):
     check_plan(name, KINDS[list(ZOO).index(name) % len(KINDS)])
 

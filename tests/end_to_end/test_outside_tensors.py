@@ -12,6 +12,7 @@ import stepgraph
 from stepgraph.cli.launcher import launch
 from stepgraph.equivalence.check import check_model
 from stepgraph.errors import UsageError
+from tests.sampling import sampled
 
 X, Y = torch.randn(8, 6, generator=torch.Generator().manual_seed(3)), torch.arange(8) % 4
 GLOBAL = torch.tensor([1.0, 2.0, 3.0, 0.5])
@@ -97,8 +98,8 @@ ON_MESHES = [("dp=2,tp=2", "tp+zero3"), ("dp=2", "auto")]
 
 @pytest.mark.parametrize(
     ("name", "mesh", "plan"),
-    [(name, "dp=2", "zero3") for name in CASES]
-    + [(name, *on) for name in ("weighted", "teacher") for on in ON_MESHES],
+    sampled([(name, "dp=2", "zero3") for name in CASES])
+    + sampled([(name, *on) for name in ("weighted", "teacher") for on in ON_MESHES], every=3),
 )
 def test_every_rank_reads_what_one_process_would(name, mesh, plan):
     make, loss = CASES[name]

@@ -20,6 +20,7 @@ from stepgraph.runtime.ranks import parse_mesh
 from tests.end_to_end.mesh_cells import BF16_RATE, compare_in_bf16
 from tests.end_to_end.training import adamw, llama_batch, tiny_llama
 from tests.one_process import OneProcessRun
+from tests.sampling import sampled
 
 BF16 = Precision(torch.bfloat16)
 STEPS = 5
@@ -88,8 +89,8 @@ def test_micro_batches_travel_in_bf16_too(preset):
         ("ddp", "dp=2", 1),
         pytest.param("ddp", "dp=2", 2, marks=pytest.mark.slow),
         pytest.param("zero1", "dp=2", 2, marks=pytest.mark.slow),
-        ("zero2", "dp=2", 2),
-        ("zero3", "dp=2", 1),
+        pytest.param("zero2", "dp=2", 2, marks=pytest.mark.slow),
+        pytest.param("zero3", "dp=2", 1, marks=pytest.mark.slow),
         ("tp+zero3", "dp=2,tp=2", 2),
         ("hsdp", "replicate=2,shard=2", 2),
     ],
@@ -195,8 +196,17 @@ def under_autocast(inside):
     return (UnderAutocast(model), None) if inside == "model" else (model, loss_under_autocast)
 
 
-@pytest.mark.parametrize("inside", ["model", "loss"])
-@pytest.mark.parametrize(("plan", "mesh"), [("zero3", "dp=2"), ("tp", "tp=2")])
+@pytest.mark.parametrize(
+    ("plan", "mesh", "inside"),
+    sampled(
+        [
+            (*on, inside)
+            for on in (("zero3", "dp=2"), ("tp", "tp=2"))
+            for inside in ("model", "loss")
+        ],
+        every=3,
+    ),
+)
 def test_autocast_trains_as_in_one_process(inside, plan, mesh):
     plain, loss = under_autocast(inside)
     start = {name: p.detach().clone() for name, p in plain.named_parameters()}

@@ -13,6 +13,7 @@ from stepgraph.program.collectives import is_collective
 from stepgraph.runtime.ranks import parse_mesh
 from tests.end_to_end.models import MODELS, Brought, bring
 from tests.one_process import OneProcessRun
+from tests.sampling import sampled
 from tests.support import HOST, notes_of
 
 STEPS, RATE = 3, 0.1
@@ -82,7 +83,7 @@ def each(names=MODELS):
     return pytest.mark.parametrize("name", grouped)
 
 
-@each()
+@each(list(MODELS)[::2])
 def test_two_ranks_train_as_one_does_with_dropout(name):
     expected = trained(name, "dp=1", "ddp")
     for plan, mesh in CELLS:
@@ -107,7 +108,7 @@ def test_recomputation_changes_no_bit(name):
         assert torch.equal(recomputed.parameters()[key], value), key
 
 
-@each()
+@each(list(MODELS)[1::2])
 def test_without_dropout_it_is_plain_pytorch(name):
     brought = bring(name, dropout=False)
     model = brought.model
@@ -164,7 +165,7 @@ def qwen2():
     return Brought(Qwen2ForCausalLM(config), {"input_ids": ids, "labels": ids})
 
 
-LOWERED = [("eager", name) for name in MODELS] + [
+LOWERED = sampled([("eager", name) for name in MODELS]) + [
     ("inductor", "qwen2"),
     ("inductor", "convolutional"),
 ]

@@ -17,6 +17,7 @@ from stepgraph.torch_internals.code import generate_code
 from tests.end_to_end.models import bring
 from tests.equivalence.random_programs import Case, cases, make_batch, make_model, sgd
 from tests.lowering.pieces import PIECES, compare, pieces_of
+from tests.sampling import sampled
 from tests.support import HOST, bound, compiled, tiny_llama, token_batch
 
 SETTINGS = settings(settings.get_profile("ci"), max_examples=4)
@@ -89,7 +90,7 @@ CELLS = {
 }  # fmt: skip
 
 
-MANY = ("zero3", "tp+zero3", "micro-batches")
+quick = pytest.mark.parametrize("cell", sampled(CELLS, every=3))
 
 
 def bodies_of(cell, layers, run, target=HOST):
@@ -101,15 +102,12 @@ def bodies_of(cell, layers, run, target=HOST):
     return {name: len(set(calls)) for name, calls in found.items()}
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@quick
 def test_a_transformer_has_as_many_bodies_whatever_its_depth(cell):
     assert bodies_of(cell, 4, run=False) == bodies_of(cell, 6, run=True)
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [cell if cell in MANY else pytest.param(cell, marks=pytest.mark.slow) for cell in CELLS],
-)
+@pytest.mark.parametrize("cell", sampled(reversed(CELLS), every=len(CELLS)))
 def test_a_transformer_of_many_buckets_has_no_more_bodies(cell):
     # A bucket holds four layers' gradients, and two layers' parameters.
     small = replace(HOST, call_bytes=8192)
@@ -118,7 +116,9 @@ def test_a_transformer_of_many_buckets_has_no_more_bodies(cell):
     assert few.keys() == many.keys() and all(many[name] <= few[name] for name in few)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "vit", "bert", "mixtral", "unet", "convolutional"])
+@pytest.mark.parametrize(
+    "name", sampled(["gpt2", "vit", "mixtral", "bert", "unet", "convolutional"])
+)
 def test_models_are_the_same_in_pieces(name):
     brought = bring(name)
     compare(brought.model, brought.batch, brought.loss, mesh="dp=2", plan="zero3")

@@ -18,6 +18,7 @@ from stepgraph.operators import flex
 from stepgraph.operators.flex import FLEX, Flex
 from stepgraph.torch_internals import flex as torchs
 from tests.operators.test_scalar_functions import FUNCTIONS, written
+from tests.sampling import sampled
 
 # dynamo makes an instance of a class of torch's own
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -103,8 +104,10 @@ def gradients(result, learned):
     return torch.autograd.grad((result.float() * weight).sum(), learned)
 
 
-@pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize(("score", "mask"), CASES)
+@pytest.mark.parametrize(
+    ("score", "mask", "grouped"),
+    sampled([(*case, grouped) for case in CASES for grouped in (False, True)], every=3),
+)
 def test_it_is_attention_as_it_reads(score, mask, grouped):
     q, k, v = qkv(heads=2 if grouped else HEADS, width=8)
     learned = learned_of(score, (q, k, v))
@@ -159,8 +162,10 @@ def close(found, expected):
     torch.testing.assert_close(list(found), list(expected), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize(("score", "mask"), CASES)
+@pytest.mark.parametrize(
+    ("score", "mask", "grouped"),
+    sampled([(*case, grouped) for case in CASES for grouped in (False, True)], every=5),
+)
 def test_what_a_device_compiles_calls_torchs_operator_and_means_the_same(score, mask, grouped):
     """Its graph, run where the operator is plain: the kernel itself needs a device."""
     one = call(score, mask, grouped)

@@ -20,6 +20,7 @@ import stepgraph
 from stepgraph.errors import CheckpointError, UnfilledModelError, UsageError
 from stepgraph.runtime.checkpoints.manifest import Manifest
 from stepgraph.runtime.files import put_folder, recover_folder
+from tests.sampling import sampled
 from tests.support import adamw, mlp, regression_batch
 
 
@@ -106,7 +107,7 @@ def tied(seed=0):
 CASES = [(mlp, opt) for opt in (adamw, sgd, adagrad, asgd, two_groups)] + [(tied, adamw)]
 
 
-@pytest.mark.parametrize(("model", "optimizer"), CASES)
+@pytest.mark.parametrize(("model", "optimizer"), sampled(CASES, every=5))
 def test_a_new_engine_goes_on_where_the_saved_one_was_bit_for_bit(tmp_path, model, optimizer):
     saved = make_engine(model(), optimizer, seed=7)
     step(saved, 3)

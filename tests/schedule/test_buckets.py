@@ -11,6 +11,7 @@ from stepgraph.program.collectives import is_collective
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import BACKWARD
 from stepgraph.schedule.buckets import Sizes, find_buckets
+from tests.sampling import sampled
 from tests.support import adamw, compiled, tiny_llama, token_batch
 
 LAYERS = 6
@@ -38,7 +39,7 @@ def layers_of(buckets, kind):
     return [sorted(map(int, layers)) for layers in parts if layers]
 
 
-@pytest.mark.parametrize("room, each", [(1.2, 1), (2.4, 2), (4.9, 3), (20, LAYERS)])
+@pytest.mark.parametrize("room, each", sampled([(1.2, 1), (2.4, 2), (4.9, 3), (20, LAYERS)]))
 def test_as_many_whole_layers_as_have_room(program, room, each):
     most = int(room * layer_bytes(program))
     found = layers_of(find_buckets(program, Sizes(LARGE, most, most, LARGE)), "all_gather")
@@ -80,7 +81,7 @@ class Widths(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("large, each", [(LARGE, LAYERS), (1500, 1)])
+@pytest.mark.parametrize("large, each", sampled([(1500, 1), (LARGE, LAYERS)]))
 def test_layers_that_wait_for_large_ones_have_one_each(large, each):
     model = Widths(LAYERS)
     made = compiled(model, torch.randn(4, 8), adamw(model), ranks=2, plan="zero3", memory="full")

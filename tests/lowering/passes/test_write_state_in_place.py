@@ -1,5 +1,7 @@
 """write_state_in_place: new state is written where the old one lives, when nobody reads that any more."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from stepgraph.program.program import is_write
 from stepgraph.program.text import program_text
 from stepgraph.schedule.passes.merge_small_collectives import merge_small_collectives
 from stepgraph.schedule.passes.update_early import update_early
+from tests.sampling import sampled
 from tests.schedule.rescheduled import rescheduled
 from tests.support import (
     RANKS,
@@ -52,8 +55,10 @@ def test_the_text_shows_each_write_behind_its_producer(plan):
     assert_golden_text(__file__, f"write_state_in_place_{plan}", text)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    ("plan", "ranks"),
+    sampled(list(product(["ddp", "zero1", "zero2", "zero3"], RANKS)), every=3),
+)
 def test_every_result_and_every_new_state_is_the_same_bits(plan, ranks):
     model, batch = mlp(), regression_batch()
     optimizer = adamw(model)
@@ -139,8 +144,7 @@ class Snapshot(nn.Module):
         return self.last(torch.tanh(hidden)).square().mean()
 
 
-@pytest.mark.parametrize("early", [False, True], ids=["", "early"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "early"), sampled(list(product((1, 2), (False, True))), every=3))
 def test_an_old_value_that_is_a_result_is_kept_from_being_overwritten(ranks, early):
     torch.manual_seed(0)
     model, batch = Snapshot(), torch.randn(4, 4)

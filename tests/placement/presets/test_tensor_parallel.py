@@ -12,15 +12,8 @@ from stepgraph.planning.plan import preset_plan
 from stepgraph.program.collectives import KINDS, is_collective
 from stepgraph.runtime.ranks import parse_mesh
 from tests.one_process import OneProcessRun
-from tests.support import (
-    ROWS,
-    captured,
-    mlp,
-    notes_of,
-    regression_batch,
-    tiny_llama,
-    token_batch,
-)
+from tests.sampling import sampled
+from tests.support import ROWS, captured, mlp, notes_of, regression_batch, tiny_llama, token_batch
 
 aten = torch.ops.aten
 LAYERS = 2
@@ -102,7 +95,9 @@ def test_a_layer_reduces_activations_twice_forward_and_twice_backward():
     assert all(node.meta["val"].numel() <= tokens for node in others)
 
 
-@pytest.mark.parametrize(("mesh", "share"), [("tp=2", 2), ("dp=2,tp=2", 4), ("dp=3,tp=2", 6)])
+@pytest.mark.parametrize(
+    ("mesh", "share"), sampled([("dp=3,tp=2", 6), ("tp=2", 2), ("dp=2,tp=2", 4)], every=3)
+)
 def test_products_are_divided_over_all_ranks(mesh, share):
     whole, _ = step_of(llama(), token_batch(), "dp=1", "ddp")
     program, _ = step_of(llama(), token_batch(), mesh, "tp")
@@ -116,9 +111,7 @@ def test_zero_cuts_another_dimension_than_tensor_parallelism():
     assert placements["model.layers.0.mlp.down_proj.weight"] == (Shard(0), Shard(1))
 
 
-@pytest.mark.parametrize(
-    "seed", [seed if seed < 2 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(6)]
-)
+@pytest.mark.parametrize("seed", sampled(range(6), every=6))
 @pytest.mark.parametrize("plan", ["tp+zero2", "tp+zero3"])
 def test_any_part_of_the_layout_gives_the_same_gradients(seed, plan, monkeypatch):
     """Whole and cut weights may meet in every way."""

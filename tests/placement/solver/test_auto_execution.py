@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import product
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.equivalence.random_programs import Case, cases, check_case
 from tests.equivalence.random_programs import run_case as run_plan
 from tests.placement.planned import TOYS, toys  # noqa: F401
 from tests.placement.solver.test_automatic import chain, convolutional, gpt2, llama
+from tests.sampling import sampled
 from tests.support import adamw
 
 PROFILE = {} if os.environ.get("STEPGRAPH_HYPOTHESIS") else {
@@ -59,11 +61,14 @@ MODELS = {
 MESHES = ["dp=2", "dp=2,tp=2", "dp=2,tp=4", "replicate=2,shard=2,tp=2"]
 
 
-@pytest.mark.parametrize("device", TOYS)
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", [
-    name if name == "chain" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "mesh", "device"),
+    sampled(list(product(["chain"], MESHES, TOYS)), every=3)
+    + [
+        pytest.param(*cell, marks=pytest.mark.slow)
+        for cell in product([name for name in MODELS if name != "chain"], MESHES, TOYS)
+    ],
+)
 def test_every_pass_keeps_every_result(name, mesh, device, toys):  # noqa: F811
     model, batch = MODELS[name]()
     report = check_model(

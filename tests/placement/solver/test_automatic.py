@@ -22,6 +22,7 @@ from stepgraph.program.collectives import KINDS, is_collective
 from stepgraph.program.layout import show
 from stepgraph.runtime.ranks import parse_mesh
 from tests.placement.planned import TOYS, global_step, place, recounted, toy
+from tests.sampling import sampled
 from tests.support import adamw, tiny_llama
 
 MESHES = ["dp=2", "tp=2", "dp=2,tp=2"]
@@ -118,8 +119,7 @@ def assert_counted_right(model, batch, mesh, device, tolerance=1e-9, memory="non
     return planned.solution.cost, total
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("device", TOYS)
+@pytest.mark.parametrize(("mesh", "device"), sampled(list(itertools.product(MESHES, TOYS))))
 def test_the_objective_is_what_the_placed_step_costs(mesh, device):
     assert_counted_right(*chain(8, 16, 16, 8), mesh, device)
 

@@ -120,11 +120,12 @@ def test_a_killed_rank_is_named_not_the_one_that_lost_its_connection(start_metho
 
 
 WAITING = """
-import sys, time
+import multiprocessing, sys, time
 sys.path.insert(0, {folder!r})
 from stepgraph.cli.launcher import launch
 from test_launcher import wait_for_ever
 if __name__ == "__main__":
+    multiprocessing.set_start_method({method!r})
     launch(wait_for_ever, ranks=2)
 """
 
@@ -138,16 +139,18 @@ def wait_for_ever():
 
 
 @pytest.mark.parametrize(
-    ("sent", "code"),
+    ("method", "sent", "code"),
     [
-        (signal.SIGKILL, -9),
-        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, -signal.SIGINT, marks=pytest.mark.slow),
+        ("forkserver", signal.SIGKILL, -9),
+        pytest.param("forkserver", signal.SIGINT, -signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("spawn", signal.SIGKILL, -9, marks=pytest.mark.slow),
+        ("spawn", signal.SIGTERM, 143),
+        pytest.param("spawn", signal.SIGINT, -signal.SIGINT, marks=pytest.mark.slow),
     ],
 )
-def test_ranks_end_with_their_parent(tmp_path, sent, code):
+def test_ranks_end_with_their_parent(tmp_path, method, sent, code):
     script = tmp_path / "waiting.py"
-    script.write_text(WAITING.format(folder=os.path.dirname(__file__)))
+    script.write_text(WAITING.format(folder=os.path.dirname(__file__), method=method))
     parent = subprocess.Popen(
         [sys.executable, str(script)],
         stdout=subprocess.PIPE,

@@ -127,8 +127,11 @@ def default_of(option):
 
 def test_the_command_line_is_frozen():
     found = {
-        name: {option.opts[0]: (default_of(option), option.required) for option in command.params}
-        for name, command in cli.main.commands.items()
+        name: {
+            option.opts[0]: (default_of(option), option.required)
+            for option in cli.main.get_command(None, name).params
+        }
+        for name in cli.main.list_commands(None)
     }
     assert found == COMMANDS
 

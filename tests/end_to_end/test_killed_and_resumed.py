@@ -89,8 +89,9 @@ class Run:
 
 
 def ranks_of(process):
+    """They are forked from a server, which is the command's own child."""
     children = psutil.Process(process.pid).children(recursive=True)
-    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    return [child for child in children if child.ppid() != process.pid]
 
 
 def wait_for(condition, process):

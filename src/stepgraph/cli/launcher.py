@@ -192,6 +192,7 @@ def _run_rank(
     directory: str, environment: dict[str, str], function: Callable[..., Any], args: tuple
 ) -> Any:
     os.environ.update(environment)
+    _end_with_parent()
     # A Python handler would wait for a collective to return, which may never happen.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -205,6 +206,22 @@ def _run_rank(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # threads of a broken process group could keep the interpreter from ending
+
+
+def _end_with_parent() -> None:
+    """A rank that was forked from a server, which outlives its client, interrupts itself in time.
+
+    The kernel does so for one that its parent started: torch's launcher asks it to.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.pid == os.getppid():
+        return
+
+    def watch() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _run_in_group(function: Callable[..., Any], args: tuple) -> Any:

@@ -3,24 +3,37 @@
 Exit codes: 0 fine, 1 failed, 2 bad usage; 130 and 143, stopped by SIGINT and SIGTERM.
 """
 
+import importlib
 from typing import Any
 
 import click
 
-from stepgraph.cli.cache import cache_command
-from stepgraph.cli.check import check_command
-from stepgraph.cli.doctor import doctor_command
-from stepgraph.cli.explain import explain_command
 from stepgraph.cli.options import example
-from stepgraph.cli.plan import plan_command
-from stepgraph.cli.train import train_command
+from stepgraph.cli.rank_server import asks_for_ranks, start_server
 from stepgraph.errors import StepgraphError, UsageError
 
 FAILED, BAD_USAGE = 1, 2
+COMMANDS = ("train", "plan", "explain", "check", "doctor", "cache")
 
 
 class _Commands(click.Group):
-    """Turns an error that stepgraph raised on purpose into its message and an exit code."""
+    """Turns an error that stepgraph raised on purpose into its message and an exit code.
+
+    A command is imported when it is asked for: most need all of torch.
+    """
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        return getattr(importlib.import_module(f"stepgraph.cli.{cmd_name}"), f"{cmd_name}_command")
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args[0] == "train" and asks_for_ranks(args[1:]):
+            start_server(args[1:])
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -40,9 +53,3 @@ class _Commands(click.Group):
 @click.version_option(package_name="stepgraph")
 def main() -> None:
     """Compiles a PyTorch training step: forward, backward and optimizer as one program."""
-
-
-for _command in (
-    train_command, plan_command, explain_command, check_command, doctor_command, cache_command,
-):  # fmt: skip
-    main.add_command(_command)

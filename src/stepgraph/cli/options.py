@@ -4,8 +4,6 @@ from collections.abc import Callable
 
 import click
 
-from stepgraph.api import models
-
 
 def example(first: str, *rest: str) -> str:
     """A help page's example; click keeps the line breaks after its mark."""
@@ -14,6 +12,8 @@ def example(first: str, *rest: str) -> str:
 
 def step_options(seq: int, batch_per_rank: int) -> Callable[[Callable], Callable]:
     """Declares them; their defaults differ."""
+    from stepgraph.api import models  # imports torch, which a help page's example need not
+
     positive = click.IntRange(min=1)
     options = [
         click.option(

@@ -29,7 +29,7 @@ multiprocessing.set_forkserver_preload(
     ]
 )
 
-settings.register_profile("ci", derandomize=True, deadline=None, max_examples=20)
+settings.register_profile("ci", derandomize=True, deadline=None, max_examples=12)
 settings.register_profile("nightly", deadline=None, max_examples=300, print_blob=True)
 settings.load_profile(os.environ.get("STEPGRAPH_HYPOTHESIS", "ci"))
 

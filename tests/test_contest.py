@@ -24,6 +24,7 @@ from stepgraph.runtime.batches import flatten_batch
 from stepgraph.runtime.ranks import parse_mesh
 from tests.placement.solver.test_auto_execution import MODELS
 from tests.placement.solver.test_automatic import chain, gpt2, llama
+from tests.sampling import sampled
 from tests.support import HOST, adamw, tower
 
 ON_HOST = HOST.device_type
@@ -96,7 +97,8 @@ MANY_CASES = [
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh", "device"), [*CASES, *(pytest.param(*case, marks=SLOW) for case in MANY_CASES)]
+    ("name", "mesh", "device"),
+    [*sampled(CASES), *(pytest.param(*case, marks=SLOW) for case in MANY_CASES)],
 )
 def test_no_preset_costs_less(name, mesh, device):
     planner = planner_of(*MODELS[name](), device=device)
@@ -280,7 +282,7 @@ def contest_of(planner: Planner, mesh: str, **asked) -> tuple[Contest, Entrant, 
     return contest, Entrant("auto", Made(plan), own), rivals(programs, plan)
 
 
-@pytest.mark.parametrize("settings", [{}, {"micro_batches": 2, "clip": True}], ids=str)
+@pytest.mark.parametrize("settings", sampled([{"micro_batches": 2, "clip": True}, {}]), ids=str)
 def test_a_deep_step_is_foreseen_by_short_ones(settings):
     planner = planner_of(*tower(8), device="h100", **settings)
     contest, own, names = contest_of(planner, "dp=4", step=planner.settings)

@@ -41,6 +41,7 @@ def test_every_setting_occurs():
     assert {"+sp" in cell.plan for cell in IN_CI} == {True, False}
 
 
+@pytest.mark.slow
 def test_two_ranks():
     """In one launch: what takes time is starting ranks and compiling for the first time."""
     check_cells(IN_CI)

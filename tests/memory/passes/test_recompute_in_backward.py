@@ -8,6 +8,7 @@ from stepgraph.memory.decide import decide
 from stepgraph.memory.passes.recompute_in_backward import recompute_in_backward
 from stepgraph.planning.decisions import MemoryDecision
 from stepgraph.program.program import BACKWARD, FORWARD
+from tests.sampling import sampled
 from tests.support import (
     RANKS,
     adamw,
@@ -40,7 +41,7 @@ def crossing(program):
     ]
 
 
-@pytest.fixture(scope="module", params=RANKS)
+@pytest.fixture(scope="module", params=sampled(reversed(RANKS), every=3))
 def step(request):
     model, batch = mlp(), regression_batch()
     optimizer = adamw(model)

@@ -124,14 +124,15 @@ def test_the_objective_is_what_the_placed_step_costs(mesh, device):
     assert_counted_right(*chain(8, 16, 16, 8), mesh, device)
 
 
-@pytest.mark.parametrize("layers", [2, pytest.param(5, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("make", [llama, gpt2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("make", "layers"), sampled(itertools.product([llama, gpt2], [2, 5]), every=4)
+)
 def test_layers_that_share_a_choice_are_all_counted(make, layers):
     for device in ("slow math", "slow links"):
         assert_counted_right(*make(layers), "dp=2,tp=2", device)
 
 
-@pytest.mark.parametrize("device", ["slow math", "slow links"])
+@pytest.mark.parametrize("device", sampled(["slow links", "slow math"]))
 def test_what_is_recomputed_is_counted_again(device):
     """But for what is recomputed only to be exchanged: that is counted, and not done."""
     assert_counted_right(*llama(2), "dp=2,tp=2", device, tolerance=1e-4, memory="full")

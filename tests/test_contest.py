@@ -9,7 +9,7 @@ import torch
 
 from stepgraph.api.planner import Planner
 from stepgraph.capture.module import default_loss
-from stepgraph.contest import Contest, Entrant, enter, make_best, promising, rivals, taken
+from stepgraph.contest import Contest, Entrant, Foreseen, enter, make_best, promising, rivals, taken
 from stepgraph.cost.devices import find_device
 from stepgraph.cost.memory import memory_timeline
 from stepgraph.cost.work import node_flops
@@ -286,18 +286,19 @@ def contest_of(planner: Planner, mesh: str, **asked) -> tuple[Contest, Entrant, 
 def test_a_deep_step_is_foreseen_by_short_ones(settings):
     planner = planner_of(*tower(8), device="h100", **settings)
     contest, own, names = contest_of(planner, "dp=4", step=planner.settings)
-    for name, step_ms in promising(own, names, contest):
-        whole = planner.plan(contest.plan.mesh, name, "none").plan.predicted.step_ms
-        assert step_ms == pytest.approx(whole, rel=0.03), name
+    for foreseen in promising(own, names, contest):
+        whole = planner.plan(contest.plan.mesh, foreseen.name, "none").plan.predicted.step_ms
+        assert foreseen.step_ms == pytest.approx(whole, rel=0.03), foreseen
+        assert foreseen.least_ms <= whole, foreseen
 
 
 def test_presets_of_a_deep_step_that_surely_lose_are_left_out():
     contest, own, names = contest_of(planner_of(*tower(8)), "dp=2,tp=2")
-    found = [name for name, _ in promising(own, names, contest)]
+    found = [foreseen.name for foreseen in promising(own, names, contest)]
     assert {"tp+ddp", "tp+zero3-keep"} <= set(found) <= set(names)
     assert "tp+zero3" not in found, "it gathers twice what tp+zero3-keep gathers once"
     slow = replace(own, predicted=replace(own.predicted, step_ms=own.predicted.step_ms / 10))
-    beside = [name for name, _ in promising(slow, names, contest)]
+    beside = [foreseen.name for foreseen in promising(slow, names, contest)]
     assert not any("sp" in name for name in beside), "norms do not make a step ten times faster"
     tight = replace(contest, plan=contest.plan.under(memory_budget=10))
     small = replace(own, predicted=replace(own.predicted, peak_bytes=10))
@@ -326,7 +327,7 @@ def test_the_answer_for_a_deep_step_is_that_of_a_whole_contest(monkeypatch):
 def test_where_no_layer_repeats_all_presets_are_simulated(monkeypatch):
     monkeypatch.setattr("stepgraph.contest.MANY", 10)
     contest, own, names = contest_of(planner_of(*chain(8, 16, 8)), "dp=2")
-    assert promising(own, names, contest) == [(name, 0.0) for name in names]
+    assert promising(own, names, contest) == [Foreseen(name) for name in names]
     plan = planner_of(*chain(8, 16, 8)).plan(parse_mesh("dp=2"), "auto", "none").plan
     (note,) = [note for note in plan.notes if note.startswith("auto: ")]
     assert "the cheapest of 5" in note

@@ -37,6 +37,9 @@ MANY = 2500
 _APART = 2
 # What is foreseen to take so much more does take more.
 _SURELY = 1.03
+# And whole steps: where each layer has collectives of its own, and where the short steps have one for all
+# of their layers, which in the whole is several that overlap with more.
+_APART_SURELY, _MERGED_SURELY = 1.002, 1.1
 _KEEPS = "-keep"  # of presets: what is gathered for the forward is kept for the backward
 _NORMS = 1.1  # norms on slices of the sequence make a step faster by less than this
 _SAME = 1e-9  # a preset that differs by less is not taken
@@ -70,6 +73,15 @@ class Entrant:
     name: str
     made: Made
     predicted: Prediction
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """A preset that may be the best: the ms that a step takes by what short ones do, and at least."""
+
+    name: str
+    step_ms: float = 0.0
+    least_ms: float = 0.0
 
 
 def make_best(
@@ -120,15 +132,15 @@ def compete(own: Entrant, names: Sequence[str], contest: Contest) -> list[Entran
     if len(contest.programs["step"].graph.nodes) <= MANY:
         return [own, *(entrant for name in names for entrant in enter(name, contest))]
     entrants = [own]
-    for name, step_ms in promising(own, names, contest):
+    for foreseen in promising(own, names, contest):
         fitting = (e for e in entrants if e.predicted.peak_bytes <= contest.budget)
         best = min((e.predicted.step_ms for e in fitting), default=inf)
-        if step_ms <= best * _SURELY:
-            entrants += enter(name, contest)
+        if foreseen.least_ms <= best:
+            entrants += enter(foreseen.name, contest)
     return entrants
 
 
-def promising(own: Entrant, names: Sequence[str], contest: Contest) -> list[tuple[str, float]]:
+def promising(own: Entrant, names: Sequence[str], contest: Contest) -> list[Foreseen]:
     """Presets with the ms that a step is foreseen to take by steps of few layers; the least first.
 
     Those that take more bytes than there are, and than a solver's answer, are left out. Where layers do not
@@ -138,7 +150,7 @@ def promising(own: Entrant, names: Sequence[str], contest: Contest) -> list[tupl
     layers = {name: known for name, known in found.items() if known is not None}
     most = min((known.most for known in layers.values()), default=0)
     if len(layers) < len(found) or most < 2 * _APART:
-        return [(name, 0.0) for name in names]
+        return [Foreseen(name) for name in names]
     short, longer = (
         _short(contest, {name: known.without(count) for name, known in layers.items()})
         for count in (most, most - _APART)
@@ -149,6 +161,7 @@ def promising(own: Entrant, names: Sequence[str], contest: Contest) -> list[tupl
     roomy: set[str] = set()
     times: dict[str, float] = {}
     peaks: dict[str, float] = {}
+    apart: set[str] = set()
     for name in sorted(names, key=lambda name: not name.endswith(_KEEPS)):
         plain = name.replace(f"+{SEQUENCE_PARALLEL}", "", 1)
         if name + _KEEPS in roomy:  # it gathers twice what that one gathers once
@@ -171,10 +184,28 @@ def promising(own: Entrant, names: Sequence[str], contest: Contest) -> list[tupl
             )
             if peaks[name] * _SURELY <= contest.budget:
                 roomy.add(name)
+            if _sends_layers_apart(few, more):
+                apart.add(name)
     if fits or roomy & peaks.keys():  # nothing larger is asked for
         room = contest.budget * _SURELY
-    kept = [name for name, peak in peaks.items() if peak <= room]
-    return sorted(((name, times[name]) for name in kept), key=lambda row: row[1])
+    kept = [
+        Foreseen(
+            name, times[name], times[name] / (_APART_SURELY if name in apart else _MERGED_SURELY)
+        )
+        for name, peak in peaks.items()
+        if peak <= room
+    ]
+    return sorted(kept, key=lambda foreseen: foreseen.step_ms)
+
+
+def _sends_layers_apart(few: Prediction, more: Prediction) -> bool:
+    """Whether each further layer has collectives of its own, of every kind that has its bytes."""
+    none = {"count": 0, "bytes": 0}
+    grown = [
+        {what: row[what] - few.collectives_by_dim.get(key, none)[what] for what in none}
+        for key, row in more.collectives_by_dim.items()
+    ]
+    return all(row["count"] >= _APART for row in grown if row["bytes"])
 
 
 def _short(contest: Contest, programs: Mapping[str, Program]) -> Contest:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from multiprocessing import forkserver
 
-_OF_RANKS = ("stepgraph.cli.training", "torch._inductor.compile_fx")
+_OF_RANKS = ("stepgraph.cli.training", "stepgraph.torch_internals.of_first_steps")
 _OF_MODELS = ("transformers.modeling_utils", "transformers.models.auto.modeling_auto")
 
 

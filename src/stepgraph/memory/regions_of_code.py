@@ -2,7 +2,8 @@
 
 Those under ``torch.utils.checkpoint`` may have a policy of their own
 (``create_selective_checkpoint_contexts``), which is kept to: what it saves is saved, and a product that
-must be recomputed is, with what it would rather save of it where the backward reads nothing else.
+must be recomputed is, with what it would rather save of it where the backward reads nothing else. What it
+offloads is kept on the host.
 """
 
 import operator
@@ -16,9 +17,6 @@ from stepgraph.operators import table as operators
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import FORWARD, Program
-
-OFFLOADED = "what a checkpoint policy would offload to the host is kept where it was computed"
-
 
 def find(nodes: list[fx.Node]) -> list[list[fx.Node]]:
     """The regions under ``torch.utils.checkpoint`` among forward operations, in order.
@@ -43,10 +41,9 @@ def find(nodes: list[fx.Node]) -> list[list[fx.Node]]:
     return list(regions.values())
 
 
-def notes(nodes: list[fx.Node]) -> list[str]:
-    """What a policy asks for and does not get."""
-    offloads = any(_policy(node).endswith("cpu_offload") for node in nodes)
-    return [OFFLOADED] if offloads else []
+def sent_to_host(nodes: list[fx.Node]) -> list[fx.Node]:
+    """What regions' own policies keep on the host."""
+    return [node for node in nodes if _policy(node).endswith("cpu_offload")]
 
 
 def not_crossing(

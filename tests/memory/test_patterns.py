@@ -32,7 +32,7 @@ def test_a_table_is_a_text_and_back():
 
 
 @pytest.mark.parametrize(
-    "text", ["layers.*=drop", "=recompute", "a=recompute,a=save", "a=recompute,", "layers=offload"]
+    "text", ["layers.*=drop", "=recompute", "a=recompute,a=save", "a=recompute,", "=offload"]
 )
 def test_what_is_no_pattern_is_an_error(text):
     with pytest.raises(UsageError, match="memory pattern .* cannot be used"):
@@ -63,6 +63,30 @@ def test_what_is_saved_stays_within_what_is_recomputed(program):
     part = decide(program, "*.self_attn=save,model.layers.*=recompute")
     assert any("self_attn" in path for path in modules(program, whole))
     assert not any("self_attn" in path for path in modules(program, part))
+
+
+def test_what_the_backward_reads_of_a_module_is_offloaded(program):
+    decision = decide(program, "layers.*.mlp=offload")
+    assert decision.offload and not decision.recompute
+    owners = {meta(node)["name"]: meta(node)["module"] for node in program.operations(FORWARD)}
+    assert all(".mlp" in owners[name] for name in decision.offload)
+    assert not any(name.endswith(("/t", "/view", "/transpose")) for name in decision.offload)
+
+
+def test_what_is_recomputed_from_is_offloaded_and_not_what_is_recomputed(program):
+    table = "*.mlp=recompute,layers.*=offload"
+    decision = decide(program, table)
+    assert decision.offload and decision.recompute
+    assert not {*decision.offload} & decision.recompute.keys()
+    # The norm's result is read by products that are recomputed, and by nothing else in the backward.
+    alone = decide(program, "*.mlp=recompute,*.post_attention_layernorm=offload")
+    assert any("post_attention_layernorm" in name for name in alone.offload)
+
+
+def test_a_result_stays_on_the_device(program):
+    decision = decide(program, "*=offload")
+    assert decision.offload
+    assert any("a result of the step stays on the device" in note for note in decision.notes)
 
 
 def test_a_pattern_that_fits_nothing_names_near_misses(program):

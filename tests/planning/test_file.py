@@ -39,7 +39,12 @@ OTHERWISE = {
         "held_bytes": 7,
         "views_apart": True,
     },
-    "memory": {"recompute": {"lm_head/mm": 3}, "reason": "it fits", "pieces": {"lm_head/mm": 8}},
+    "memory": {
+        "recompute": {"lm_head/mm": 3},
+        "reason": "it fits",
+        "pieces": {"lm_head/mm": 8},
+        "offload": ("layers.0/a", "layers.1/a", "lm_head/mm"),
+    },
     "schedule": {
         "buckets": (("a", "b"),),
         "updates": {"layers.0/a": "layers.0/b"},

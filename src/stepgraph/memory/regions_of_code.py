@@ -18,6 +18,7 @@ from stepgraph.program.collectives import is_collective
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import FORWARD, Program
 
+
 def find(nodes: list[fx.Node]) -> list[list[fx.Node]]:
     """The regions under ``torch.utils.checkpoint`` among forward operations, in order.
 

@@ -141,6 +141,8 @@ def _(copied: Tensor, source: Tensor) -> Tensor:
 TO_HOST = torch.ops.stepgraph.to_host.default
 TO_DEVICE = torch.ops.stepgraph.to_device.default
 WAIT_COPY = torch.ops.stepgraph.wait_copy.default
+# What completes what was started before: of collectives, and of copies.
+WAITS = frozenset({torch_internals.WAIT, WAIT_COPY})
 
 
 def is_copy(node: fx.Node) -> bool:

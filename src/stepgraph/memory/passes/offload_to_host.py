@@ -87,7 +87,9 @@ class _Moved:
         """Of its memory."""
         return size_in_bytes(meta(self.value)["val"])
 
-    def emit(self, program: Program, phase: str, before: fx.Node, target: Any, *args: Any) -> fx.Node:
+    def emit(
+        self, program: Program, phase: str, before: fx.Node, target: Any, *args: Any
+    ) -> fx.Node:
         """An operation on it."""
         emit = Builder(program, phase, before)
         emit.module = meta(self.value)["module"]
@@ -105,15 +107,21 @@ def _send(program: Program, moved: Sequence[_Moved], limit: int, end: fx.Node) -
         one, started = on_the_way.pop(0)
         one.held = one.emit(program, FORWARD, before, WAIT_COPY, started, one.value)
 
-    for one in moved:
-        before = one.last.next
-        while before.target is operator.getitem:  # results of one operation stay together
-            before = before.next
+    followed = [(one, _following(one.last)) for one in moved]  # before anything stands in between
+    for one, before in followed:
         while on_the_way and sum(m.bytes for m, _ in on_the_way) + one.bytes > limit:
             arrived(before)
         on_the_way.append((one, one.emit(program, FORWARD, before, TO_HOST, one.value)))
     while on_the_way:
         arrived(end)
+
+
+def _following(node: fx.Node) -> fx.Node:
+    """What comes behind an operation; its results stay with it."""
+    node = node.next
+    while node.target is operator.getitem:
+        node = node.next
+    return node
 
 
 def _bring_back(

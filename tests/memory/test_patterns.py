@@ -1,14 +1,19 @@
 """Policies for parts of a model, by the paths of their modules."""
 
 import pytest
+import torch
+from torch import nn
 
+from stepgraph.capture.step import Source
 from stepgraph.errors import UsageError
 from stepgraph.memory.decide import decide
 from stepgraph.memory.patterns import as_text, parse_patterns
 from stepgraph.memory.presets import parse_policy
+from stepgraph.pipeline import capture_of
+from stepgraph.planning.request import StepSettings
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import FORWARD
-from tests.support import captured, tiny_llama, token_batch
+from tests.support import captured, spec_of, tiny_llama, token_batch
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +88,24 @@ def test_what_is_recomputed_from_is_offloaded_and_not_what_is_recomputed(program
     assert any("post_attention_layernorm" in name for name in alone.offload)
 
 
-def test_a_result_stays_on_the_device(program):
+class Returning(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        return torch.exp(self.second(h)).sum(), h.view(-1)
+
+
+def test_a_result_stays_on_the_device_and_a_note_says_so():
+    batch = spec_of({"x": torch.ones(5, 3)})
+    source = Source(Returning(), lambda model, given: model(**given), batch, None)
+    program = capture_of(source, StepSettings()).gradients(as_module=True).programs["gradients"]
     decision = decide(program, "*=offload")
-    assert decision.offload
-    assert any("a result of the step stays on the device" in note for note in decision.notes)
+    assert decision.offload == ("exp",)
+    (note,) = decision.notes
+    assert note == "memory: a result of the step stays on the device, and is not offloaded: tanh"
 
 
 def test_a_pattern_that_fits_nothing_names_near_misses(program):

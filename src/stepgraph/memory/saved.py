@@ -72,10 +72,10 @@ def offloaded(
 
     Args:
         recompute: names of what is computed again.
-        wanted: operations whose results, or what these show, are to wait there.
+        wanted: operations whose results are to wait there; views have no memory that could.
     """
-    owners = {owner_of(node) for node in wanted}
-    saved = [node for node in saved_values(program, recompute) if node in owners]
+    wanted = {*wanted}
+    saved = [node for node in saved_values(program, recompute) if node in wanted]
     parameters = {n for role, n, _ in program.input_rows if isinstance(role, roles.Param)}
     saved = [node for node in saved if _is_activation(node, parameters)]
     behind = first_behind(program)

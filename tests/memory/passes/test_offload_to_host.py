@@ -40,16 +40,6 @@ class Turned(nn.Module):
         return (self.second(h.t()) * h.view(-1)[:2]).square().sum()
 
 
-class Returned(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 7), nn.Linear(7, 3)
-
-    def forward(self, x, y, weight):
-        h = torch.tanh(self.first(x))
-        return ((self.second(h) - y) ** 2).mean(), h.view(-1)
-
-
 @pytest.fixture(scope="module", params=RANKS)
 def step(request):
     model, batch = mlp(), regression_batch()

@@ -132,9 +132,9 @@ def test_the_same_bits_on_all_ranks(preset, mesh):
 def of_rank():
     found = []
     rank = torch.distributed.get_rank()
-    batch = {name: rows[3 * rank :][:3].clone() for name, rows in token_batch(6).items()}
+    batch = tuple(rows.clone().chunk(2)[rank] for rows in images())
     for memory in ("none", "*=offload"):
-        model = tiny_llama(1, num_key_value_heads=2)
+        model = convolutions()
         how = {"mesh": "dp=2", "plan": "zero3", "memory": memory, "lowering": "eager"}
         engine = stepgraph.Engine(model, optimizer=adamw(model), **how)
         losses = [engine.step(batch) for _ in range(2)]
@@ -160,13 +160,13 @@ def test_what_inductor_compiles_is_the_same_within_rounding(model):
 def test_a_step_in_two_calls_hands_what_is_offloaded_to_the_backward():
     found = {}
     for memory in ("none", {"*": "offload"}):
-        model = tiny_llama(2)
+        model = convolutions()
         engine = stepgraph.Engine(
             model, optimizer=adamw(model), plan="ddp", memory=memory, lowering="eager"
         )
         losses = []
         for _ in range(2):
-            loss = engine(token_batch(4))
+            loss = engine(images())
             engine.backward(loss)
             engine.optimizer_step()
             losses.append(loss.detach())

@@ -58,6 +58,14 @@ def keeping_host_memory() -> Iterator[list[Tensor]]:
         _lane.keepers.pop()
 
 
+def _pinned_like(x: Tensor) -> Tensor:
+    """Memory of the host, which is kept by who keeps such memory now."""
+    found = torch.empty_like(x, device=torch_internals.host_device(), pin_memory=True)
+    for kept in _lane.keepers:
+        kept.append(found)
+    return found
+
+
 def _start(source: Tensor, target: Tensor, device: torch.device) -> Tensor:
     """Copies on the device's stream of copies, behind all that was launched on its own so far."""
     module = torch.get_device_module(device)
@@ -81,13 +89,9 @@ def to_host(x: Tensor) -> Tensor:
     Returns:
         where it arrives: to be read behind ``wait_copy`` alone.
     """
-    host = torch_internals.host_device()
-    if x.device.type == host.type:
+    if x.device.type == torch_internals.host_device().type:
         return x.clone()
-    found = torch.empty_like(x, device=host, pin_memory=True)
-    for kept in _lane.keepers:
-        kept.append(found)
-    return _start(x, found, x.device)
+    return _start(x, _pinned_like(x), x.device)
 
 
 @to_host.register_fake
@@ -117,7 +121,6 @@ def _(x: Tensor, device: torch.device) -> Tensor:
 torch.library.define("stepgraph::wait_copy", "(Tensor(a) copied, Tensor source) -> Tensor(a)")
 
 
-@torch.library.impl("stepgraph::wait_copy", "CompositeExplicitAutograd")
 def wait_copy(copied: Tensor, source: Tensor) -> Tensor:
     """What a copy was started into, once it is there: what is computed from here on waits for it.
 
@@ -131,6 +134,9 @@ def wait_copy(copied: Tensor, source: Tensor) -> Tensor:
         device = source.device if on_host else copied.device
         torch.get_device_module(device).current_stream(device).wait_event(event)
     return copied
+
+
+torch.library.impl("stepgraph::wait_copy", "CompositeExplicitAutograd")(wait_copy)
 
 
 @torch.library.register_fake("stepgraph::wait_copy")

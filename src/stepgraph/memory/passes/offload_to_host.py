@@ -21,10 +21,10 @@ from stepgraph.program.metadata import meta, set_meta
 from stepgraph.program.program import BACKWARD, FORWARD, Program
 from stepgraph.program.record import program_pass
 
-# So much of what is offloaded may be on its way at once, in either direction; but what one operation reads
-# may always be. What is on its way takes memory of the device: little, where much is offloaded. And where
-# there is much, it is several layers' worth of time that a copy has.
-_PART = 16
+# So much of what is offloaded may be on its way at once, in either direction. It takes memory of the device:
+# little of what is freed. Of a deep model it is layers, whose time a copy then has. Of a shallow one it is at
+# least what two operations read: the second's comes while the first computes.
+_PART, _OPERATIONS = 16, 2
 
 
 @program_pass(
@@ -58,7 +58,7 @@ def offload_to_host(program: Program, decision: MemoryDecision) -> Program:
     for one in sorted(moved, key=lambda one: place[one.readers[0]]):
         groups.setdefault(one.readers[0], []).append(one)
     sizes = [sum(one.bytes for one in group) for group in groups.values()]
-    limit = max(*sizes, sum(sizes) // _PART, 0)
+    limit = max(_OPERATIONS * max(sizes), sum(sizes) // _PART)
     _send(program, sorted(moved, key=lambda one: place[one.last]), limit, behind)
     _bring_back(program, list(groups.values()), limit, behind)
     return program.finish()

@@ -21,9 +21,9 @@ from stepgraph.program.metadata import meta, set_meta
 from stepgraph.program.program import BACKWARD, FORWARD, Program
 from stepgraph.program.record import program_pass
 
-# So much of what is offloaded may be on its way at once, in either direction. It takes memory of the device:
-# little of what is freed. Of a deep model it is layers, whose time a copy then has. Of a shallow one it is at
-# least what two operations read: the second's comes while the first computes.
+# So much of what is offloaded may be on its way at once, in either direction. It takes memory of the
+# device: little of what is freed. Of a deep model it is layers, whose time a copy then has. Of a shallow
+# one it is at least what two operations read: the second's comes while the first computes.
 _PART, _OPERATIONS = 16, 2
 
 

@@ -69,7 +69,7 @@ def memory_timeline(program: Program) -> MemoryTimeline:
             entry = (lives.category(storage, last), _bytes_of(storage))
             born[start].append(entry)
             dead[min(last + 1, end)].append(entry)
-    alive = dict.fromkeys((*CATEGORIES, ON_HOST), 0)
+    alive: dict[str, int] = dict.fromkeys((*CATEGORIES, ON_HOST), 0)
     for role, node, _ in program.input_rows:
         alive[_input_category(role)] += size_in_bytes(meta(node).get("val"))
     for node in program.graph.nodes:

@@ -59,11 +59,11 @@ def test_what_is_offloaded_costs_little_where_products_take_longer():
 @pytest.fixture(scope="module")
 def of_cuda():
     """What a CUDA rank would run, on fake tensors."""
-    model, batch = tiny_llama(2), token_batch(4)
+    model, batch = tiny_llama(1), token_batch(4)
     how = {"mesh": "dp=2", "placement": "zero3", "memory": "*.mlp=recompute,*=offload"}
     plan = stepgraph.plan(model, example=batch, device="h100", **how)
     with torch.device("meta"):
-        there = tiny_llama(2)
+        there = tiny_llama(1)
     with torch_internals.new_fake_mode():
         moved = {k: torch.empty(v.shape, dtype=v.dtype, device="cuda") for k, v in batch.items()}
     return plan.programs(there, example=moved)["step"]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from stepgraph.capture.module import BatchSpec, default_loss
 from stepgraph.capture.step import Source
 from stepgraph.errors import UsageError
 from stepgraph.memory.decide import decide
@@ -13,7 +14,8 @@ from stepgraph.pipeline import capture_of
 from stepgraph.planning.request import StepSettings
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import FORWARD
-from tests.support import captured, spec_of, tiny_llama, token_batch
+from stepgraph.torch_internals import pytree
+from tests.support import adamw, captured, spec_of, tiny_llama, token_batch
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +116,15 @@ def test_a_pattern_that_fits_nothing_names_near_misses(program):
     (note,) = decision.notes
     assert "fit the pattern 'layers.*.mpl'" in note
     assert "near misses: model.layers." in note
+
+
+def test_a_program_without_a_forward_has_nothing_to_note():
+    model = tiny_llama(1)
+    names = [name for name, _ in model.named_parameters()]
+    nothing = BatchSpec((), (), pytree.tree_structure(()))
+    source = Source(model, default_loss, nothing, adamw(model))
+    update = capture_of(source, StepSettings("adamw")).update(names).programs["update"]
+    assert not decide(update, "layers.*=offload").notes
 
 
 def test_a_pattern_whose_modules_an_earlier_one_took_did_fit(program):

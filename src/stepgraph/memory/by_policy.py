@@ -66,7 +66,7 @@ def decide_by_policy(program: Program, policy: str, gather_again: bool = True) -
         kept |= parts.saved
         regions += [[n for n in part if n not in taken] for part in parts.regions.values()]
         away += parts.offloaded
-        notes += parts.notes
+        notes += parts.notes if nodes else ()  # an update by itself has no forward
     for number, region in enumerate(regions):
         for node in not_crossing(region, program, kept - taken):
             recompute[meta(node)["name"]] = number

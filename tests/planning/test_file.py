@@ -139,6 +139,7 @@ BAD = {
     "a name twice": ((*STEP, "inputs"), {"RR": {"": ["a"]}, "RS(0)": {"": ["a"]}}, "twice"),
     "no arrow": ((*STEP, "operations"), {"RR RR": {"": ["a"]}}, "look like"),
     "layers in words": ((*STEP, "inputs"), {"RR": {"all": ["a.*"]}}, "not understood"),
+    "offloaded layers in words": ((*MEMORY, "offload"), {"all": ["a.*"]}, "not understood"),
     "no place for the layer": ((*STEP, "inputs"), {"RR": {"0-1": ["a"]}}, "number stands"),
     "a billion names": ((*STEP, "inputs"), {"RR": {"0-999999": ["a.*.b"] * 999}}, "names"),
     "names of another type": ((*STEP, "inputs"), {"RR": {"": [7]}}, "a text"),

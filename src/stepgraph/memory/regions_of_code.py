@@ -13,10 +13,11 @@ from torch import fx
 
 from stepgraph import torch_internals
 from stepgraph.cost.work import node_flops
+from stepgraph.memory.saved import is_forward
 from stepgraph.operators import table as operators
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.metadata import meta
-from stepgraph.program.program import FORWARD, Program
+from stepgraph.program.program import Program
 
 
 def find(nodes: list[fx.Node]) -> list[list[fx.Node]]:
@@ -62,7 +63,7 @@ def not_crossing(
 
     def stays_within(node: fx.Node) -> bool:
         """Or follows from what is kept, as what is communicated of a value does."""
-        crosses = any(_is_forward(user) and user not in inside for user in node.users)
+        crosses = any(is_forward(user) and user not in inside for user in node.users)
         return not crosses or (communicates and _is_communicated(node))
 
     may_go = {
@@ -101,7 +102,7 @@ def _with_readers(
 
 def _needs_itself(node: fx.Node) -> bool:
     number = meta(node).get("sequence")
-    behind = (user for user in node.users if not _is_forward(user))
+    behind = (user for user in node.users if not is_forward(user))
     return number is not None and any(meta(user).get("sequence") == number for user in behind)
 
 
@@ -111,10 +112,6 @@ def _is_kept(node: fx.Node, communicates: bool) -> bool:
 
 def _is_communicated(node: fx.Node) -> bool:
     return is_collective(node) or node.target is torch_internals.WAIT
-
-
-def _is_forward(node: fx.Node) -> bool:
-    return meta(node).get("phase") == FORWARD
 
 
 def _dropped(region: list[fx.Node], wanted: set[fx.Node]) -> dict[fx.Node, None]:
@@ -129,7 +126,7 @@ def _dropped(region: list[fx.Node], wanted: set[fx.Node]) -> dict[fx.Node, None]
 
 def _recomputed(dropped: dict[fx.Node, None]) -> set[fx.Node]:
     """What the backward reads of dropped values, and what those are made of."""
-    reads = (user for node in dropped for user in node.users if not _is_forward(user))
+    reads = (user for node in dropped for user in node.users if not is_forward(user))
     stack = list(_dropped_inputs(reads, dropped))
     found: set[fx.Node] = set()
     while stack:

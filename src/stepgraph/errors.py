@@ -137,7 +137,7 @@ class BudgetError(PlanError):
 
 
 class MemoryPolicyError(UsageError):
-    """A memory policy that the captured program cannot follow."""
+    """A memory policy that the captured program, or this machine's memory, cannot follow."""
 
 
 class LoweringError(StepgraphError):

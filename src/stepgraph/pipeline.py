@@ -50,6 +50,7 @@ from stepgraph.memory import apply as memory
 from stepgraph.memory.decide import Means, frontier, leanest
 from stepgraph.memory.decide import decide as decide_memory
 from stepgraph.memory.passes.compute_logits_in_pieces import compute_logits_in_pieces
+from stepgraph.memory.passes.offload_to_host import offload_to_host
 from stepgraph.memory.passes.recompute_in_backward import recompute_in_backward
 from stepgraph.memory.presets import budget_of
 from stepgraph.placement import apply as placement
@@ -111,7 +112,7 @@ UPDATED_ALONE: Road = (clip_gradients, update_parameters)
 # The rooms.
 FORMED: Road = (spell_out_log_softmax, spell_out_norms, copy_views)
 PLACED: Road = (draw_by_global_row, place_values, compare_with_classes)
-REMEMBERED: Road = (compute_logits_in_pieces, recompute_in_backward)
+REMEMBERED: Road = (compute_logits_in_pieces, recompute_in_backward, offload_to_host)
 SCHEDULED: Road = (merge_small_collectives, update_early, delay_waits)
 BOUND: Road = (bind_to_rank,)
 TARGETED: Road = (move_to_target, choose_attention_kernels)

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from stepgraph.cost.simulate import COMMUNICATION, COMPUTE, simulate
+from stepgraph.cost.device import Link
+from stepgraph.cost.simulate import COMMUNICATION, COMPUTE, COPIES, simulate
+from stepgraph.program.copies import TO_DEVICE, TO_HOST, WAIT_COPY
 from stepgraph.program.program import BACKWARD, FORWARD
 from tests.cost.hand_made import Written, round_device
 
@@ -96,3 +98,47 @@ def test_flops_and_the_roofline_are_counted_without_a_clock_of_ones_own():
     line = simulate(program(0), round_device())
     assert line.flops == 2 * 1000 * 1000 * 2000
     assert line.compute_seconds == pytest.approx(4 * (1e6 + 2e6 + 2e6) / 1e9)
+
+
+def offloaded(products):
+    """A value goes to the host beside products, and back beside as many."""
+    write = Written({"x": (1000, 1000)})
+    value = write(aten.mm.default, write["x"], write["x"])
+    last = value
+
+    def compute():
+        nonlocal last
+        for _ in range(products):
+            last = write(aten.mm.default, last, write["x"])
+
+    started = write(TO_HOST, value)
+    compute()
+    held = write(WAIT_COPY, started, value)
+    write.phase = BACKWARD
+    coming = write(TO_DEVICE, held, torch.device("cpu"))
+    compute()
+    back = write(WAIT_COPY, coming, held)
+    return write.returning(write(aten.mm.default, last, back))
+
+
+COPY = 4e6 / 1e8 + 1e-6  # to the round host
+
+
+@pytest.mark.parametrize("products", [0, 3, 6])
+def test_copies_run_beside_compute_until_they_are_awaited(products):
+    line = simulate(offloaded(products), round_device(host=Link(1e-6, 1e8)), second)
+    exposed = 2 * max(COPY - 0.01 * products, 0.0)
+    assert line.exposed_seconds == pytest.approx(exposed)
+    assert line.seconds == pytest.approx(0.01 * (2 + 2 * products) + exposed)
+    copies = [event.seconds for event in line.events if event.stream == COPIES]
+    assert copies == pytest.approx([COPY, COPY])
+    assert line.communication_seconds == 0
+
+
+def test_where_the_device_is_the_host_a_copy_takes_its_memory_s_time():
+    device = round_device()
+    line = simulate(offloaded(3), device)
+    copies = [event for event in line.events if event.node.target in (TO_HOST, TO_DEVICE)]
+    assert [event.stream for event in copies] == [COMPUTE, COMPUTE]
+    assert [event.seconds for event in copies] == pytest.approx([8e6 / 1e9] * 2)
+    assert line.exposed_seconds == 0

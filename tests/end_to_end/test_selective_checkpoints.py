@@ -13,6 +13,7 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 import stepgraph
+from stepgraph.program.copies import TO_HOST
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default)
@@ -123,11 +124,21 @@ def test_a_product_that_must_be_recomputed_is_behind_a_tanh_that_leaves_the_regi
     torch.testing.assert_close(found, gradients)
 
 
-def test_what_a_policy_would_offload_is_kept_and_said():
-    model = Net(BLOCKS["gelu"], policy("MUST_CPU_OFFLOAD", "PREFER_RECOMPUTE"))
-    engine = stepgraph.Engine(model, mesh="dp=1", plan="ddp", lowering="eager")
+def test_what_a_policy_offloads_waits_on_the_host():
+    says = policy("MUST_CPU_OFFLOAD", "PREFER_RECOMPUTE")
+    flops, gradients = by_torch(BLOCKS["gelu"], policy("MUST_SAVE", "PREFER_RECOMPUTE"))
+    own, found = by_stepgraph(BLOCKS["gelu"], says)
+    assert own == flops
+    torch.testing.assert_close(found, gradients)
+    engine = stepgraph.Engine(Net(BLOCKS["gelu"], says), mesh="dp=1", plan="ddp", lowering="eager")
     engine.step(batch())
-    assert any("offload to the host is kept" in note for note in engine.notes)
+    memory = engine.plan.decisions["step"].memory
+    assert memory.offload and all(name.endswith("/mm") for name in memory.offload)
+    assert all("layers." in name for name in memory.offload)
+    assert not engine.notes
+    assert sum(n.target is TO_HOST for n in engine.programs["step"].operations()) == len(
+        memory.offload
+    )
 
 
 def test_dropout_in_a_region_is_recomputed_with_it():

@@ -17,6 +17,7 @@ from stepgraph.planning.request import Precision
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
 from stepgraph.program.collectives import is_collective
+from stepgraph.program.copies import WAIT_COPY
 from stepgraph.program.program import Program
 from stepgraph.program.randomness import RANDOM
 from stepgraph.runtime.ranks import parse_mesh
@@ -120,6 +121,7 @@ CASES: dict[str, tuple[Callable, dict[str, Any]]] = {
     "classes": (classes, on("dp=2,tp=2", "tp+zero3")),
     "two dimensions": (weighted, on("replicate=2,shard=2", "hsdp")),
     "in pieces": (words, on("dp=2", "zero3", memory="budget:56KiB", device="h100")),
+    "offloaded": (parts, on("dp=2", "zero3", memory="*=offload")),
     "searched": (classes, on("dp=2", "auto", device="h100")),
 }
 
@@ -232,6 +234,17 @@ def recomputed(program: Program) -> None:
     node = first(program, lambda n: "recomputed_from" in n.meta and n.target is aten.tanh.default)
     if node is not None:
         node.target = aten.sin.default
+
+
+def mixed_up(program: Program) -> None:
+    """What has come back is another value of the same kind."""
+    waits = [n for n in program.operations("backward") if n.target is WAIT_COPY]
+    kinds = [(n.meta["val"].shape, n.meta["val"].dtype) for n in waits]
+    for i, (one, kind) in enumerate(zip(waits, kinds, strict=True)):
+        for other in (n for n, k in zip(waits[:i], kinds, strict=False) if k == kind):
+            for reader in list(one.users):
+                reader.replace_input_with(one, other)
+            return
 
 
 def early(program: Program) -> None:
@@ -357,6 +370,7 @@ PLANTED: dict[str, Planted] = {
         ("compare_with_classes", "parts", after(scaled(aten.where.self, last=True))),
         ("compute_logits_in_pieces", "in pieces", after(scaled(aten.addmm.default, last=True))),
         ("recompute_in_backward", "clipped", after(recomputed)),
+        ("offload_to_host", "offloaded", after(mixed_up)),
         ("merge_small_collectives", "classes", after(exchange(lambda n: n.target is aten.slice.Tensor))),
         ("update_early", "clipped", after(early)),
         ("delay_waits", "clipped", after(unawaited)),
@@ -380,8 +394,8 @@ BESIDE_THE_PASS = {
     ),
     "evaluate": (
         "compare_with_classes", "compute_logits_in_pieces", "copy_views", "draw_by_global_row",
-        "recompute_in_backward", "update_early", "write_state_in_place", "fuse_square_sums", "fuse_updates",
-        "communicate_between_layers",
+        "recompute_in_backward", "offload_to_host", "update_early", "write_state_in_place",
+        "fuse_square_sums", "fuse_updates", "communicate_between_layers",
     ),
     "gradients": (
         "compute_logits_in_pieces", "draw_by_global_row", "update_early", "write_state_in_place",
@@ -389,7 +403,7 @@ BESIDE_THE_PASS = {
     ),
     "update": (
         "spell_out_log_softmax", "spell_out_norms", "copy_views", "draw_by_global_row", "place_values",
-        "compare_with_classes", "compute_logits_in_pieces", "recompute_in_backward",
+        "compare_with_classes", "compute_logits_in_pieces", "recompute_in_backward", "offload_to_host",
         "merge_small_collectives", "bind_to_rank", "move_to_target", "choose_attention_kernels",
         "name_groups",
     ),
@@ -417,6 +431,7 @@ PLANTED_IN_GRAPHS: dict[str, Bug] = {
     "sum_over_ranks": after(averaged)("sum_over_ranks"),
     "compute_logits_in_pieces": after(scaled(aten.tanh.default))("compute_logits_in_pieces"),
     "recompute_in_backward": after(scaled(aten.tanh.default))("recompute_in_backward"),
+    "offload_to_host": after(scaled(aten.tanh.default))("offload_to_host"),
     "merge_small_collectives": after(unawaited)("merge_small_collectives"),
     "update_early": after(scaled(aten.tanh.default))("update_early"),
     "delay_waits": after(unawaited)("delay_waits"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import stepgraph
+from tests.equivalence.planted import words
 from tests.graphs.training import assert_same, train
 from tests.support import mlp, regression_batch
 
@@ -19,6 +20,7 @@ FEW = [
     ("zero3", "full", 2),
     ("zero1", "ops", 4),
     ("tp+sp+zero3", "layers:1", 1),
+    ("zero3", "*=offload", 2),
 ]
 ALL = [
     (preset, memory, micro)
@@ -55,6 +57,20 @@ def test_a_captured_step_is_the_step(recorder, preset, memory, micro_batches):
 )
 def test_whatever_the_plan(recorder, preset, memory, micro_batches):
     check_cell(recorder, preset, memory, micro_batches)
+
+
+def test_logits_in_pieces_are_captured(recorder):
+    found = {}
+    for lowering in ("eager", "cuda_graph_eager"):
+        model, batch = words()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        how = {"plan": "ddp", "memory": "budget:64KiB", "lowering": lowering}
+        engine = stepgraph.Engine(model, optimizer=optimizer, **how)
+        losses = torch.stack([engine.step(batch) for _ in range(4)])
+        assert engine.plan.decisions["step"].memory.pieces
+        found[lowering] = losses, model.head.weight.full_tensor()
+    assert all(map(torch.equal, *found.values()))
+    assert [graph.replays for graph in recorder.captures] == [3]
 
 
 def losses(lowering):

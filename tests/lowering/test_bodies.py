@@ -84,6 +84,7 @@ CELLS = {
     "tp+zero3": {"mesh": "dp=2,tp=2", "plan": "tp+zero3", "schedule": "auto"},
     "layers:2": {"mesh": "dp=2", "plan": "zero3", "schedule": "auto", "memory": "layers:2"},
     "full": {"mesh": "dp=2", "plan": "zero3", "memory": "full"},
+    "offloaded": {"mesh": "dp=2", "plan": "zero3", "schedule": "auto", "memory": "*=offload"},
     "micro-batches": {
         "mesh": "dp=2", "plan": "zero3", "schedule": "auto", "micro_batches": 3, "clip": 0.1,
     },

@@ -45,6 +45,16 @@ def test_logits_in_pieces_are_explained():
     assert llama_plan().diff(plan) == "step: lm_head/mm in 1 -> 8 pieces of its rows"
 
 
+def test_what_is_offloaded_is_explained():
+    plan, name = llama_plan(), "model.layers.0.mlp/mul"
+    memory = replace(plan.decisions["step"].memory, recompute={}, offload=(name,))
+    other = plan.with_decisions("step", replace(plan.decisions["step"], memory=memory))
+    assert "waits for the backward in the host's memory" in explain(other, name)
+    lines = plan.diff(other).splitlines()
+    assert "step: 1 values offloaded only then: model.layers.*.mlp/mul [0]" in lines
+    assert any("no longer offloaded" in line for line in other.diff(plan).splitlines())
+
+
 def test_the_runner_up_of_a_solver_is_told_with_its_cost():
     reason = Reason("S(0)R", 0.25, "S(0)S(1)", 0.5)
     text = explain(with_reason(llama_plan(), "lm_head/mm", reason), "lm_head/mm")

@@ -39,7 +39,12 @@ OTHERWISE = {
         "held_bytes": 7,
         "views_apart": True,
     },
-    "memory": {"recompute": {"lm_head/mm": 3}, "reason": "it fits", "pieces": {"lm_head/mm": 8}},
+    "memory": {
+        "recompute": {"lm_head/mm": 3},
+        "reason": "it fits",
+        "pieces": {"lm_head/mm": 8},
+        "offload": ("layers.0/a", "layers.1/a", "lm_head/mm"),
+    },
     "schedule": {
         "buckets": (("a", "b"),),
         "updates": {"layers.0/a": "layers.0/b"},
@@ -134,6 +139,7 @@ BAD = {
     "a name twice": ((*STEP, "inputs"), {"RR": {"": ["a"]}, "RS(0)": {"": ["a"]}}, "twice"),
     "no arrow": ((*STEP, "operations"), {"RR RR": {"": ["a"]}}, "look like"),
     "layers in words": ((*STEP, "inputs"), {"RR": {"all": ["a.*"]}}, "not understood"),
+    "offloaded layers in words": ((*MEMORY, "offload"), {"all": ["a.*"]}, "not understood"),
     "no place for the layer": ((*STEP, "inputs"), {"RR": {"0-1": ["a"]}}, "number stands"),
     "a billion names": ((*STEP, "inputs"), {"RR": {"0-999999": ["a.*.b"] * 999}}, "names"),
     "names of another type": ((*STEP, "inputs"), {"RR": {"": [7]}}, "a text"),

@@ -12,6 +12,7 @@ from stepgraph import torch_internals
 from stepgraph.errors import InvariantError
 from stepgraph.program import roles
 from stepgraph.program.collectives import is_collective
+from stepgraph.program.copies import TO_HOST, WAIT_COPY
 from stepgraph.program.invariants import INVARIANTS, check_invariants
 from stepgraph.program.program import FORWARD, OPTIMIZER
 from tests.support import adamw, compiled, mlp, regression_batch
@@ -162,6 +163,23 @@ def wait_for_what_is_not_communicated(program):
     return emit_before_output(program, torch_internals.WAIT, node, like=node)
 
 
+def never_await_a_copy(program):
+    node = tanh(program)
+    return emit_before_output(program, TO_HOST, node, like=node)
+
+
+def wait_for_another_copy(program):
+    node = tanh(program)
+    copy = emit_before_output(program, TO_HOST, node, like=node, name="copy")
+    emit_before_output(program, WAIT_COPY, copy, copy, like=node)
+    return copy
+
+
+def wait_for_what_is_not_copied(program):
+    node = tanh(program)
+    return emit_before_output(program, WAIT_COPY, node, node, like=node)
+
+
 def communicate_over_an_unknown_dimension(program):
     node = gather(program)
     node.args = (*node.args[:-1], "tp")
@@ -189,6 +207,9 @@ NEGATIVES = [
     ("collectives are awaited once", read_a_collective_without_waiting),
     ("collectives are awaited once", never_await_a_collective),
     ("waits complete collectives", wait_for_what_is_not_communicated),
+    ("copies are awaited once", never_await_a_copy),
+    ("copies are awaited once", wait_for_another_copy),
+    ("copies are awaited once", wait_for_what_is_not_copied),
     ("groups exist", communicate_over_an_unknown_dimension),
 ]
 

@@ -204,9 +204,9 @@ def plan(
         optimizer: ``adamw``, ``adam``, ``sgd``, an optimizer over the model's parameters, or None.
         placement: ``auto``, or a preset such as ``tp+zero3``.
         memory: ``none``, ``full``, ``layers:N``, ``ops``, a table of modules' paths such as
-            ``{"layers.*.mlp": "recompute"}``; ``budget:8GiB``: what takes least time while the predicted
-            peak of a rank over the whole step stays within that; or ``auto``: the same within
-            ``memory_budget``.
+            ``{"layers.*.mlp": "recompute", "layers.*": "offload"}``; ``budget:8GiB``: what takes least
+            time while the predicted peak of a rank over the whole step stays within that; or ``auto``: the
+            same within ``memory_budget``.
         schedule: ``auto`` or ``none``.
         memory_budget: bytes, or ``"70GiB"``: per rank, whole step, optimizer state included. Default:
             the device's capacity.

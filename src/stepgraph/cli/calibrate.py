@@ -97,6 +97,7 @@ def measure(where: torch.device, progress: Callable[[str], None]) -> Device:
         caches=tuple(caches),
         collectives=links,
         crowding=crowding,
+        host=None if is_host else typical.host,
     )
     if is_host:
         progress("small steps")

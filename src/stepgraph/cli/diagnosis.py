@@ -18,6 +18,7 @@ from functools import partial
 import torch
 
 from stepgraph.cli import launcher
+from stepgraph.runtime.host_memory import host_memory_bytes
 from stepgraph.runtime.ranks import communication_first
 from stepgraph.torch_internals import compiler
 
@@ -101,9 +102,7 @@ def _numbers(version: str) -> tuple[int, int]:
 
 def _host(name: str) -> Iterator[Check]:
     cores = launcher.threads_per_rank(1)
-    yield Check(
-        name, OK, f"{cores} cores, {launcher.host_memory_bytes() / 2**30:.1f} GiB of memory"
-    )
+    yield Check(name, OK, f"{cores} cores, {host_memory_bytes() / 2**30:.1f} GiB of memory")
 
 
 def _accelerators(name: str) -> Iterator[Check]:

@@ -32,6 +32,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from stepgraph.errors import LaunchError, StepgraphError
 from stepgraph.runtime.files import whole_file
+from stepgraph.runtime.host_memory import host_memory_bytes
 from stepgraph.runtime.ranks import communication_first, fit_for_graphs, leave_group
 
 LOCALHOST = "127.0.0.1"
@@ -155,14 +156,6 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return host_memory_bytes()
-
-
-def host_memory_bytes() -> int:
-    """The machine's memory, or the limit that this process's control group has below it."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    return min(total, int(text)) if text.isdigit() else total
 
 
 def threads_per_rank(ranks: int) -> int:

@@ -25,7 +25,7 @@ def step_options(seq: int, batch_per_rank: int) -> Callable[[Callable], Callable
         click.option("--plan", default="zero3", help="A preset or a plan file."),
         click.option(
             "--memory",
-            help="none, full, layers:N, ops or MODULE=recompute. Default: the plan's own.",
+            help="none, full, layers:N, ops or MODULE=recompute (save, offload). Default: the plan's own.",
         ),
         click.option("--batch-per-rank", type=positive, default=batch_per_rank),
         click.option("--seq", type=click.IntRange(min=2), default=seq),

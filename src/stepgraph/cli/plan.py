@@ -68,7 +68,8 @@ _POSITIVE = click.IntRange(min=1)
 @click.option(
     "--memory",
     default=AUTO,
-    help="none, full, layers:N, ops, MODULE=recompute; budget:SIZE: the fastest in it; auto: that fits.",
+    help="none, full, layers:N, ops, MODULE=recompute (or save, offload); budget:SIZE: the fastest in it; "
+    "auto: that fits.",
 )
 @click.option("--memory-budget", help="Such as 70GiB, a rank. Default: the device's capacity.")
 @click.option("--compare", metavar="PLANS", help="Several presets and auto, side by side.")

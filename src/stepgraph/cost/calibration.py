@@ -87,6 +87,7 @@ class _Device(Strict, frozen=True):
     dispatch_seconds: _FromZero
     collectives: dict[str, _Link]
     crowding: _AboveZero
+    host: _Link | None = None
 
     def __post_init__(self) -> None:
         for name, rates in (("matmul", self.matmul), ("peak", self.peak)):
@@ -105,6 +106,7 @@ class _Device(Strict, frozen=True):
             "inter": self.inter.link(),
             "ranks_per_node": int(self.ranks_per_node),
             "caches": tuple(self.caches),
+            "host": None if self.host is None else self.host.link(),
             "collectives": {kind: row.link() for kind, row in self.collectives.items()},
         }
         return Device(name, **given)

@@ -51,6 +51,7 @@ class Device:
         crowding: time of a kernel while all ranks of the node compute, over its time alone.
         beside: bytes of its memory that no tensor can have.
         beside_source: what they are, and where the number is from.
+        host: to its host's memory and back; None: that memory is the device's own.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Device:
     crowding: float = 1.0
     beside: int = 0
     beside_source: str = ""
+    host: Link | None = None
 
     def rate(self, dtype: torch.dtype) -> float:
         """Achievable FLOP/s of matrix products of a type; an unknown type runs like float32."""

@@ -12,6 +12,9 @@ from stepgraph.cost.calibration import machine, machine_names
 from stepgraph.cost.device import GIB, Device, Link
 from stepgraph.errors import UsageError, near_misses
 
+# Pinned memory over PCIe with 16 lanes, one way: NVIDIA's bandwidthTest gives about 25e9 of 32e9 bytes/s
+# for generation 4, about 55e9 of 64e9 for generation 5. The latency is assumed: a launch and its event.
+PCIE_4, PCIE_5 = Link(10e-6, 25e9), Link(10e-6, 55e9)
 FRAGMENTED = 0.03
 BESIDE_SOURCE = (
     "assumed, not measured: 1 GiB of context, kernels and cuBLAS workspaces, 1 GiB of NCCL buffers, 3 % of "
@@ -50,6 +53,7 @@ DEVICES: dict[str, Device] = {
         capacity=80 * GIB,
         intra=Link(6e-6, 235e9),  # of 300e9 each way
         inter=Link(14e-6, 22e9),  # of 25e9
+        host=PCIE_4,
         kernel_seconds=3.5e-6,
         half_flops=1.5e9,
         half_bytes=5e6,
@@ -65,6 +69,7 @@ DEVICES: dict[str, Device] = {
         capacity=80 * GIB,
         intra=Link(6e-6, 360e9),  # of 450e9 each way
         inter=Link(14e-6, 45e9),  # of 50e9
+        host=PCIE_5,
         kernel_seconds=3e-6,
         half_flops=4e9,
         half_bytes=8e6,
@@ -80,6 +85,7 @@ DEVICES: dict[str, Device] = {
         capacity=141 * 10**9,
         intra=Link(6e-6, 360e9),
         inter=Link(14e-6, 45e9),
+        host=PCIE_5,
         kernel_seconds=3e-6,
         half_flops=4e9,
         half_bytes=11e6,
@@ -94,6 +100,7 @@ DEVICES: dict[str, Device] = {
         capacity=180 * 10**9,
         intra=Link(6e-6, 700e9),  # of 900e9 each way
         inter=Link(14e-6, 45e9),  # of 50e9
+        host=PCIE_5,
         kernel_seconds=3e-6,
         half_flops=9e9,
         half_bytes=18e6,
@@ -109,6 +116,7 @@ DEVICES: dict[str, Device] = {
         capacity=192 * GIB,
         intra=Link(9e-6, 300e9),  # of 448e9 each way, over seven links
         inter=Link(18e-6, 42e9),  # of 50e9
+        host=PCIE_5,
         kernel_seconds=5e-6,
         half_flops=8e9,
         half_bytes=20e6,

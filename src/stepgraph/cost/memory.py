@@ -2,7 +2,8 @@
 
 A storage is born with the operation that allocates it and dies with the last reader of it or of any view
 of it, as in the Python that fx generates; what a collective reads is held until its wait. Inputs live
-throughout; a ``New*`` result written over an input costs nothing beyond it. Bytes are this rank's.
+throughout; a ``New*`` result written over an input costs nothing beyond it. Bytes are this rank's. What
+waits on the host is counted apart, also where the device is the host.
 """
 
 import operator
@@ -15,12 +16,15 @@ from stepgraph.cost.work import size_in_bytes, workspace
 from stepgraph.operators.views import viewed
 from stepgraph.program import roles
 from stepgraph.program.collectives import is_collective
+from stepgraph.program.copies import is_on_host
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import BACKWARD, FORWARD, OPTIMIZER, Program, is_write, tensors_of
 
 CATEGORIES = (
     "parameters", "gradients", "optimizer", "inputs", "activations", "temporaries", "communication",
 )  # fmt: skip
+
+ON_HOST = "on the host"  # what was offloaded: memory of the host, whatever the device
 
 # One of the storages that an operation allocated: (operation, which of its results).
 Storage = tuple[fx.Node, int]
@@ -30,11 +34,13 @@ Storage = tuple[fx.Node, int]
 class MemoryTimeline:
     """Bytes alive after each operation, in graph order.
 
-    ``at[i]`` are the bytes by category while operation ``i`` runs, its result included.
+    ``at[i]`` are the bytes by category while operation ``i`` runs, its result included. ``on_host``: most
+    bytes that wait in the host's memory at once; they are in none of those.
     """
 
     operations: list[fx.Node]
     at: list[dict[str, int]]
+    on_host: int = 0
 
     def peak(self, phase: str | None = None, without: tuple[str, ...] = ()) -> int:
         """Largest number of bytes alive at once, in one phase, without some categories."""
@@ -63,21 +69,24 @@ def memory_timeline(program: Program) -> MemoryTimeline:
             entry = (lives.category(storage, last), _bytes_of(storage))
             born[start].append(entry)
             dead[min(last + 1, end)].append(entry)
-    alive = dict.fromkeys(CATEGORIES, 0)
+    alive: dict[str, int] = dict.fromkeys((*CATEGORIES, ON_HOST), 0)
     for role, node, _ in program.input_rows:
         alive[_input_category(role)] += size_in_bytes(meta(node).get("val"))
     for node in program.graph.nodes:
         if node.op == "get_attr":  # a constant of the graph
             alive["inputs"] += size_in_bytes(meta(node).get("val"))
-    at = []
+    at, most = [], 0
     for i in range(end):
         for category, size in dead[i]:
             alive[category] -= size
         for category, size in born[i]:
             alive[category] += size
         inside = workspace(lives.operations[i])
-        at.append({**alive, "temporaries": alive["temporaries"] + inside})
-    return MemoryTimeline(lives.operations, at)
+        most = max(most, alive[ON_HOST])
+        now = {**alive, "temporaries": alive["temporaries"] + inside}
+        del now[ON_HOST]
+        at.append(now)
+    return MemoryTimeline(lives.operations, at, most)
 
 
 class _Lives:
@@ -114,6 +123,8 @@ class _Lives:
             return "gradients"
         if is_collective(node):
             return "communication"
+        if is_on_host(node):
+            return ON_HOST
         last_reader = self.operations[min(last, len(self.operations) - 1)]
         if meta(node)["phase"] == FORWARD and meta(last_reader)["phase"] != FORWARD:
             return "activations"

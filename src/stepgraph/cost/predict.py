@@ -11,7 +11,7 @@ import torch
 
 from stepgraph.cost.collectives import collective_of
 from stepgraph.cost.device import Device
-from stepgraph.cost.memory import CATEGORIES, MemoryTimeline, memory_timeline
+from stepgraph.cost.memory import CATEGORIES, ON_HOST, MemoryTimeline, memory_timeline
 from stepgraph.cost.simulate import StepTimeline, simulate
 from stepgraph.cost.work import cost_group, matmul_dtype, node_flops
 from stepgraph.errors import UsageError
@@ -33,7 +33,8 @@ class Prediction:
         mfu: FLOPs of products, recomputed ones not counted, over what the publisher's peak allows.
         peak_bytes: of the whole step, optimizer state in.
         forward_peak_bytes, backward_peak_bytes: of those phases, optimizer state out.
-        bytes_by_category: each category's own largest number of bytes.
+        bytes_by_category: each category's own largest number of bytes; what is offloaded (``on the host``,
+            where there is any) is in none of the others.
         collectives: (phase, kind) -> count and bytes (of the larger side) of a step.
         collectives_by_dim: the same by (phase, kind, mesh dimension).
         largest: the largest costs: (operation or group of like ones, ms).
@@ -116,12 +117,18 @@ def predict(programs: Mapping[str, Program], device: Device, micro_batches: int 
         peak_bytes=max(timeline.peak() for timeline in memory),
         forward_peak_bytes=_peak(memory, FORWARD),
         backward_peak_bytes=_peak(memory, BACKWARD),
-        bytes_by_category={c: max(t.peak_of(c) for t in memory) for c in CATEGORIES},
+        bytes_by_category=_by_category(memory),
         collectives=_collectives(parts, by_dim=False),
         collectives_by_dim=_collectives(parts, by_dim=True),
         largest=sorted(totals.items(), key=lambda row: -row[1])[:_LARGEST],
         error=device.error,
     )
+
+
+def _by_category(memory: list[MemoryTimeline]) -> dict[str, int]:
+    found = {c: max(t.peak_of(c) for t in memory) for c in CATEGORIES}
+    on_host = max(t.on_host for t in memory)
+    return found | ({ON_HOST: on_host} if on_host else {})
 
 
 def _peak(memory: list[MemoryTimeline], phase: str) -> int:

@@ -1,4 +1,4 @@
-"""The time of one Program: streams of compute and communication, walked in graph order.
+"""The time of one Program: streams of compute, communication and copies, walked in graph order.
 
 Each mesh dimension has a communicator, a stream of its own; those that go over the same wires, inside nodes
 or between them, share these.
@@ -13,13 +13,14 @@ from torch import fx
 from stepgraph import torch_internals
 from stepgraph.cost.collectives import collective_of, collective_seconds, links
 from stepgraph.cost.device import Device
-from stepgraph.cost.work import operation_seconds, remembered, runs_no_kernel
+from stepgraph.cost.work import operation_seconds, remembered, runs_no_kernel, size_in_bytes
 from stepgraph.operators.views import is_view
 from stepgraph.program.collectives import is_collective
+from stepgraph.program.copies import WAIT_COPY, is_copy
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import PHASES, Program
 
-COMPUTE, COMMUNICATION = "compute", "communication"
+COMPUTE, COMMUNICATION, COPIES = "compute", "communication", "copies"
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Event:
 class StepTimeline:
     """When a Program's operations run.
 
-    ``seconds`` is the whole; ``exposed_seconds`` the part in which compute stood still for a collective.
+    ``seconds`` is the whole; ``exposed_seconds`` the part in which compute stood still for a collective, or
+    a copy to the host or back.
     ``seconds_by_phase`` is the compute stream's time, waiting included, by phase: it adds up to the whole.
     """
 
@@ -130,7 +132,8 @@ def simulate(
 
     A collective is queued when compute has reached it. Compute stops at the first reader of its result
     until it is done: waits are delayed to their readers when the Program is lowered. Where the device does
-    not overlap, compute waits for a collective at once.
+    not overlap, compute waits for a collective at once. For a copy to the host or back compute stops where
+    that is awaited; where the device is the host, a copy is an operation like any other.
 
     Args:
         program: placed; may be lowered already, with its mesh dimensions' names for groups.
@@ -142,12 +145,15 @@ def simulate(
     work = remembered(device, operation_time)
     line = StepTimeline()
     compute = 0.0
-    wires = Wires({mesh_dim: group.crosses for mesh_dim, group in wiring.items()})
+    # Copies to the host and back are a queue of their own, over wires that nothing else goes over.
+    wires = Wires(
+        {mesh_dim: group.crosses for mesh_dim, group in wiring.items()} | {COPIES: COPIES}
+    )
     pending: dict[fx.Node, list[Flight]] = {}  # what may be in flight where a value is read
     for node in program.operations():
         phase = meta(node)["phase"]
         before = compute
-        reads_now = not runs_no_kernel(node) or is_collective(node)
+        reads_now = not runs_no_kernel(node) or is_collective(node) or node.target is WAIT_COPY
         read = [flight for source in node.all_input_nodes for flight in pending.get(source, ())]
         if read and reads_now:
             compute = max(compute, *map(wires.end_of, read))
@@ -163,6 +169,9 @@ def simulate(
             if not device.overlaps:
                 line.exposed_seconds += wires.end_of(flight) - compute
                 compute = flight.end
+        elif is_copy(node) and device.host is not None:
+            took = device.host.latency + size_in_bytes(meta(node)["val"]) / device.host.bandwidth
+            pending[node] = [wires.start(node, COPIES, took, compute)]
         else:
             seconds, flops = work(node)
             took = seconds * crowding
@@ -173,9 +182,12 @@ def simulate(
             compute += took
         line.seconds_by_phase[phase] += compute - before
     end = max(compute, wires.end())
-    line.events += [Event(f.node, COMMUNICATION, f.start, f.end - f.start) for f in wires.flights]
+    line.events += [
+        Event(f.node, COPIES if is_copy(f.node) else COMMUNICATION, f.start, f.end - f.start)
+        for f in wires.flights
+    ]
     line.events.sort(key=lambda event: event.start)
-    if end > compute:  # the step is over when its last collective is
+    if end > compute:  # the step is over when its last collective, or copy, is
         line.exposed_seconds += end - compute
         last = meta(max(wires.flights, key=lambda flight: flight.end).node)["phase"]
         line.seconds_by_phase[last] += end - compute

@@ -13,6 +13,7 @@ from torch import fx
 from stepgraph import torch_internals
 from stepgraph.operators.views import viewed
 from stepgraph.program.collectives import is_collective
+from stepgraph.program.copies import WAITS
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import is_write
 from stepgraph.torch_internals.operators import TO_COPY
@@ -23,7 +24,7 @@ _POINTWISE = {TO_COPY}
 
 def floats(node: fx.Node) -> bool:
     """Whether a node only shows another memory than it was given: whoever reads it may do so itself."""
-    if node.op != "call_function" or node.target is torch_internals.WAIT or is_write(node):
+    if node.op != "call_function" or node.target in WAITS or is_write(node):
         return False
     if node.target is operator.getitem:
         return floats(node.args[0])  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ Values that cross from one block to another are kept. Whatever the policy, regio
 ``torch.utils.checkpoint`` are recomputed, but for what a policy of their own keeps; parameters that were
 gathered for the forward (zero3) are gathered again for the backward instead of being kept; so are
 activations that ranks hold in parts (sequence-parallel norms). What ranks added up or exchanged is kept.
+What patterns, or a region's own policy, send to the host is kept there.
 """
 
 from torch import fx
@@ -15,7 +16,8 @@ from stepgraph.memory import regions_of_code
 from stepgraph.memory.kept_operations import kept_operations
 from stepgraph.memory.patterns import Parts, are_patterns, parse_patterns
 from stepgraph.memory.presets import OPS, parse_policy
-from stepgraph.memory.regions_of_code import not_crossing
+from stepgraph.memory.regions_of_code import not_crossing, sent_to_host
+from stepgraph.memory.saved import comes_from, offloaded
 from stepgraph.operators import table as operators
 from stepgraph.operators.views import is_view
 from stepgraph.planning.decisions import MemoryDecision
@@ -44,6 +46,7 @@ def decide_by_policy(program: Program, policy: str, gather_again: bool = True) -
     regions: list[list[fx.Node]] = regions_of_code.find(nodes)
     taken = {node for region in regions for node in region}
     kept: set[fx.Node] = set()
+    away = sent_to_host(nodes)
     if every:
         blocks = find_blocks(program)
         if not blocks and name == "layers":
@@ -62,14 +65,15 @@ def decide_by_policy(program: Program, policy: str, gather_again: bool = True) -
         parts = Parts(parse_patterns(policy), nodes)
         kept |= parts.saved
         regions += [[n for n in part if n not in taken] for part in parts.regions.values()]
-        notes += parts.notes
-    notes += regions_of_code.notes(nodes)
+        away += parts.offloaded
+        notes += parts.notes if nodes else ()  # an update by itself has no forward
     for number, region in enumerate(regions):
         for node in not_crossing(region, program, kept - taken):
             recompute[meta(node)["name"]] = number
     for name in gathered_values(program, gather_again):
         recompute.setdefault(name, -1)
-    return MemoryDecision(policy, recompute, tuple(notes))
+    offload, in_vain = offloaded(program, recompute, away) if away else ((), [])
+    return MemoryDecision(policy, recompute, (*notes, *in_vain), offload=offload or None)
 
 
 def gathered_values(program: Program, parameters_too: bool) -> list[str]:
@@ -77,7 +81,7 @@ def gathered_values(program: Program, parameters_too: bool) -> list[str]:
     parameters = {node for role, node, _ in program.input_rows if isinstance(role, roles.Param)}
     chain: set[fx.Node] = set()
     for node in program.operations(FORWARD):
-        if is_collective(node) and _comes_from(node.args[0], parameters):
+        if is_collective(node) and comes_from(node.args[0], parameters):
             again = parameters_too
         else:
             again = node.target is torch_internals.ALL_GATHER
@@ -89,12 +93,3 @@ def gathered_values(program: Program, parameters_too: bool) -> list[str]:
 
 def _renames(node: fx.Node) -> bool:
     return len(node.all_input_nodes) == 1 and (is_view(node) or operators.of(node.target).copies)
-
-
-def _comes_from(node: object, parameters: set[fx.Node]) -> bool:
-    """Whether a value is a parameter, or views and casts of one alone."""
-    while isinstance(node, fx.Node) and node not in parameters:
-        if len(node.all_input_nodes) != 1:
-            return False
-        node = node.all_input_nodes[0]
-    return isinstance(node, fx.Node)

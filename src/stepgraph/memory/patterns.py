@@ -1,4 +1,7 @@
-"""Policies for parts of a model: ``layers.*.mlp=recompute,*.attention=save``."""
+"""Policies for parts of a model: ``layers.*.mlp=recompute,*.attention=save,layers.*=offload``.
+
+What is offloaded is what the backward reads, or recomputes from, of what a module computes.
+"""
 
 import difflib
 import re
@@ -10,8 +13,8 @@ from torch import fx
 from stepgraph.errors import UsageError
 from stepgraph.program.metadata import meta
 
-RECOMPUTE, SAVE = "recompute", "save"
-ACTIONS = (RECOMPUTE, SAVE)
+RECOMPUTE, SAVE, OFFLOAD = "recompute", "save", "offload"
+ACTIONS = (RECOMPUTE, SAVE, OFFLOAD)
 
 
 def as_text(memory: Any) -> Any:
@@ -65,6 +68,7 @@ class Parts:
     def __init__(self, patterns: Mapping[str, str], nodes: Sequence[fx.Node]) -> None:
         self.regions: dict[str, list[fx.Node]] = {}  # by path of a module that is recomputed
         self.saved: set[fx.Node] = set()
+        self.offloaded: list[fx.Node] = []
         met: set[str] = set()
         paths = {meta(node).get("module", "") for node in nodes}
         fits = {path: _fitting(patterns, path) for path in paths}
@@ -76,6 +80,8 @@ class Parts:
             met |= found.keys()
             if patterns[pattern] == SAVE:
                 self.saved.add(node)
+            elif patterns[pattern] == OFFLOAD:
+                self.offloaded.append(node)
             else:
                 self.regions.setdefault(path, []).append(node)
         self.notes = tuple(_missed(p, sorted(paths)) for p in patterns if p not in met)

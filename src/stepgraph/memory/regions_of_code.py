@@ -2,7 +2,8 @@
 
 Those under ``torch.utils.checkpoint`` may have a policy of their own
 (``create_selective_checkpoint_contexts``), which is kept to: what it saves is saved, and a product that
-must be recomputed is, with what it would rather save of it where the backward reads nothing else.
+must be recomputed is, with what it would rather save of it where the backward reads nothing else. What it
+offloads is kept on the host.
 """
 
 import operator
@@ -12,12 +13,11 @@ from torch import fx
 
 from stepgraph import torch_internals
 from stepgraph.cost.work import node_flops
+from stepgraph.memory.saved import is_forward
 from stepgraph.operators import table as operators
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.metadata import meta
-from stepgraph.program.program import FORWARD, Program
-
-OFFLOADED = "what a checkpoint policy would offload to the host is kept where it was computed"
+from stepgraph.program.program import Program
 
 
 def find(nodes: list[fx.Node]) -> list[list[fx.Node]]:
@@ -43,10 +43,9 @@ def find(nodes: list[fx.Node]) -> list[list[fx.Node]]:
     return list(regions.values())
 
 
-def notes(nodes: list[fx.Node]) -> list[str]:
-    """What a policy asks for and does not get."""
-    offloads = any(_policy(node).endswith("cpu_offload") for node in nodes)
-    return [OFFLOADED] if offloads else []
+def sent_to_host(nodes: list[fx.Node]) -> list[fx.Node]:
+    """What regions' own policies keep on the host."""
+    return [node for node in nodes if _policy(node).endswith("cpu_offload")]
 
 
 def not_crossing(
@@ -64,7 +63,7 @@ def not_crossing(
 
     def stays_within(node: fx.Node) -> bool:
         """Or follows from what is kept, as what is communicated of a value does."""
-        crosses = any(_is_forward(user) and user not in inside for user in node.users)
+        crosses = any(is_forward(user) and user not in inside for user in node.users)
         return not crosses or (communicates and _is_communicated(node))
 
     may_go = {
@@ -103,7 +102,7 @@ def _with_readers(
 
 def _needs_itself(node: fx.Node) -> bool:
     number = meta(node).get("sequence")
-    behind = (user for user in node.users if not _is_forward(user))
+    behind = (user for user in node.users if not is_forward(user))
     return number is not None and any(meta(user).get("sequence") == number for user in behind)
 
 
@@ -113,10 +112,6 @@ def _is_kept(node: fx.Node, communicates: bool) -> bool:
 
 def _is_communicated(node: fx.Node) -> bool:
     return is_collective(node) or node.target is torch_internals.WAIT
-
-
-def _is_forward(node: fx.Node) -> bool:
-    return meta(node).get("phase") == FORWARD
 
 
 def _dropped(region: list[fx.Node], wanted: set[fx.Node]) -> dict[fx.Node, None]:
@@ -131,7 +126,7 @@ def _dropped(region: list[fx.Node], wanted: set[fx.Node]) -> dict[fx.Node, None]
 
 def _recomputed(dropped: dict[fx.Node, None]) -> set[fx.Node]:
     """What the backward reads of dropped values, and what those are made of."""
-    reads = (user for node in dropped for user in node.users if not _is_forward(user))
+    reads = (user for node in dropped for user in node.users if not is_forward(user))
     stack = list(_dropped_inputs(reads, dropped))
     found: set[fx.Node] = set()
     while stack:

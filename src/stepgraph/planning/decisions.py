@@ -126,6 +126,7 @@ class MemoryDecision(Frozen):
     again); values that are not named are saved. ``reason``: what a search chose, and what it comes to.
     ``pieces`` maps products whose results are too wide to be whole (logits), by name, to the number of
     pieces in which they, their loss and its backward are computed; None: all are whole.
+    ``offload``: names of values that wait for the backward on the host; None: none does.
     """
 
     policy: str
@@ -133,6 +134,7 @@ class MemoryDecision(Frozen):
     notes: tuple[str, ...] = ()
     reason: str | None = None
     pieces: Mapping[str, int] | None = None
+    offload: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,9 @@ def _kept(key: str, mine: MemoryDecision | None, theirs: MemoryDecision | None) 
     if mine is None or theirs is None:
         return []
     here, there = mine.recompute.keys(), theirs.recompute.keys()
-    rows = (("no longer recomputed", here - there), ("recomputed only then", there - here))
+    rows = [("no longer recomputed", here - there), ("recomputed only then", there - here)]
+    here, there = {*(mine.offload or ())}, {*(theirs.offload or ())}
+    rows += [("no longer offloaded", here - there), ("offloaded only then", there - here)]
     lines = [
         f"{key}: {len(names)} values {text}: {_show_names(names)}" for text, names in rows if names
     ]

@@ -171,6 +171,8 @@ def _memory(plan: Plan, key: str, name: str) -> list[tuple[str, str]]:
     if block is not None:
         again = "gathered again in the backward, not kept"
         text = again if block < 0 else f"recomputed in the backward, in block {block}"
+    if name in (decision.offload or ()):
+        text = "waits for the backward in the host's memory, and is copied back before it is read"
     if pieces := (decision.pieces or {}).get(name):
         text = f"never whole: in {pieces} pieces of its rows, each with its loss and its backward"
     return [("memory", text)]

@@ -28,7 +28,7 @@ from stepgraph.planning.decisions import (
     Table,
 )
 from stepgraph.planning.facts import Moves, Reads, ValueFacts
-from stepgraph.planning.folding import as_seen, fold_by, layer_of, seen_from, unfold
+from stepgraph.planning.folding import as_seen, fold, fold_by, layer_of, seen_from, unfold
 from stepgraph.planning.placements import parse_operation, parse_placements, show_operation
 from stepgraph.planning.plan import Plan
 from stepgraph.planning.reading import LARGEST_FILE, MalformedError, at
@@ -125,7 +125,10 @@ def _write_decisions(decided: Decisions) -> dict[str, Any]:
     data = {name: decision for name, decision in vars(decided).items() if decision is not None}
     data["placement"] = _write_placement(decided.placement)
     if (memory := decided.memory) is not None:
-        data["memory"] = vars(memory) | {"recompute": _write_blocks(memory.recompute)}
+        offload = None if memory.offload is None else fold(memory.offload)
+        data["memory"] = vars(memory) | {
+            "recompute": _write_blocks(memory.recompute), "offload": offload
+        }  # fmt: skip
     if (schedule := decided.schedule) is not None:
         updates = None if schedule.updates is None else _write_points(schedule.updates)
         points = {"updates": updates, "waits": _write_points(schedule.waits)}
@@ -313,7 +316,9 @@ class _Reader:
                             f"{pattern[:60]!r} does not say where the layer's number stands"
                         )
                     recompute |= {pattern.replace("*", str(i)): b for i, b in layers.items()}
-        return schema.made_of(found, recompute=recompute)
+        with at(where, "offload"):
+            offload = None if found.offload is None else sorted(unfold(found.offload, self.spend))
+        return schema.made_of(found, recompute=recompute, offload=offload)
 
     def schedule(self, found: Any, where: str) -> ScheduleDecision:
         updates = found.updates

@@ -107,6 +107,7 @@ form(
     MemoryDecision,
     recompute=dict[Text, list[Text]],  # {"0:2 1:3": [patterns]}
     pieces=dict[Text, Pieces] | None,
+    offload=Folded | None,
 )
 form(ScheduleDecision, updates=Groups | None, waits=Groups)
 form(Prediction, collectives=dict[Text, Volume], collectives_by_dim=dict[Text, Volume])

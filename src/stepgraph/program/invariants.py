@@ -13,6 +13,7 @@ from stepgraph.errors import InvariantError
 from stepgraph.program import roles
 from stepgraph.program.build import ShapeRunner
 from stepgraph.program.collectives import ON_FIRST, SHARD_OF, is_collective, mesh_dim_of
+from stepgraph.program.copies import WAIT_COPY, is_copy
 from stepgraph.program.layout import local_shape
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import PHASES, Program, is_write, tensors_of
@@ -130,6 +131,19 @@ def _waits_complete_collectives(program: Program):
                 yield node, "waits for something that is not a collective"
 
 
+def _copies_are_awaited_once(program: Program):
+    """Every copy to the host or back has one reader, the ``wait_copy`` that completes it."""
+    for node in program.operations():
+        if is_copy(node):
+            waits = [(u.target, u.args[:2]) for u in node.users]
+            if waits != [(WAIT_COPY, (node, node.args[0]))]:
+                yield node, f"is read {len(waits)} times; exactly one wait_copy of it must read it"
+        elif node.target is WAIT_COPY:
+            started = node.args[0]
+            if not isinstance(started, fx.Node) or not is_copy(started):
+                yield node, "waits for something that is not a copy"
+
+
 def _groups_exist(program: Program):
     """Collectives and slices run over dimensions of the Program's mesh."""
     for node in program.operations():
@@ -157,6 +171,7 @@ INVARIANTS: dict[str, Check] = {
     "state is replaced in kind": _state_is_replaced_in_kind,
     "collectives are awaited once": _collectives_are_awaited_once,
     "waits complete collectives": _waits_complete_collectives,
+    "copies are awaited once": _copies_are_awaited_once,
     "groups exist": _groups_exist,
 }
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stepgraph.cost.devices import find_device
-from stepgraph.cost.memory import CATEGORIES, memory_timeline
+from stepgraph.cost.memory import CATEGORIES, ON_HOST, memory_timeline
 from stepgraph.cost.predict import Prediction
 from stepgraph.cost.work import size_in_bytes
 from stepgraph.errors import UsageError
@@ -61,6 +61,7 @@ def engine_report(plan: Plan, programs: dict[str, Program], notes: list[str], st
             f"peak {show_bytes(timeline.peak())} a rank{_captured(plan, name)}"
         )
         peaks = {category: timeline.peak_of(category) for category in CATEGORIES}
+        peaks[ON_HOST] = timeline.on_host
         shown = [f"{category} {show_bytes(size)}" for category, size in peaks.items() if size]
         lines.append(f"    memory: {', '.join(shown)}")
         for (phase, kind), total in sorted(collective_counts(program).items()):

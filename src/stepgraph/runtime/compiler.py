@@ -29,6 +29,7 @@ from stepgraph.runtime.assigned_data import AssignedData
 from stepgraph.runtime.batches import KindsOfBatch, LocalBatch, global_spec
 from stepgraph.runtime.compiled import Compiled, SameProgram
 from stepgraph.runtime.executor import LoweredProgram, SplitProgram, lower_for_rank
+from stepgraph.runtime.host_memory import check_host_memory
 from stepgraph.runtime.outside import OutsideTensors
 from stepgraph.runtime.progress import doing
 from stepgraph.runtime.ranks import from_first_rank
@@ -325,6 +326,7 @@ class Compiler:
         self.report([*captured.remarks, *chosen], falls_back=False)
         lowered: dict[str, LoweredProgram] = {}
         for name, program in made.programs.items():
+            check_host_memory(program, made.decided[name].memory, self.ranks.shape.world_size)
             self.state.prepare(program, captured.optimizer, self.max_grad_norm)
             self.programs[name] = program
             decision = made.decided[name].lowering

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from stepgraph.capture.module import default_loss
 from stepgraph.capture.step import Source
+from stepgraph.cost.device import Device
 from stepgraph.cost.devices import find_device
 from stepgraph.memory.solver.profile import Profile
 from stepgraph.memory.solver.search import Search
@@ -93,6 +95,14 @@ def llama_search(layers: int = 3, preset: str = "zero3", mesh: str = "dp=2") -> 
     return search_of(llama_program(layers, preset, mesh), plan_on(preset, mesh))
 
 
-def search_of(program: Program, plan: Plan, gather_again: bool = True) -> Search:
+@functools.cache
+def llama_search_without_host() -> Search:
+    """Of a device that has no link to memory of its host."""
+    return search_of(llama_program(), plan_on(), device=replace(DEVICE, host=None))
+
+
+def search_of(
+    program: Program, plan: Plan, gather_again: bool = True, device: Device = DEVICE
+) -> Search:
     simulate = simulation(plan, HOST)
-    return Search(Profile(program, gather_again, simulate, DEVICE, fused=True))
+    return Search(Profile(program, gather_again, simulate, device, fused=True))

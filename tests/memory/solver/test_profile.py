@@ -44,7 +44,8 @@ def test_of_mixes_too(deep):
 def test_of_a_deep_step_only_levels_stay_that_no_mix_replaces(deep):
     names = [level.name for level in deep.levels]
     assert {"none", "full", "ops"} <= set(names)
-    every = find_levels(deep.blocks, dict.fromkeys(deep.blocks.nodes, 1e-6))
+    seconds = dict.fromkeys(deep.blocks.nodes, 1e-6)
+    every = find_levels(deep.blocks, seconds, to_host=True)
     assert set(names) < {level.name for level in every}
 
 

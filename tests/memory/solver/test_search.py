@@ -10,6 +10,7 @@ from stepgraph.planning.decisions import MemoryDecision
 from tests.memory.solver.search_support import (
     llama_program,
     llama_search,
+    llama_search_without_host,
     narrowing,
     placed,
     plan_on,
@@ -80,14 +81,29 @@ def test_what_cannot_be_met_says_the_smallest_peak():
 
 
 def test_more_memory_never_takes_more_time():
-    points = llama_search().frontier()
+    search = llama_search_without_host()
+    points = search.frontier()
     assert 8 <= len(points) <= 12
     for one, other in itertools.pairwise(points):
         assert one.peak_bytes < other.peak_bytes and one.step_ms > other.step_ms
-    search = llama_search()
     for point in points[::3]:
         mix, _ = search.within(point.peak_bytes)
         assert search.profile.trial(mix).seconds * 1e3 <= point.step_ms * (1 + 1e-9)
+
+
+def test_with_a_link_to_the_host_little_memory_costs_little_time():
+    kept, *_, leanest = reversed(llama_search_without_host().frontier())
+    points = llama_search().frontier()
+    for one, other in itertools.pairwise(points):
+        assert one.peak_bytes < other.peak_bytes and one.step_ms > other.step_ms
+    offloaded = next(point for point in points if point.keeps == "none, offloaded")
+    assert offloaded.peak_bytes < kept.peak_bytes / 2
+    assert offloaded.step_ms < leanest.step_ms and offloaded.step_ms < 1.02 * kept.step_ms
+
+
+def test_without_a_link_nothing_is_offloaded():
+    assert not any(level.offloads for level in llama_search_without_host().profile.levels)
+    assert any(level.offloads for level in llama_search().profile.levels)
 
 
 def test_a_mix_in_words():

@@ -272,10 +272,9 @@ def _memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def like(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory of its own for a tensor, laid out alike."""
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
+    """Memory of its own for a tensor, laid out alike, and pinned where that is."""
+    kind = {"dtype": tensor.dtype, "device": tensor.device, "pin_memory": tensor.is_pinned()}
+    return torch.empty_strided(tensor.shape, tensor.stride(), **kind)
 
 
 def bring(tensor: torch.Tensor, to: torch.Tensor) -> torch.Tensor:

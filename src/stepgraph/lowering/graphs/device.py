@@ -6,6 +6,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from stepgraph.program.copies import keeping_host_memory
+
 Result = TypeVar("Result")
 
 
@@ -64,9 +66,9 @@ class CudaGraphs:
         for generator in generators:
             graph.register_generator_state(generator)
         how = {"pool": self.pool, "stream": self.stream, "capture_error_mode": "thread_local"}
-        with torch.cuda.graph(graph, **how):
+        with keeping_host_memory() as host, torch.cuda.graph(graph, **how):
             found = run()
-        return CudaGraph(graph), found
+        return CudaGraph(graph, host), found
 
     def generator(self) -> torch.Generator:
         """A new generator of the device."""
@@ -74,10 +76,10 @@ class CudaGraphs:
 
 
 class CudaGraph:
-    """One of torch's."""
+    """One of torch's; ``host``: pinned memory that it copies to."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
-        self.graph = graph
+    def __init__(self, graph: torch.cuda.CUDAGraph, host: Sequence[torch.Tensor] = ()) -> None:
+        self.graph, self.host = graph, host
 
     def replay(self) -> None:
         """On the current stream."""
@@ -87,6 +89,7 @@ class CudaGraph:
         """After what is running."""
         torch.cuda.synchronize()
         self.graph.reset()
+        self.host = ()
 
 
 make_graphs: Callable[[torch.device], Graphs] = CudaGraphs

@@ -12,9 +12,9 @@ from typing import Any
 from torch import fx
 from torch.fx.node import map_arg
 
-from stepgraph import torch_internals
 from stepgraph.operators.views import is_view
 from stepgraph.program.collectives import is_collective
+from stepgraph.program.copies import WAITS, is_copy
 from stepgraph.program.metadata import meta, set_meta
 from stepgraph.program.program import Program, is_write
 from stepgraph.torch_internals.code import graph_module
@@ -35,8 +35,8 @@ def stretches(program: Program, refused: Mapping[fx.Node, Any]) -> list[Stretch]
 
     Args:
         program: as it is executed.
-        refused: operations that cannot be captured. A collective that starts in one stretch and is awaited
-            in another is not captured either, nor is its wait.
+        refused: operations that cannot be captured. A collective, or a copy, that starts in one stretch and
+            is awaited in another is not captured either, nor is its wait.
     """
     apart = set(refused)
     while True:
@@ -45,9 +45,9 @@ def stretches(program: Program, refused: Mapping[fx.Node, Any]) -> list[Stretch]
         split = {
             one
             for node in number
-            if is_collective(node)
+            if is_collective(node) or is_copy(node)
             for user in node.users
-            if user.target is torch_internals.WAIT and number[user] != number[node]
+            if user.target in WAITS and number[user] != number[node]
             for one in (node, user)
         }
         if split <= apart:
@@ -80,7 +80,7 @@ def _groups(program: Program, apart: set[fx.Node]) -> list[tuple[bool, list[fx.N
 
 def _is_taken_anew(node: fx.Node) -> bool:
     """Whether a node is a view that each stretch takes of what it is given."""
-    computed = node.target in (torch_internals.WAIT, operator.getitem)
+    computed = node.target in WAITS or node.target is operator.getitem
     return not computed and is_view(node)
 
 

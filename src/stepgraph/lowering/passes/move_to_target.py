@@ -11,6 +11,7 @@ from stepgraph import torch_internals
 from stepgraph.planning.target import Target
 from stepgraph.program import roles
 from stepgraph.program.build import ShapeRunner
+from stepgraph.program.copies import is_on_host
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program, tensors_of
 from stepgraph.program.record import program_pass
@@ -22,7 +23,7 @@ from stepgraph.torch_internals import operators as private
     writes="devices: of values, of what makes tensors, of constants; types and strides of results",
 )
 def move_to_target(program: Program, target: Target) -> Program:
-    """Every value, and what names a device, is on that of the target.
+    """Every value, and what names a device, is on that of the target; what is offloaded stays on the host.
 
     Results are what the device's kernels give (a norm's statistics are float32 there). Constants are moved
     where the device is there, and else, in a plan, stay where they are.
@@ -48,6 +49,7 @@ def move_to_target(program: Program, target: Target) -> Program:
         return known[key]
 
     on_host = {node for role, node, _ in program.input_rows if isinstance(role, roles.HostSeed)}
+    on_host |= {*filter(is_on_host, program.operations())}
     for node in program.graph.nodes:
         if node in on_host:
             continue

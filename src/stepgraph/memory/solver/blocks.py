@@ -13,7 +13,8 @@ from stepgraph.analysis.blocks import Block, find_blocks, letter
 from stepgraph.cost.work import size_in_bytes
 from stepgraph.memory import regions_of_code
 from stepgraph.memory.by_policy import gathered_values
-from stepgraph.memory.regions_of_code import not_crossing
+from stepgraph.memory.regions_of_code import not_crossing, sent_to_host
+from stepgraph.memory.saved import offloaded
 from stepgraph.memory.solver.tradeoff import is_behind, storage_of
 from stepgraph.planning.decisions import MemoryDecision
 from stepgraph.program.metadata import meta
@@ -32,12 +33,14 @@ class Level:
             is kept.
         gathered: parameters that were gathered for the forward stay so for the backward.
         communicates: what ranks added up or exchanged is no exception: it is communicated twice.
+        offloads: what is kept of what a block computes waits on the host.
     """
 
     name: str
     kept: tuple[frozenset[int] | None, ...]
     gathered: bool = False
     communicates: bool = False
+    offloads: bool = False
 
 
 class Blocks:
@@ -96,17 +99,21 @@ class Blocks:
         """What is recomputed where each block has a level."""
         recompute = dict(self._own)
         stays: set[str] = set()
+        away = sent_to_host(self.nodes)
         for number, (block, level) in enumerate(zip(self.blocks, levels, strict=True)):
             kept = level.kept[self.kinds[number]]
             if kept is not None:
                 names = self.dropped(number, kept, level.communicates)
                 recompute |= dict.fromkeys(names, len(self.code) + number)
+            if level.offloads:
+                away += block
             if level.gathered:
                 stays |= {meta(node)["name"] for node in block} & self._parameters
         for name in self.again:
             if name not in stays:
                 recompute.setdefault(name, GATHERED_AGAIN)
-        return MemoryDecision(policy, recompute, tuple(regions_of_code.notes(self.nodes)))
+        offload = offloaded(self.program, recompute, away)[0] if away else ()
+        return MemoryDecision(policy, recompute, offload=offload or None)
 
     def dropped(self, number: int, kept: frozenset[int], communicates: bool = False) -> list[str]:
         """Names of what a block computes again, where it keeps these positions."""

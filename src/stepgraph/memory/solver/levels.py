@@ -21,6 +21,7 @@ from stepgraph.program.metadata import meta
 
 HALVES = "full but the first residual"
 TWICE = "full, communicated twice"
+OFFLOADED = (NONE, FULL, OPS)  # levels of which what is kept may wait on the host as well
 POLICIES = (NONE, FULL, OPS, HALVES, TWICE)
 _ALL = 6  # so many values that may be kept: every set of them is a level
 _BETWEEN = 5  # levels between what keeps least and what keeps most, where blocks repeat
@@ -39,7 +40,7 @@ class Costs:
 
 
 def find_levels(
-    blocks: Blocks, seconds: Mapping[fx.Node, float], few: bool = False
+    blocks: Blocks, seconds: Mapping[fx.Node, float], few: bool = False, to_host: bool = False
 ) -> dict[Level, Costs]:
     """Levels for all kinds of blocks of a Program, with what they cost; all is kept by the first.
 
@@ -48,6 +49,7 @@ def find_levels(
     Args:
         seconds: of forward operations.
         few: a Program that takes long to simulate.
+        to_host: the device has a link to memory of the host.
     """
     kinds = range(max(blocks.kinds) + 1)
     tradeoffs, wider = (
@@ -68,6 +70,9 @@ def find_levels(
             sizes = tuple(own + more for own, more in zip(costs.bytes, held, strict=True))
             level = replace(level, name=f"{level.name}, parameters gathered once", gathered=True)
             found[level] = Costs(costs.seconds, sizes)
+    for level in [level for level in found if to_host and level.name in OFFLOADED]:
+        nothing = Costs(found[level].seconds, (0,) * len(tradeoffs))
+        found[replace(level, name=f"{level.name}, offloaded", offloads=True)] = nothing
     return found
 
 

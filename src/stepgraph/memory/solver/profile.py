@@ -90,7 +90,8 @@ class Profile:
         self.is_deep = bool(shorter)
         short = shorter[0] if shorter else self.blocks
         many = not shorter and len(program.graph.nodes) > MANY
-        found = find_levels(short, _seconds_of(short, device, fused), many)
+        seconds, to_host = _seconds_of(short, device, fused), device.host is not None
+        found = find_levels(short, seconds, many, to_host)
         self.levels: list[Level] = list(found)
         self._slopes: list[float] = []  # bytes that a layer adds, by level, of a deep step
         if shorter:

@@ -1,0 +1,94 @@
+"""Offload where the device has a link to its host: what a plan says, and what a rank would run."""
+
+import pytest
+import torch
+from torch import nn
+
+import stepgraph
+from stepgraph import torch_internals
+from stepgraph.cost.devices import find_device
+from stepgraph.lowering.graphs.obstacles import find_obstacles
+from stepgraph.lowering.graphs.pieces import stretches
+from stepgraph.planning.target import target_of
+from stepgraph.program.copies import TO_DEVICE, TO_HOST, WAIT_COPY, is_copy, is_on_host
+from stepgraph.program.program import tensors_of
+from tests.propagation import differences
+from tests.support import tiny_llama, token_batch
+
+CUDA = target_of(find_device("h100"))
+
+
+class Wide(nn.Module):
+    """Products that take long for the bytes that they leave."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8192, 8192, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(torch.sin(layer(x))))
+        return x.square().mean()
+
+
+def planned(memory, device="h100"):
+    with torch.device("meta"):
+        model, batch = Wide(), torch.empty(16384, 8192)
+    how = {"mesh": "dp=1", "placement": "ddp", "compute_dtype": None, "device": device}
+    return stepgraph.plan(model, example=batch, memory=memory, **how)
+
+
+def test_a_budget_offloads_where_that_is_faster_than_recomputing():
+    full = planned("full").predicted
+    plan = planned(f"budget:{full.peak_bytes}B")
+    memory, predicted = plan.decisions["step"].memory, plan.predicted
+    assert memory.offload and "offloaded" in memory.reason
+    assert predicted.peak_bytes <= full.peak_bytes
+    assert predicted.step_ms < 0.9 * full.step_ms
+    assert predicted.bytes_by_category["on the host"] > 2**30
+    assert "on the host" in str(plan)
+    assert "on the host" not in full.bytes_by_category
+
+
+def test_what_is_offloaded_costs_little_where_products_take_longer():
+    none, offloaded = planned("none").predicted, planned("*=offload").predicted
+    assert offloaded.peak_bytes < 0.8 * none.peak_bytes
+    assert none.step_ms < offloaded.step_ms < 1.1 * none.step_ms
+
+
+@pytest.fixture(scope="module")
+def of_cuda():
+    """What a CUDA rank would run, on fake tensors."""
+    model, batch = tiny_llama(1), token_batch(4)
+    how = {"mesh": "dp=2", "placement": "zero3", "memory": "*.mlp=recompute,*=offload"}
+    plan = stepgraph.plan(model, example=batch, device="h100", **how)
+    with torch.device("meta"):
+        there = tiny_llama(1)
+    with torch_internals.new_fake_mode():
+        moved = {k: torch.empty(v.shape, dtype=v.dtype, device="cuda") for k, v in batch.items()}
+    return plan.programs(there, example=moved)["step"]
+
+
+def test_only_what_is_offloaded_is_on_the_host(of_cuda):
+    assert sum(node.target is TO_HOST for node in of_cuda.operations()) > 10
+    for node in of_cuda.operations():
+        devices = {tensor.device.type for tensor in tensors_of(node.meta["val"])}
+        assert devices == {"cpu" if is_on_host(node) else "cuda"}, node
+    names = {node.name for node in of_cuda.operations() if is_on_host(node)}
+    assert {line.partition(":")[0] for line in differences(of_cuda, "cuda")} == names
+
+
+def test_copies_are_captured(of_cuda):
+    assert not find_obstacles(of_cuda, CUDA)
+
+
+def test_a_copy_that_is_awaited_in_another_stretch_is_not_captured(of_cuda):
+    starts = [node for node in of_cuda.operations() if node.target is TO_HOST]
+    start = next(n for n in starts if not any(user is n.next for user in n.users))
+    parts = stretches(of_cuda, {start.next: "an obstacle between a copy and its wait"})
+    for part in parts:
+        if part.captured:
+            ends = {node.args[0] for node in part.program.operations() if node.target is WAIT_COPY}
+            assert ends == {node for node in part.program.operations() if is_copy(node)}
+    outside = [n.target for p in parts if not p.captured for n in p.program.operations()]
+    assert TO_HOST in outside and WAIT_COPY in outside and TO_DEVICE not in outside

@@ -4,7 +4,7 @@ import sys
 import pytest
 
 import stepgraph
-from stepgraph.cli.rank_server import asks_for_ranks
+from stepgraph.cli.rank_server import asks_for_ranks, has_accelerator
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,13 @@ def test_a_server_is_started_where_ranks_are_asked_for(text, asks, monkeypatch):
     assert asks_for_ranks(["--model", "llama-tiny", *text.split()]) == asks
     monkeypatch.setenv("RANK", "0")  # under torchrun the ranks are there
     assert not asks_for_ranks(text.split())
+
+
+def test_ranks_of_a_gpu_are_not_forked(tmp_path):
+    (tmp_path / "null").touch()
+    assert not has_accelerator(tmp_path)
+    (tmp_path / "nvidia0").touch()
+    assert has_accelerator(tmp_path)
 
 
 def test_a_command_imports_torch_and_a_help_page_does_not():

@@ -13,6 +13,7 @@ from stepgraph.capture.step import Captured
 from stepgraph.cli.launcher import launch
 from stepgraph.equivalence.check import check_model
 from stepgraph.errors import UsageError
+from stepgraph.placement.decide import reduces_each_micro_batch
 from stepgraph.planning.plan import preset_plan
 from stepgraph.planning.request import Precision
 from stepgraph.program.collectives import KINDS, is_collective
@@ -30,13 +31,15 @@ pytestmark = pytest.mark.xdist_group(__name__)
 LOSS_TOLERANCE = 8 * torch.finfo(torch.bfloat16).eps
 
 
-captured: dict[tuple[Precision, int], Captured] = {}
+captured: dict[tuple[Precision, int, bool], Captured] = {}
 
 
 @functools.cache
 def traffic(preset, precision, mesh="dp=2", micro_batches=1):
     """(program, kind) -> bytes that collectives on matrices carry."""
     model = tiny_llama(layers=1)
+    accumulates_reduced = reduces_each_micro_batch(preset, parse_mesh(mesh))
+    key = (precision, micro_batches, accumulates_reduced)
     run = OneProcessRun(
         model,
         optimizer=adamw(model.parameters()),
@@ -44,10 +47,10 @@ def traffic(preset, precision, mesh="dp=2", micro_batches=1):
         plan=preset_plan(preset, parse_mesh(mesh), schedule="none"),
         precision=precision,
         micro_batches=micro_batches,
-        captured=captured.get((precision, micro_batches)),
+        captured=captured.get(key),
     )
     run.step(llama_batch(0))
-    captured[precision, micro_batches] = run.captured
+    captured[key] = run.captured
     found = {}
     for name, program in run.programs.items():
         for node in program.operations():

@@ -144,7 +144,7 @@ def wait_for_ever():
         ("forkserver", signal.SIGKILL, -9),
         pytest.param("forkserver", signal.SIGINT, -signal.SIGINT, marks=pytest.mark.slow),
         pytest.param("spawn", signal.SIGKILL, -9, marks=pytest.mark.slow),
-        ("spawn", signal.SIGTERM, 143),
+        pytest.param("spawn", signal.SIGTERM, 143, marks=pytest.mark.slow),
         pytest.param("spawn", signal.SIGINT, -signal.SIGINT, marks=pytest.mark.slow),
     ],
 )

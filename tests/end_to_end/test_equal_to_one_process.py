@@ -1,25 +1,19 @@
 """Every preset, mesh, memory policy and number of micro-batches gives the run of one process."""
 
+from itertools import product
+
 import pytest
 
 from stepgraph.capture.step import Captured
 from tests.end_to_end.training import CLIP, STEPS, adamw, compare, llama_batch, tiny_llama
 from tests.one_process import OneProcessRun
+from tests.sampling import sampled
 from tests.support import notes_of
 
 PRESETS, RANKS = ("ddp", "zero1", "zero2", "zero3"), (1, 2, 4)
 MEMORY, MICRO_BATCHES = ("none", "full", "checkpoint"), (1, 4)
-# Every pair of settings occurs in those that `make test` runs.
-CELLS = [
-    pytest.param(
-        *(preset, ranks, memory, micro_batches),
-        marks=[] if (i + j + k + m) % (2 * len(MEMORY)) == 0 else [pytest.mark.slow],
-    )
-    for i, preset in enumerate(PRESETS)
-    for j, ranks in enumerate(RANKS)
-    for k, memory in enumerate(MEMORY)
-    for m, micro_batches in enumerate(MICRO_BATCHES)
-]
+# Every setting occurs in those that `make test` runs.
+CELLS = sampled(product(PRESETS, RANKS, MEMORY, MICRO_BATCHES), every=11)
 
 captured: dict[tuple[bool, int], Captured] = {}
 

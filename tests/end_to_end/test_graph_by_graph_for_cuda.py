@@ -24,7 +24,8 @@ def test_every_graph_is_for_the_device(cuda_library, dtype, how):
         assert found[-1] == [True, True]
 
 
-@pytest.mark.parametrize("how", sampled(["backend", "engine"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["backend", "engine"])
 def test_flex_attention_is_its_own_kernel_in_a_graph_of_many(cuda_library, how):
     graphs = cuda_fakes.run("graph_by_graph", cuda_library, "soft caps, flex", "bfloat16", how)
     assert not any(graph["differences"] for graph in graphs)

@@ -219,6 +219,7 @@ def train(lowering, steps=STEPS):
 
 
 @pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_two_real_ranks_draw_them_too(lowering):
     results, alone = launch(train, lowering, ranks=2), run(blocks=1)
     for found, evaluated in results:

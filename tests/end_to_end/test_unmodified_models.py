@@ -83,7 +83,7 @@ def each(names=MODELS):
     return pytest.mark.parametrize("name", grouped)
 
 
-@each(list(MODELS)[::2])
+@each(list(MODELS)[::4])
 def test_two_ranks_train_as_one_does_with_dropout(name):
     expected = trained(name, "dp=1", "ddp")
     for plan, mesh in CELLS:
@@ -108,7 +108,7 @@ def test_recomputation_changes_no_bit(name):
         assert torch.equal(recomputed.parameters()[key], value), key
 
 
-@each(list(MODELS)[1::2])
+@each(list(MODELS)[1::4])
 def test_without_dropout_it_is_plain_pytorch(name):
     brought = bring(name, dropout=False)
     model = brought.model

@@ -63,7 +63,7 @@ MESHES = ["dp=2", "dp=2,tp=2", "dp=2,tp=4", "replicate=2,shard=2,tp=2"]
 
 @pytest.mark.parametrize(
     ("name", "mesh", "device"),
-    sampled(list(product(["chain"], MESHES, TOYS)), every=3)
+    sampled(list(product(["chain"], MESHES, TOYS)), every=5)
     + [
         pytest.param(*cell, marks=pytest.mark.slow)
         for cell in product([name for name in MODELS if name != "chain"], MESHES, TOYS)

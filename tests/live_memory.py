@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import stepgraph
 from stepgraph.program.copies import TO_HOST
+from stepgraph.runtime.batches import flatten_batch
 from stepgraph.torch_internals import TorchDispatchMode, pytree
 
 
@@ -68,3 +70,13 @@ class LiveMemory(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self._take(pytree.tree_leaves(result), offloaded=func is TO_HOST)
         return result
+
+
+def live_step(engine: stepgraph.Engine, batch: Any) -> LiveMemory:
+    """What one more real step of an engine holds, inputs and state included."""
+    leaves = flatten_batch(batch, torch.device("cpu"))
+    step = engine._programs_of("step", leaves).programs["step"]
+    held = [argument for argument in step.arguments if argument is not None]
+    with LiveMemory([*held, *leaves.leaves]) as live:
+        engine.step(batch)
+    return live

@@ -13,11 +13,9 @@ import stepgraph
 from stepgraph.capture.module import default_loss
 from stepgraph.cli.launcher import launch
 from stepgraph.program.collectives import KINDS
-from stepgraph.runtime.batches import flatten_batch
 from stepgraph.torch_internals import TorchDispatchMode, pytree
 from tests.end_to_end.models import ROWS, bring
-from tests.live_memory import LiveMemory
-from tests.support import CPU
+from tests.live_memory import live_step
 
 # On one worker: what takes time is made once.
 pytestmark = pytest.mark.xdist_group(__name__)
@@ -102,11 +100,7 @@ def run(ranks: int, cases: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
         engine.step(batch)
         with Collectives() as seen:
             engine.step(batch)
-        leaves = flatten_batch(batch, CPU)
-        step = engine._programs_of("step", leaves).programs["step"]
-        held = [argument for argument in step.arguments if argument is not None]
-        with LiveMemory([*held, *leaves.leaves]) as live:
-            engine.step(batch)
+        live = live_step(engine, batch)
         same = True
         if rank in (0, ranks - 1):  # a capture each
             example = brought.batch

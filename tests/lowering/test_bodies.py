@@ -108,7 +108,8 @@ def test_a_transformer_has_as_many_bodies_whatever_its_depth(cell):
     assert bodies_of(cell, 4, run=False) == bodies_of(cell, 6, run=True)
 
 
-@pytest.mark.parametrize("cell", [pytest.param(cell, marks=pytest.mark.slow) for cell in CELLS])
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", CELLS)
 def test_a_transformer_of_many_buckets_has_no_more_bodies(cell):
     # A bucket holds four layers' gradients, and two layers' parameters.
     small = replace(HOST, call_bytes=8192)

@@ -16,12 +16,11 @@ from stepgraph.memory.patterns import ACTIONS
 from stepgraph.pipeline import foresee
 from stepgraph.program.copies import TO_HOST
 from stepgraph.runtime import host_memory
-from stepgraph.runtime.batches import flatten_batch
-from tests.live_memory import LiveMemory
+from tests.live_memory import live_step
 from tests.memory.test_budget import tiny_gpt2
 from tests.one_process import OneProcessRun
 from tests.sampling import sampled
-from tests.support import CPU, adamw, tiny_llama, token_batch
+from tests.support import adamw, tiny_llama, token_batch
 
 
 class Convolutions(nn.Module):
@@ -241,11 +240,7 @@ def test_live_memory_is_as_predicted_with_the_host_apart(memory):
         model, optimizer=adamw(model), mesh="dp=1", plan="ddp", memory=memory, lowering="eager"
     )
     engine.step(batch)
-    leaves = flatten_batch(batch, CPU)
-    step = engine._programs_of("step", leaves).programs["step"]
-    held = [argument for argument in step.arguments if argument is not None]
-    with LiveMemory([*held, *leaves.leaves]) as live:
-        engine.step(batch)
+    live = live_step(engine, batch)
     found = foresee(engine.programs, UNCALIBRATED, "eager")
     assert found.peak_bytes == pytest.approx(live.peak, rel=0.05)
     assert found.bytes_by_category["on the host"] == pytest.approx(live.peak_on_host, rel=0.05)

@@ -5,7 +5,7 @@ from torch import nn
 
 from stepgraph import torch_internals
 from stepgraph.memory.decide import decide
-from stepgraph.memory.saved import owner_of, saved_values, shown_in_forward
+from stepgraph.memory.saved import saved_values, shown_in_forward, storage_of
 from stepgraph.program.metadata import meta
 from tests.support import captured, compiled, tiny_llama, token_batch
 
@@ -29,12 +29,12 @@ def named(nodes):
 def test_a_view_is_held_by_what_it_shows_and_one_of_several_results_by_itself():
     program = captured(Pooled(), torch.ones(8, 4))
     view = next(node for node in program.operations() if node.target is aten.transpose.int)
-    assert owner_of(view).target is aten.exp.default
-    assert view in shown_in_forward(owner_of(view))
+    assert storage_of(view, awaited=True).target is aten.exp.default
+    assert view in shown_in_forward(storage_of(view, awaited=True))
     saved = saved_values(program, ())
-    assert {owner_of(node) for node in saved} == {*saved}
+    assert {storage_of(node, awaited=True) for node in saved} == {*saved}
     results = [node for node in saved if "getitem" in meta(node)["name"]]
-    assert results and all(owner_of(node) is node for node in results)
+    assert results and all(storage_of(node, awaited=True) is node for node in results)
 
 
 def test_what_was_communicated_is_held_once_it_is_there():
@@ -42,7 +42,7 @@ def test_what_was_communicated_is_held_once_it_is_there():
         "step"
     ]
     waits = [node for node in program.operations() if node.target is torch_internals.WAIT]
-    assert waits and all(owner_of(node) is node for node in waits)
+    assert waits and all(storage_of(node, awaited=True) is node for node in waits)
 
 
 def test_of_what_is_computed_again_its_sources_are_saved():

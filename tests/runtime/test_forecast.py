@@ -9,10 +9,8 @@ from stepgraph.cost.devices import find_device
 from stepgraph.pipeline import executed, foresee
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.driver import PassDriver
-from stepgraph.runtime.batches import flatten_batch
-from tests.live_memory import LiveMemory
+from tests.live_memory import LiveMemory, live_step
 from tests.support import (
-    CPU,
     adamw,
     bound,
     compiled,
@@ -26,12 +24,7 @@ from tests.support import (
 def counted_peak(engine, batch):
     """Bytes alive at most during one real step, inputs and state included."""
     engine.step(batch)
-    leaves = flatten_batch(batch, CPU)
-    step = engine._programs_of("step", leaves).programs["step"]
-    held = [argument for argument in step.arguments if argument is not None]
-    with LiveMemory([*held, *leaves.leaves]) as live:
-        engine.step(batch)
-    return live.peak
+    return live_step(engine, batch).peak
 
 
 @pytest.mark.parametrize("memory", ["none", "full"])

@@ -17,10 +17,16 @@ from stepgraph.program.metadata import meta
 from stepgraph.program.program import FORWARD, Program
 
 
-def owner_of(node: fx.Node) -> fx.Node:
-    """What holds a value: what a view shows; a collective's result once it is awaited; one of several."""
-    while node.target is not torch_internals.WAIT and (source := viewed(node)) is not None:
-        if node.target is operator.getitem and isinstance(meta(source)["val"], (tuple, list)):
+def storage_of(node: fx.Node, awaited: bool = False) -> fx.Node:
+    """The operation whose memory a value lies in: of one of several results, that result itself.
+
+    Args:
+        awaited: what a collective gives is the wait's, behind which it is there.
+    """
+    while (source := viewed(node)) is not None:
+        is_several = isinstance(meta(source).get("val"), (tuple, list))
+        is_one_of_several = node.target is operator.getitem and is_several
+        if is_one_of_several or (awaited and node.target is torch_internals.WAIT):
             return node
         node = source
     return node
@@ -37,6 +43,11 @@ def shown_in_forward(value: fx.Node) -> list[fx.Node]:
 def is_forward(node: fx.Node) -> bool:
     """Whether an operation is the forward's."""
     return node.op == "call_function" and meta(node)["phase"] == FORWARD
+
+
+def is_behind(node: fx.Node) -> bool:
+    """Whether an operation runs behind the forward."""
+    return node.op == "call_function" and meta(node)["phase"] != FORWARD
 
 
 def saved_values(program: Program, recompute: Collection[str]) -> list[fx.Node]:
@@ -61,7 +72,7 @@ def saved_values(program: Program, recompute: Collection[str]) -> list[fx.Node]:
         if meta(node)["name"] in recompute:
             stack += node.all_input_nodes
         else:
-            saved.add(owner_of(node))
+            saved.add(storage_of(node, awaited=True))
     return [node for node in program.operations(FORWARD) if node in saved]
 
 
@@ -93,7 +104,7 @@ def offloaded(
 
 def first_behind(program: Program) -> fx.Node | None:
     """The first operation that is not the forward's."""
-    return next((node for node in program.operations() if not is_forward(node)), None)
+    return next(filter(is_behind, program.operations()), None)
 
 
 def obstacle(value: fx.Node, behind: fx.Node | None) -> str:

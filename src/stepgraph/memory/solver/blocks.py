@@ -14,8 +14,7 @@ from stepgraph.cost.work import size_in_bytes
 from stepgraph.memory import regions_of_code
 from stepgraph.memory.by_policy import gathered_values
 from stepgraph.memory.regions_of_code import not_crossing, sent_to_host
-from stepgraph.memory.saved import offloaded
-from stepgraph.memory.solver.tradeoff import is_behind, storage_of
+from stepgraph.memory.saved import is_behind, offloaded, storage_of
 from stepgraph.planning.decisions import MemoryDecision
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import FORWARD, Program

@@ -6,7 +6,6 @@ computed again of values that are there; what is kept takes at most so many byte
 """
 
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,10 +14,10 @@ import numpy as np
 from torch import fx
 
 from stepgraph.cost.work import size_in_bytes
+from stepgraph.memory.saved import is_behind, storage_of
 from stepgraph.operators.views import viewed
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.metadata import meta
-from stepgraph.program.program import FORWARD
 
 _EXACT = 1e-9  # of the objective: a smaller gap is not looked for
 _PER_BYTE = 1e-6  # of all time for all bytes: of what takes as long, that which keeps less
@@ -202,15 +201,6 @@ def minimise(
     return np.asarray(highs.getSolution().col_value)
 
 
-def storage_of(node: fx.Node) -> fx.Node:
-    """The operation whose memory a value lies in: of one of several results, that result itself."""
-    while (source := viewed(node)) is not None:
-        if node.target is operator.getitem and _is_tuple(source):
-            return node
-        node = source
-    return node
-
-
 def _is_tuple(node: fx.Node) -> bool:
     return isinstance(meta(node).get("val"), (tuple, list))
 
@@ -218,8 +208,3 @@ def _is_tuple(node: fx.Node) -> bool:
 def _is_read_behind(node: fx.Node) -> bool:
     """Whether the backward reads a value, or a view of it."""
     return any(is_behind(u) or (viewed(u) is node and _is_read_behind(u)) for u in node.users)
-
-
-def is_behind(node: fx.Node) -> bool:
-    """Whether an operation runs behind the forward."""
-    return node.op == "call_function" and meta(node)["phase"] != FORWARD

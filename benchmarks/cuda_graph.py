@@ -2,9 +2,9 @@
 
     python benchmarks/cuda_graph.py --json benchmarks/results/cuda_graph.json
 
-NOT RUN YET on any machine. Each contestant has a fresh process; a time is the median over rounds, launches
-are those of one step by torch's profiler. A contestant that fails is reported with its error, and the
-others go on. Compiling takes most of the time: choose with ``--contestants`` and ``--sizes``.
+Each contestant has a fresh process. Some compile at once (so that the seconds until they are warm are
+beside others), then their rounds take turns, one at a time; a time is the median over rounds, launches are
+those of one step by torch's profiler. A contestant that fails is reported with its error; others go on.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -165,8 +167,8 @@ def launches(step: Step, batch: dict) -> int:
     return sum(row.count for row in seen.key_averages() if row.key.startswith(named))
 
 
-def measure(name: str, size_name: str) -> dict:
-    """One contestant in this process."""
+def compete(name: str, size_name: str) -> None:
+    """One contestant in this process: says that it is warm, then times a round for each line it is sent."""
     size = SIZES[size_name]
     torch.set_float32_matmul_precision("high")
     model, batch = make_model(size), make_batch(size)
@@ -175,59 +177,125 @@ def measure(name: str, size_name: str) -> dict:
     step = CONTESTANTS[name](model, batch)
     first = [step(batch) for _ in range(WARM_UP)]
     torch.cuda.synchronize()
-    compiling = time.perf_counter() - start
+    told = {"until_warm_seconds": time.perf_counter() - start, "first_loss": first[0].item()}
+    print(json.dumps(told), flush=True)
     torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(ROUNDS):
+    times: list[float] = []
+    for _ in sys.stdin:
         start = time.perf_counter()
         for _ in range(size.steps):
             loss = step(batch)
         torch.cuda.synchronize()
         times.append((time.perf_counter() - start) / size.steps)
+        print(json.dumps({"step_ms": 1e3 * times[-1]}), flush=True)
     tokens, seconds = size.batch * size.tokens, statistics.median(times)
     attention = 12 * size.layers * size.width * size.tokens
     flops = (6 * parameters + attention) * tokens
     card = torch.cuda.get_device_name().lower()
     peak = next((value for key, value in PEAK_FLOPS.items() if key in card), None)
-    return {
+    found = {
         "step_ms": 1e3 * seconds,
         "tokens_per_second": tokens / seconds,
         "mfu": None if peak is None else flops / seconds / peak,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
         "launches": launches(step, batch),
-        "until_warm_seconds": compiling,
         "parameters": parameters,
-        "first_loss": first[0].item(),
         "last_loss": loss.item(),
     }
+    print(json.dumps(told | found), flush=True)
+
+
+class Contestant:
+    """A process that trains one size in one way; ``found``: its result, or what went wrong."""
+
+    def __init__(self, name: str, size: str, patience: float) -> None:
+        self.name, self.patience = name, patience
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  it lives as long as this
+        command = [sys.executable, __file__, "--one", name, size]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=self.errors, text=True
+        )
+        self.found: dict | None = None
+
+    def hear(self) -> None:
+        """Waits for its next line; one that ends or is too late is out."""
+        assert self.process.stdout is not None
+        start = time.monotonic()
+        timer = threading.Timer(self.patience, self.process.kill)
+        timer.start()
+        line = self.process.stdout.readline()
+        timer.cancel()
+        if line:
+            self.last = json.loads(line)
+            return
+        late = time.monotonic() - start >= self.patience
+        self.found = {"error": "too late" if late else self._error()}
+
+    def _error(self) -> str:
+        self.process.wait()
+        self.errors.seek(0)
+        return (self.errors.read().strip().splitlines() or ["it ended"])[-1]
+
+    def time_a_round(self) -> None:
+        """While the others wait."""
+        if self.found is None:
+            assert self.process.stdin is not None
+            self.process.stdin.write("\n")
+            self.process.stdin.flush()
+            self.hear()
+
+    def finish(self) -> dict:
+        """Its result; its memory is free behind it."""
+        if self.found is None:
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+            self.hear()
+            self.found = self.found or self.last
+        self.process.kill()
+        self.process.wait()
+        return self.found
+
+
+def contest(names: list[str], size: str, patience: float) -> dict[str, dict]:
+    """All compile at once, then each times a round in turn, ten times, while the others wait."""
+    contestants = [Contestant(name, size, patience) for name in names]
+    start = time.monotonic()
+    for each in contestants:
+        each.patience = max(1.0, start + patience - time.monotonic())
+        each.hear()
+        each.patience = patience
+    for _ in range(ROUNDS):
+        for each in contestants:
+            each.time_a_round()
+    return {each.name: each.finish() for each in contestants}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", default=",".join(SIZES))
     parser.add_argument("--contestants", default=",".join(CONTESTANTS))
+    parser.add_argument("--at-once", type=int, default=4, help="as many as the memory holds")
+    parser.add_argument("--patience", type=float, default=300.0, help="seconds for one contestant")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one", nargs=2, metavar=("CONTESTANT", "SIZE"), help="in this process")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this needs a CUDA device: what can be seen without one is in tests/graphs")
     if given.one:
-        print(json.dumps(measure(*given.one)))
+        compete(*given.one)
         return
-    rows: dict[str, dict] = {}
+    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    names, rows = given.contestants.split(","), {}
     for size in given.sizes.split(","):
-        for name in given.contestants.split(","):
-            command = [sys.executable, __file__, "--one", name, size]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                found = {"error": done.stderr.strip().splitlines()[-1:]}
-            else:
-                found = json.loads(done.stdout.splitlines()[-1])
-            rows.setdefault(size, {})[name] = found
-            print(size, name, json.dumps(found), flush=True)
-    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "sizes": rows}
-    if given.json:
-        given.json.write_text(json.dumps(about, indent=1) + "\n")
+        rows[size] = {}
+        for i in range(0, len(names), given.at_once):
+            found = contest(names[i : i + given.at_once], size, given.patience)
+            for name, row in found.items():
+                print(size, name, json.dumps(row), flush=True)
+            rows[size] |= found
+            if given.json:
+                given.json.write_text(json.dumps(about | {"sizes": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The same step on a CUDA device (not run yet on any machine; skipped where there is none)."""
+"""The same step on a CUDA device."""
 
 import pytest
 

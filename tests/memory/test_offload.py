@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import stepgraph
 from stepgraph.cli.launcher import launch
@@ -14,7 +15,7 @@ from stepgraph.cost.calibration import UNCALIBRATED
 from stepgraph.errors import MemoryPolicyError
 from stepgraph.memory.patterns import ACTIONS
 from stepgraph.pipeline import foresee
-from stepgraph.program.copies import TO_HOST
+from stepgraph.program.copies import TO_DEVICE, TO_HOST, WAIT_COPY
 from stepgraph.runtime import host_memory
 from tests.live_memory import live_step
 from tests.memory.test_budget import tiny_gpt2
@@ -255,3 +256,53 @@ def test_a_host_without_room_is_an_error_that_says_what_to_do(monkeypatch):
     engine = stepgraph.Engine(model, optimizer=adamw(model), plan="ddp", memory={"*": "offload"})
     with pytest.raises(MemoryPolicyError, match="the host has 1 KiB of memory, and 4 ranks would"):
         engine.step(token_batch(4))
+
+
+class Late(TorchDispatchMode):
+    """Every copy happens when it is waited for: what is read before, or written over, is found out."""
+
+    def __init__(self):
+        super().__init__()
+        self.started, self.arrived = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (TO_HOST, TO_DEVICE):
+            found = torch.full_like(args[0], self._unknown(args[0]))
+            assert found.stride() == args[0].stride()
+            self.started[found.data_ptr()] = args[0].data_ptr(), args[0].clone()
+            return found
+        if func is WAIT_COPY:
+            copied, source = args
+            at, before = self.started.pop(copied.data_ptr())
+            assert source.data_ptr() == at  # and not a copy of it: that would not keep it alive
+            torch.testing.assert_close(source, before, rtol=0, atol=0, equal_nan=True)
+            unknown = torch.full_like(copied, self._unknown(copied))
+            torch.testing.assert_close(copied, unknown, rtol=0, atol=0, equal_nan=True)
+            copied.copy_(source)
+            self.arrived += 1
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _unknown(x):
+        return float("nan") if x.is_floating_point() else 1
+
+
+@pytest.mark.parametrize(("layers", "dropout"), [(2, 0.1), (4, 0.0)])
+def test_inductor_copies_the_memory_that_its_wait_keeps(layers, dropout):
+    """Keys in a cache, as transformers have them: a ``cat`` of one, laid out as its argument."""
+    model = tiny_llama(
+        layers, num_key_value_heads=2, use_cache=True, attention_dropout=dropout
+    ).train()
+    engine = stepgraph.Engine(
+        model, optimizer=adamw(model), plan="ddp", memory={"*": "offload"}, lowering="inductor"
+    )
+    losses = [engine.step(token_batch(4))]
+    with Late() as late:
+        losses += [engine.step(token_batch(4)) for _ in range(2)]
+    assert late.arrived > 20 and not late.started
+    kept = tiny_llama(
+        layers, num_key_value_heads=2, use_cache=True, attention_dropout=dropout
+    ).train()
+    other = stepgraph.Engine(kept, optimizer=adamw(kept), plan="ddp", lowering="inductor")
+    expected = [other.step(token_batch(4)) for _ in range(3)]
+    torch.testing.assert_close(torch.stack(losses), torch.stack(expected))

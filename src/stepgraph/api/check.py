@@ -17,15 +17,17 @@ from stepgraph.equivalence.check import check_model
 from stepgraph.equivalence.comparing import CheckReport
 from stepgraph.equivalence.graph_by_graph import check_graphs
 from stepgraph.errors import GraphBreakError, UsageError
+from stepgraph.lowering.presets import LOWERINGS
 from stepgraph.program.layout import MeshShape
 from stepgraph.runtime.batches import flatten_batch
 from stepgraph.runtime.progress import doing
-from stepgraph.torch_internals import pytree
+from stepgraph.torch_internals import host_device, pytree
 
 
 def check(engine_or_plan: Engine | Plan, batch: Any) -> CheckReport:
     """Runs every pass's program before and after it, all ranks in one process, on real tensors.
 
+    It runs on the host, whatever the engine's device; of a lowering that captures, what is captured.
     The engine is not changed. With several ranks every rank must call it, with its own part of the
     batch; each checks the whole.
 
@@ -60,14 +62,14 @@ def _check_whole(engine: Engine, batch: Any) -> CheckReport:
     settings, step = engine.settings(), engine.plan.request.step
     with engine.model_as_given():
         model, replaced = _plain_copy(engine.model)
-    optimizer = settings.pop("optimizer")
+    optimizer, name = settings.pop("optimizer"), engine.plan.lowering
     return check_model(
         model,
         optimizer=_optimizer_over(optimizer, replaced),
         batch=_global_batch(batch, engine.plan.mesh),
         mesh=engine.plan.mesh,
         plan=engine.plan,
-        lowerings=list(dict.fromkeys(("eager", engine.plan.lowering))),
+        lowerings=list(dict.fromkeys(("eager", LOWERINGS[name].inner or name))),
         micro_batches=step.micro_batches,
         precision=step.precision,
         **settings,
@@ -75,15 +77,20 @@ def _check_whole(engine: Engine, batch: Any) -> CheckReport:
 
 
 def _plain_copy(model: nn.Module) -> tuple[nn.Module, dict[nn.Parameter, nn.Parameter]]:
-    """The module with whole, plain parameters, and which of them stands for which."""
+    """The module on the host, with whole, plain parameters, and which of them stands for which.
+
+    A Program is of the host until it is lowered, and means the same on every device.
+    """
+    host = host_device()
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         whole = parameter.detach()
         whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-        replaced[parameter] = nn.Parameter(whole.clone(), requires_grad=parameter.requires_grad)
+        whole = whole.to(host, copy=True)
+        replaced[parameter] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
         memo[id(parameter)] = replaced[parameter]
-    return copy.deepcopy(model, memo), replaced
+    return copy.deepcopy(model, memo).to(host), replaced
 
 
 def _optimizer_over(

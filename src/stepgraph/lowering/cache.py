@@ -35,6 +35,10 @@ T = TypeVar("T")
 LIMIT = 4 * 2**30  # bytes that are kept
 _LIST = "files.json"
 _BESIDE = ("locks", "kernels")  # folders that are no entries
+_LATER = (
+    ".lock",
+    ".best_config",
+)  # the second: which of a kernel's shapes was fastest, on a device
 _SPARE = 16 * 2**20  # bytes: a file system with less is full
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
@@ -233,11 +237,11 @@ def damage(folder: Path) -> str | None:
 
 
 def _paths(folder: Path) -> Iterator[Path]:
-    """All files but the list and inductor's locks; a link is a file."""
+    """All files but the list and what inductor writes while code runs; a link is a file."""
     for path in folder.rglob("*"):
         is_file = path.is_symlink() or not path.is_dir()
-        is_lock = path.suffix == ".lock" and not path.is_symlink()
-        if is_file and not is_lock and path != folder / _LIST:
+        is_later = path.suffix in _LATER and not path.is_symlink()
+        if is_file and not is_later and path != folder / _LIST:
             yield path
 
 

@@ -13,7 +13,7 @@ from torch import fx
 from stepgraph import torch_internals
 from stepgraph.operators.views import viewed
 from stepgraph.program.collectives import is_collective
-from stepgraph.program.copies import WAITS
+from stepgraph.program.copies import WAITS, is_copy
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import is_write
 from stepgraph.torch_internals.operators import TO_COPY
@@ -74,7 +74,7 @@ def computed_anew(
             if piece_of.get(held) != here:
                 reads[here].add(held)
                 readers.setdefault(held, set()).add(here)
-            if is_collective(node):
+            if is_collective(node) or is_copy(node):
                 sent.add(held)
     anew: set[tuple[int, fx.Node]] = set()
 

@@ -17,9 +17,11 @@ from stepgraph.lowering.eager import operator_by_operator
 from stepgraph.lowering.record import Executable, Lowering, no_obstacles
 from stepgraph.operators.updates import UPDATE, decomposed
 from stepgraph.planning.target import Target
+from stepgraph.program.copies import WAIT_COPY
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program
 from stepgraph.program.randomness import RANDOM, fused_random
+from stepgraph.torch_internals import host_device
 from stepgraph.torch_internals.code import generate_code
 from stepgraph.torch_internals.compiler import look_at_machine
 from stepgraph.torch_internals.inductor import compile_with_inductor
@@ -41,8 +43,9 @@ def _wanted(module: fx.GraphModule, placeholders: Sequence[fx.Node], target: Tar
     examples = [meta(node)["val"] for node in placeholders]
 
     def make() -> Compiled:
+        ours = {RANDOM: fused_random, UPDATE: decomposed}
         return compile_with_inductor(
-            module, examples, SETTINGS, target.overlaps, {RANDOM: fused_random, UPDATE: decomposed}
+            module, examples, SETTINGS, target.overlaps, ours, awaits_copy=WAIT_COPY
         )
 
     shapes = [(e.shape, e.stride(), e.dtype, e.device) for e in examples]
@@ -51,8 +54,9 @@ def _wanted(module: fx.GraphModule, placeholders: Sequence[fx.Node], target: Tar
 
 def _compiled(graphs: Sequence[tuple[fx.GraphModule, Sequence[fx.Node]]], target: Target) -> list:
     cache = Cache()
-    # Inductor would find this out again in the folder of each graph.
-    cache.compiled([("what this machine computes with", look_at_machine)])
+    if target.device_type == host_device().type:
+        # Inductor would find this out again in the folder of each graph.
+        cache.compiled([("what this machine computes with", look_at_machine)])
     return cache.compiled([_wanted(*graph, target) for graph in graphs])
 
 

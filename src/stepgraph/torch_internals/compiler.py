@@ -47,17 +47,20 @@ def cache_in(folder: Path) -> Iterator[None]:
     """Within it, a folder is all that inductor finds of what was compiled, and where it keeps it."""
     from torch._inductor.utils import clear_caches
 
-    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    # Inductor sets the second one itself, if nobody has, and for good: to the first folder of several.
+    folders = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder / "triton"}
+    before = {name: os.environ.get(name) for name in folders}
     clear_caches()  # what it has in memory it would not write
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    os.environ.update({name: str(path) for name, path in folders.items()})
     try:
         yield
     finally:
         clear_caches()
-        if before is None:
-            os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
-        else:
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -86,6 +87,16 @@ def _compute_numbers_once(graph: fx.GraphModule) -> None:
     graph.recompile()
 
 
+def _read_what_is_used(graph: fx.GraphModule) -> None:
+    """No result of several is read for nothing: a kernel may have fewer than its operator.
+
+    Seen of ``flex_attention`` in torch 2.11, whose kernel for few queries has two of three.
+    """
+    for node in reversed(list(graph.graph.nodes)):
+        if node.target is operator.getitem and not node.users:
+            graph.graph.erase_node(node)
+
+
 def _keep_strides(module: fx.GraphModule, graph: fx.GraphModule) -> None:
     """Results keep the strides that the module promises: another program was compiled for them.
 
@@ -113,6 +124,50 @@ def _keep_strides(module: fx.GraphModule, graph: fx.GraphModule) -> None:
     output.meta["original_output_strides"] = [node.meta["val"].stride() for node in results]  # type: ignore[union-attr]
     output.meta["user_visible_output_idxs"] = list(range(len(traced)))
     graph.recompile()
+
+
+def _laying_out_what_is_copied(module: fx.GraphModule, awaits: Any) -> Callable[..., Any]:
+    """The module, in which a copy reads the very memory that its wait keeps alive, laid out as promised.
+
+    Inductor computes a value anew for each operator of others that it is given to: the memory that another
+    stream reads would be free before the copy is through. And what arrives laid out otherwise would be
+    copied again, by the host, whenever that is.
+    """
+    from torch._inductor.inductor_prims import force_stride_order
+
+    calls = [node for node in module.graph.nodes if node.op == "call_function"]
+    sources = {node.args[1] for node in calls if node.target is awaits}
+    if not sources:
+        return module
+
+    class LayingOut(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            found = super().run_node(n)
+            computed = n in sources and n.op == "call_function"
+            return force_stride_order(found, n.meta["val"].stride()) if computed else found
+
+    return LayingOut(module).run
+
+
+def _viewed(x: torch.Tensor, size: Sequence[int]) -> Any:
+    """A view of a value that a decomposition laid out otherwise than the module promises may need a copy.
+
+    That loses no write: a module writes into its inputs alone, which lie as promised.
+    """
+    if x.is_contiguous():
+        return NotImplemented
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+    with disable_proxy_modes_tracing():
+        try:
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).view(size)
+            return NotImplemented
+        except (ValueError, RuntimeError):
+            pass
+    return x.contiguous().view(size)
+
+
+_VIEWS = {torch.ops.aten.view.default: _viewed, torch.ops.aten._unsafe_view.default: _viewed}
 
 
 @contextlib.contextmanager
@@ -165,7 +220,10 @@ _WHOLE = "whole"  # inductor's passes run on the graphs in a graph, too
 
 
 def _first_pass(
-    module: fx.GraphModule, examples: list[torch.Tensor], decompositions: dict[Any, Callable]
+    module: fx.GraphModule,
+    examples: list[torch.Tensor],
+    decompositions: dict[Any, Callable],
+    awaits_copy: Any,
 ) -> Any:
     """Decomposes the graph and simplifies it, as the first of inductor's passes.
 
@@ -183,10 +241,13 @@ def _first_pass(
         def __call__(self, graph: fx.Graph) -> None:
             if _WHOLE not in graph.owning_module.meta:  # type: ignore[union-attr]  functions of an operator
                 return
-            table = {**select_decomp_table(), **decompositions}
-            traced = make_fx(module, decomposition_table=table)(*examples)
+            table = {**select_decomp_table(), **_VIEWS, **decompositions}
+            run = _laying_out_what_is_copied(module, awaits_copy)
+            with fake_mode_of(examples) or contextlib.nullcontext():  # nothing is made on a device
+                traced = make_fx(run, decomposition_table=table)(*examples)
             _keep_strides(module, traced)
             joint_graph_passes(traced)
+            _read_what_is_used(traced)
             _compute_numbers_once(traced)
             _replace(graph, traced)
 
@@ -215,6 +276,7 @@ def compile_with_inductor(
     settings: dict[str, Any],
     collectives_overlap: bool,
     decompositions: dict[Any, Callable],
+    awaits_copy: Any = None,
 ) -> Callable[[list], Sequence[Any]]:
     """Compiles a whole-step graph (with its in-place writes) through inductor.
 
@@ -227,6 +289,8 @@ def compile_with_inductor(
         settings: inductor config entries. Nothing is compiled lazily, so they need not outlive the call.
         collectives_overlap: False: no collective starts before the last one has been awaited.
         decompositions: of operators of our own, beside inductor's.
+        awaits_copy: the operator of ours that waits for a copy which another stream makes of its second
+            argument.
 
     Returns:
         a callable that takes the list of inputs (and empties it) and returns the results.
@@ -243,7 +307,7 @@ def compile_with_inductor(
             torch.empty_strided(e.shape, e.stride(), dtype=e.dtype, device=e.device)
             for e in examples
         ]
-    prepare = _first_pass(module, examples, decompositions)
+    prepare = _first_pass(module, examples, decompositions, awaits_copy)
     with (
         _for_inductor(mode),
         _waiting_for_writes(),

@@ -44,7 +44,7 @@ class Graphs(Protocol):
 
 
 class CudaGraphs:
-    """Those of torch, on the device that is given. Not run yet on any machine."""
+    """Those of torch, on the device that is given."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -66,8 +66,16 @@ class CudaGraphs:
         for generator in generators:
             graph.register_generator_state(generator)
         how = {"pool": self.pool, "stream": self.stream, "capture_error_mode": "thread_local"}
-        with keeping_host_memory() as host, torch.cuda.graph(graph, **how):
-            found = run()
+        try:
+            with keeping_host_memory() as host, torch.cuda.graph(graph, **how):
+                found = run()
+        except BaseException:
+            # torch leaves generators and the pool as if it went on: nothing could draw, or capture.
+            self.pool = torch.cuda.graph_pool_handle()
+            index = self.stream.device_index
+            for generator in (torch.cuda.default_generators[index], *generators):
+                generator.graphsafe_set_state(generator.clone_state())
+            raise
         return CudaGraph(graph, host), found
 
     def generator(self) -> torch.Generator:

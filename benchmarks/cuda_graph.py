@@ -67,7 +67,7 @@ def plain(mode: str | None) -> Callable[[nn.Module, dict], Step]:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=mode != "reduce-overhead")
-            return loss.detach()
+            return loss.detach().clone()  # the next step writes over what a graph returned
 
         return step
 

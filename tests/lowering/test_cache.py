@@ -67,12 +67,28 @@ def test_another_text_is_another_entry(cache):
 
 
 def test_the_environment_is_left_as_it_was(cache, monkeypatch):
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
     one(cache, "a", Compiler())
     with pytest.raises(ZeroDivisionError):
         one(cache, "b", lambda: 1 / 0)
-    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    assert not os.environ.keys() & {*names}
     assert len(entries(cache.root)) == 1
+
+
+def test_kernels_of_a_device_are_in_the_folder_of_what_they_are_for(cache):
+    found = one(cache, "a", lambda: {**os.environ})
+    folder = Path(found["TORCHINDUCTOR_CACHE_DIR"])
+    assert Path(found["TRITON_CACHE_DIR"]).parent == folder
+
+
+def test_what_a_kernel_is_found_to_be_fastest_with_later_is_no_damage(cache):
+    one(cache, "a", Compiler())
+    (only(cache) / "code" / "key.best_config").write_text("{}")
+    again = Compiler()
+    assert one(Cache(cache.root), "a", again) == RIGHT
+    assert again.compiled == 0
 
 
 # ---------------------------------------------------------------------------- what is not believed

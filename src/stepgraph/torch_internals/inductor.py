@@ -216,6 +216,17 @@ def _waiting_for_writes() -> Iterator[None]:
         SchedulerNode.recompute_size_and_body = recompute  # type: ignore[method-assign]
 
 
+def _of_release() -> dict[str, Any]:
+    """Settings without which a release is wrong.
+
+    Before torch 2.13 a sum over rows that shares a kernel with one over columns loses the dimensions of
+    one place that it should keep, and what reads it (another graph) refuses it.
+    """
+    known = hasattr(_inductor_config.triton, "mix_order_reduction")
+    before = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+    return {"triton.mix_order_reduction": False} if known and before else {}
+
+
 _WHOLE = "whole"  # inductor's passes run on the graphs in a graph, too
 
 
@@ -314,7 +325,7 @@ def compile_with_inductor(
         torch.no_grad(),
         V.set_fake_mode(mode),
         tracing(TracingContext(mode)),
-        _inductor_config.patch({**settings, "post_grad_custom_pre_pass": prepare}),
+        _inductor_config.patch({**_of_release(), **settings, "post_grad_custom_pre_pass": prepare}),
     ):
         graph = fx.Graph()
         graph.output(graph.graph_copy(module.graph, {}))

@@ -91,8 +91,8 @@ IN_CI = [("ddp", "none", 1), ("zero2", "checkpoint", 4), ("zero3", "full", 1)]
 def test_two_ranks_under_inductor():
     counts = check_cells(IN_CI, 2, "inductor", layers=1)
     assert not any(count["fxgraph_cache_bypass"] for count in counts)
-    # What is the same on both ranks is compiled by one (test_warm_start.py counts): ddp's step, zero3's.
-    assert any(count["fxgraph_cache_hit"] for count in counts)
+    # What is the same on both ranks is compiled by one; of five programs zero2's step is another on each.
+    assert sum(count["fxgraph_cache_hit"] for count in counts) >= 4
 
 
 # Every pair of settings of (preset, memory, micro-batches, ranks) occurs.

@@ -13,8 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from stepgraph.lowering import inductor
 from stepgraph.lowering.cache import Cache, clear, damage, entries, folder_of_cache
+from stepgraph.program.metadata import set_meta
+from tests.support import HOST
 
 ROOT = Path(__file__).parents[2]
 RIGHT = "the result"
@@ -210,6 +214,7 @@ def test_a_folder_that_cannot_be_made(tmp_path, caplog):
 FULL = """
 import logging, os, sys
 from pathlib import Path
+from stepgraph.lowering import inductor
 from stepgraph.lowering.cache import Cache, entries
 root = Path(sys.argv[1], "kept")
 
@@ -335,3 +340,14 @@ def test_where_it_is(monkeypatch, tmp_path):
     assert folder_of_cache() == tmp_path / ".cache" / "stepgraph" / "compiled"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
     assert folder_of_cache() == tmp_path / "mine" / "stepgraph"
+
+
+def test_other_passes_of_ours_are_another_entry(monkeypatch):
+    """Else what was kept would be taken for found, and each rank would compile it for itself."""
+    module = torch.fx.symbolic_trace(lambda x: torch.sin(x))
+    (placeholder,) = module.graph.find_nodes(op="placeholder")
+    set_meta(placeholder, val=torch.ones(2))
+    text, _ = inductor._wanted(module, [placeholder], HOST)
+    assert text == inductor._wanted(module, [placeholder], HOST)[0]
+    monkeypatch.setattr(inductor, "digest_of_passes", lambda ours: b"others")
+    assert text != inductor._wanted(module, [placeholder], HOST)[0]

@@ -35,10 +35,8 @@ T = TypeVar("T")
 LIMIT = 4 * 2**30  # bytes that are kept
 _LIST = "files.json"
 _BESIDE = ("locks", "kernels")  # folders that are no entries
-_LATER = (
-    ".lock",
-    ".best_config",
-)  # the second: which of a kernel's shapes was fastest, on a device
+# Written while code runs; the second says which of a kernel's shapes was fastest, on a device.
+_LATER = (".lock", ".best_config")
 _SPARE = 16 * 2**20  # bytes: a file system with less is full
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 

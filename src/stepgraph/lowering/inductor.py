@@ -24,7 +24,7 @@ from stepgraph.program.randomness import RANDOM, fused_random
 from stepgraph.torch_internals import host_device
 from stepgraph.torch_internals.code import generate_code
 from stepgraph.torch_internals.compiler import look_at_machine
-from stepgraph.torch_internals.inductor import compile_with_inductor
+from stepgraph.torch_internals.inductor import compile_with_inductor, digest_of_passes
 
 # The whole step is one graph, already differentiated and scheduled, and inductor keeps its order: when it
 # reorders for locality or peak memory, half of the waits end right behind their collectives.
@@ -41,15 +41,15 @@ def _wanted(module: fx.GraphModule, placeholders: Sequence[fx.Node], target: Tar
     """What tells a graph from others, and what compiles it."""
     generate_code(module)
     examples = [meta(node)["val"] for node in placeholders]
+    ours = {RANDOM: fused_random, UPDATE: decomposed}
 
     def make() -> Compiled:
-        ours = {RANDOM: fused_random, UPDATE: decomposed}
         return compile_with_inductor(
             module, examples, SETTINGS, target.overlaps, ours, awaits_copy=WAIT_COPY
         )
 
     shapes = [(e.shape, e.stride(), e.dtype, e.device) for e in examples]
-    return f"{module.code} {shapes} {target.overlaps}", make
+    return f"{module.code} {shapes} {target.overlaps} {digest_of_passes(ours)!r}", make
 
 
 def _compiled(graphs: Sequence[tuple[fx.GraphModule, Sequence[fx.Node]]], target: Target) -> list:

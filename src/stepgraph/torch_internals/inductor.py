@@ -227,6 +227,14 @@ def _of_release() -> dict[str, Any]:
     return {"triton.mix_order_reduction": False} if known and before else {}
 
 
+def digest_of_passes(decompositions: dict[Any, Callable]) -> bytes:
+    """What tells code of ours that shapes a graph here, and these decompositions, from other versions."""
+    from torch._inductor.custom_graph_pass import get_hash_for_files
+
+    files = (__file__, *(inspect.getfile(function) for function in decompositions.values()))
+    return get_hash_for_files(tuple(dict.fromkeys(files)))
+
+
 _WHOLE = "whole"  # inductor's passes run on the graphs in a graph, too
 
 
@@ -240,13 +248,12 @@ def _first_pass(
 
     What was compiled before is found by the graph as it was given: then none of this is done.
     """
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+    from torch._inductor.custom_graph_pass import CustomGraphPass
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    files = (__file__, *(inspect.getfile(function) for function in decompositions.values()))
-    name = get_hash_for_files(tuple(dict.fromkeys(files)))
+    name = digest_of_passes(decompositions)
 
     class Prepare(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:

@@ -17,7 +17,6 @@ import torch
 
 from stepgraph.lowering import inductor
 from stepgraph.lowering.cache import Cache, clear, damage, entries, folder_of_cache
-from stepgraph.program.metadata import set_meta
 from tests.support import HOST
 
 ROOT = Path(__file__).parents[2]
@@ -346,7 +345,7 @@ def test_other_passes_of_ours_are_another_entry(monkeypatch):
     """Else what was kept would be taken for found, and each rank would compile it for itself."""
     module = torch.fx.symbolic_trace(lambda x: torch.sin(x))
     (placeholder,) = module.graph.find_nodes(op="placeholder")
-    set_meta(placeholder, val=torch.ones(2))
+    placeholder.meta["val"] = torch.ones(2)
     text, _ = inductor._wanted(module, [placeholder], HOST)
     assert text == inductor._wanted(module, [placeholder], HOST)[0]
     monkeypatch.setattr(inductor, "digest_of_passes", lambda ours: b"others")

@@ -257,15 +257,15 @@ class Contestant:
         return self.found
 
 
-def contest(names: list[str], size: str, patience: float) -> dict[str, dict]:
-    """All compile at once, then each times a round in turn, ten times, while the others wait."""
+def contest(names: list[str], size: str, patience: float, rounds: int) -> dict[str, dict]:
+    """All compile at once, then each times a round in turn, so many times, while the others wait."""
     contestants = [Contestant(name, size, patience) for name in names]
     start = time.monotonic()
     for each in contestants:
         each.patience = max(1.0, start + patience - time.monotonic())
         each.hear()
         each.patience = patience
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for each in contestants:
             each.time_a_round()
     return {each.name: each.finish() for each in contestants}
@@ -276,6 +276,7 @@ def main() -> None:
     parser.add_argument("--sizes", default=",".join(SIZES))
     parser.add_argument("--contestants", default=",".join(CONTESTANTS))
     parser.add_argument("--at-once", type=int, default=4, help="as many as the memory holds")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--patience", type=float, default=300.0, help="seconds for one contestant")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one", nargs=2, metavar=("CONTESTANT", "SIZE"), help="in this process")
@@ -290,7 +291,7 @@ def main() -> None:
     for size in given.sizes.split(","):
         rows[size] = {}
         for i in range(0, len(names), given.at_once):
-            found = contest(names[i : i + given.at_once], size, given.patience)
+            found = contest(names[i : i + given.at_once], size, given.patience, given.rounds)
             for name, row in found.items():
                 print(size, name, json.dumps(row), flush=True)
             rows[size] |= found

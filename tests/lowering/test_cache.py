@@ -213,7 +213,6 @@ def test_a_folder_that_cannot_be_made(tmp_path, caplog):
 FULL = """
 import logging, os, sys
 from pathlib import Path
-from stepgraph.lowering import inductor
 from stepgraph.lowering.cache import Cache, entries
 root = Path(sys.argv[1], "kept")
 

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import stepgraph
 from stepgraph.cli.launcher import launch
@@ -17,6 +16,7 @@ from stepgraph.memory.patterns import ACTIONS
 from stepgraph.pipeline import foresee
 from stepgraph.program.copies import TO_DEVICE, TO_HOST, WAIT_COPY
 from stepgraph.runtime import host_memory
+from stepgraph.torch_internals import TorchDispatchMode
 from tests.live_memory import live_step
 from tests.memory.test_budget import tiny_gpt2
 from tests.one_process import OneProcessRun

@@ -17,7 +17,6 @@ from stepgraph.equivalence.check import check_model
 from stepgraph.equivalence.comparing import CheckReport
 from stepgraph.equivalence.graph_by_graph import check_graphs
 from stepgraph.errors import GraphBreakError, UsageError
-from stepgraph.lowering.presets import LOWERINGS
 from stepgraph.program.layout import MeshShape
 from stepgraph.runtime.batches import flatten_batch
 from stepgraph.runtime.progress import doing
@@ -62,14 +61,14 @@ def _check_whole(engine: Engine, batch: Any) -> CheckReport:
     settings, step = engine.settings(), engine.plan.request.step
     with engine.model_as_given():
         model, replaced = _plain_copy(engine.model)
-    optimizer, name = settings.pop("optimizer"), engine.plan.lowering
+    optimizer = settings.pop("optimizer")
     return check_model(
         model,
         optimizer=_optimizer_over(optimizer, replaced),
         batch=_global_batch(batch, engine.plan.mesh),
         mesh=engine.plan.mesh,
         plan=engine.plan,
-        lowerings=list(dict.fromkeys(("eager", LOWERINGS[name].inner or name))),
+        lowerings=list(dict.fromkeys(("eager", engine.plan.lowering))),
         micro_batches=step.micro_batches,
         precision=step.precision,
         **settings,

@@ -223,8 +223,7 @@ def _of_release() -> dict[str, Any]:
     one place that it should keep, and what reads it (another graph) refuses it.
     """
     known = hasattr(_inductor_config.triton, "mix_order_reduction")
-    before = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
-    return {"triton.mix_order_reduction": False} if known and before else {}
+    return {"triton.mix_order_reduction": False} if known and torch.__version__ < (2, 13) else {}
 
 
 def digest_of_passes(decompositions: dict[Any, Callable]) -> bytes:

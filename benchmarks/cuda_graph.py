@@ -35,7 +35,7 @@ SIZES = {
 }
 
 
-def make_model(size: Size) -> nn.Module:
+def make_model(size: Size, device: str = "cuda") -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -44,12 +44,12 @@ def make_model(size: Size) -> nn.Module:
         num_hidden_layers=size.layers, num_attention_heads=size.heads,
         num_key_value_heads=size.heads, max_position_embeddings=size.tokens, use_cache=False,
     )  # fmt: skip
-    with torch.device("cuda"):
+    with torch.device(device):
         return LlamaForCausalLM(config).train()
 
 
-def make_batch(size: Size) -> dict[str, Tensor]:
-    ids = torch.randint(32000, (size.batch, size.tokens), device="cuda")
+def make_batch(size: Size, device: str = "cuda") -> dict[str, Tensor]:
+    ids = torch.randint(32000, (size.batch, size.tokens), device=device)
     return {"input_ids": ids, "labels": ids.clone()}
 
 
@@ -66,7 +66,7 @@ def plain(mode: str | None) -> Callable[[nn.Module, dict], Step]:
                 loss = call(**batch).loss
             loss.backward()
             optimizer.step()
-            optimizer.zero_grad(set_to_none=mode != "reduce-overhead")
+            optimizer.zero_grad(set_to_none=True)
             return loss.detach().clone()  # the next step writes over what a graph returned
 
         return step
@@ -154,6 +154,16 @@ CONTESTANTS: dict[str, Callable[[nn.Module, dict], Step]] = {
     "stepgraph inductor": ours("inductor"),
     "stepgraph cuda_graph": ours("cuda_graph"),
 }
+
+
+def predict(size: Size) -> dict[str, float]:
+    """What the cost model says of our step, which a laptop can ask."""
+    import stepgraph
+
+    model, batch = make_model(size, "meta"), make_batch(size, "meta")
+    how = {"placement": "ddp", "device": "h200", "compute_dtype": torch.bfloat16}
+    found = stepgraph.plan(model, example=batch, mesh="dp=1", **how).predicted
+    return {"step_ms": found.step_ms, "mfu": found.mfu, "peak_gib": found.peak_bytes / 2**30}
 
 
 def launches(step: Step, batch: dict) -> int:
@@ -280,7 +290,12 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=300.0, help="seconds for one contestant")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one", nargs=2, metavar=("CONTESTANT", "SIZE"), help="in this process")
+    parser.add_argument("--predict", action="store_true", help="only what the cost model says")
     given = parser.parse_args()
+    if given.predict:
+        for size in given.sizes.split(","):
+            print(size, json.dumps(predict(SIZES[size])), flush=True)
+        return
     if not torch.cuda.is_available():
         sys.exit("this needs a CUDA device: what can be seen without one is in tests/graphs")
     if given.one:

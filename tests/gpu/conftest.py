@@ -47,6 +47,7 @@ def one_device_for_each_test(request):
         warnings.filterwarnings("ignore", ".*deterministic.*")
         warnings.filterwarnings("ignore", ".*should not be instantiated.*")  # of torch's own vmap
         warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.")  # hints
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing")  # peft's
         yield
     torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.allow_tf32 = True

@@ -41,8 +41,16 @@ def train(lowering, name="gpt2", steps=STEPS, **options):
     return [float(loss) for loss in torch.stack(losses)]
 
 
+OPTIONS = [
+    {},
+    {"micro_batches": 2},
+    {"compute_dtype": torch.bfloat16},
+    {"memory": {"transformer.h.*": "offload"}},
+]
+
+
 @pytest.mark.parametrize("captures", WITHOUT)
-@pytest.mark.parametrize("options", [{}, {"micro_batches": 2}, {"compute_dtype": torch.bfloat16}])
+@pytest.mark.parametrize("options", OPTIONS)
 def test_losses_are_bitwise_those_without_the_graph(captures, options, record):
     expected, found = train(WITHOUT[captures], **options), train(captures, **options)
     record[f"gpt2, {captures}, {options}"] = {"losses": found, "without": expected}

@@ -67,3 +67,15 @@ def test_the_global_batch_is_that_of_one_micro_batch_on_all_ranks():
         flat((torch.ones(6, 5), torch.tensor(1.0))), micro_batches=3, data_parallel=4
     )
     assert [tuple(leaf.shape) for leaf in spec.tensors] == [(8, 5), ()]
+
+
+def test_keys_of_any_kind_in_any_order_are_told_apart():
+    x, y = torch.ones(4, 2), torch.ones(4)
+    one, other = flat({("a", 1): x, 3: y}), flat({3: y, ("a", 1): x})
+    for batch in (one, other):
+        assert {path: leaf.dim() for path, leaf in zip(batch.paths, batch.leaves, strict=True)} == {
+            "('a', 1)": 2,
+            "3": 1,
+        }
+    slow = flat({("a", 1): x, 3: torch.nn.Parameter(y, False)})
+    assert slow.paths == one.paths and slow.tree == one.tree

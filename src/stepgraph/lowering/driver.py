@@ -13,10 +13,11 @@ import torch
 from torch import fx
 
 from stepgraph.lowering.bodies import Call, Given, Number, Pieces
-from stepgraph.lowering.handed_on import floats, memory, root_of
+from stepgraph.lowering.handed_on import floats, layout, memory, root_of
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import runnable
-from stepgraph.torch_internals.storages import assert_layout, reinterpret, share_memory
+from stepgraph.torch_internals.recording import below_autograd
+from stepgraph.torch_internals.storages import assert_layout, reinterpret
 
 Compiled = Callable[[list], Sequence[Any]]
 
@@ -31,7 +32,7 @@ def drive(pieces: Pieces, bodies: Sequence[Compiled]) -> Callable[[Sequence], Se
     text = writer.text()
     names = {**writer.constants, **{f"body_{i}": body for i, body in enumerate(bodies)}}
     exec(compile(text, "<the pieces of a program>", "exec"), names)  # noqa: S102
-    return torch.no_grad()(names["run"])
+    return below_autograd(names["run"])
 
 
 class _Writer:
@@ -109,12 +110,12 @@ class _Writer:
         """A view of what another node holds: one call, whatever operators lead to it."""
         source = root_of(node)
         held = memory(source, self.pieces.piece_of)
-        layout = _layout(node, source, meta(held)["val"]) if "val" in meta(held) else None
-        if layout is not None:
+        found = layout(node, source, meta(held)["val"]) if "val" in meta(held) else None
+        if found is not None:
             shown, like = self.shown(source), meta(held)["val"]
             laid_out = f"{shown}, {tuple(like.shape)}, {like.stride()}"
             self.checks[held] = f"  {self.constant('assert_layout', assert_layout)}({laid_out})"
-            sizes, strides, offset = layout
+            sizes, strides, offset = found
             operation = self.constant("reinterpret", reinterpret)
             return f"{operation}({shown}, {sizes}, {strides}, {offset})"
         target = runnable(node.target)
@@ -137,22 +138,3 @@ class _Writer:
         """The line after which some values are not held any more."""
         names = [*names]
         return [f"  {' = '.join(names)} = None"] if names else []
-
-
-Layout = tuple[tuple[int, ...], tuple[int, ...], int]
-
-
-def _layout(node: fx.Node, source: fx.Node, held: torch.Tensor) -> Layout | None:
-    """Sizes, strides and offset in ``held`` of what views show; None where those do not say it all."""
-    base = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device="meta")
-
-    def value(of: fx.Node) -> Any:
-        if of is source:
-            return base
-        return runnable(of.target)(*fx.map_arg(of.args, value), **fx.map_arg(of.kwargs, value))
-
-    shown = value(node)
-    same = shown.dtype == base.dtype and not (shown.is_conj() or shown.is_neg())
-    if not same or not share_memory(shown, base):
-        return None
-    return tuple(shown.shape), shown.stride(), shown.storage_offset()

@@ -6,6 +6,7 @@ computes it again where it is read. Pieces do the same, or they would hold more.
 
 import operator
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -15,8 +16,9 @@ from stepgraph.operators.views import viewed
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.copies import WAITS, is_copy
 from stepgraph.program.metadata import meta
-from stepgraph.program.program import is_write
+from stepgraph.program.program import is_write, runnable
 from stepgraph.torch_internals.operators import TO_COPY
+from stepgraph.torch_internals.storages import share_memory
 
 _DEPTH = 4  # operations between what is read and what is kept
 _POINTWISE = {TO_COPY}
@@ -36,6 +38,30 @@ def root_of(node: fx.Node) -> fx.Node:
     while floats(node):
         node = viewed(node)  # type: ignore[assignment]
     return node
+
+
+Layout = tuple[tuple[int, ...], tuple[int, ...], int]
+
+
+def layout(node: fx.Node, source: fx.Node, held: torch.Tensor) -> Layout | None:
+    """Sizes, strides and offset in ``held`` of what views show; None where those do not say it all.
+
+    Args:
+        source: where the views begin.
+        held: an example of it.
+    """
+    base = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device="meta")
+
+    def value(of: fx.Node) -> Any:
+        if of is source:
+            return base
+        return runnable(of.target)(*fx.map_arg(of.args, value), **fx.map_arg(of.kwargs, value))
+
+    shown = value(node)
+    same = shown.dtype == base.dtype and not (shown.is_conj() or shown.is_neg())
+    if not same or not share_memory(shown, base):
+        return None
+    return tuple(shown.shape), shown.stride(), shown.storage_offset()
 
 
 def memory(node: fx.Node, piece_of: Mapping[fx.Node, int]) -> fx.Node:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.lowering.bodies import Body, in_pieces
+from stepgraph.lowering.as_it_is import as_it_is
+from stepgraph.lowering.bodies import in_pieces
 from stepgraph.lowering.cache import Cache
 from stepgraph.lowering.driver import Compiled, drive
-from stepgraph.lowering.eager import operator_by_operator
 from stepgraph.lowering.record import Executable, Lowering, no_obstacles
 from stepgraph.operators.updates import UPDATE, decomposed
 from stepgraph.planning.target import Target
@@ -25,6 +25,7 @@ from stepgraph.torch_internals import host_device
 from stepgraph.torch_internals.code import generate_code
 from stepgraph.torch_internals.compiler import look_at_machine
 from stepgraph.torch_internals.inductor import compile_with_inductor, digest_of_passes
+from stepgraph.torch_internals.recording import below_autograd
 
 # The whole step is one graph, already differentiated and scheduled, and inductor keeps its order: when it
 # reorders for locality or peak memory, half of the waits end right behind their collectives.
@@ -66,7 +67,7 @@ def _make_whole(program: Program, target: Target) -> Executable:
     def execute(inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
         return run(list(inputs))
 
-    return execute
+    return below_autograd(execute)
 
 
 def _make(program: Program, target: Target) -> Executable:
@@ -76,19 +77,7 @@ def _make(program: Program, target: Target) -> Executable:
     compiled = [body for body in pieces.bodies if not body.plain]
     graphs = [(body.module(), body.graph.find_nodes(op="placeholder")) for body in compiled]
     made = iter(_compiled(graphs, target))
-    return drive(pieces, [_as_it_is(b) if b.plain else next(made) for b in pieces.bodies])
-
-
-def _as_it_is(body: Body) -> Compiled:
-    """Runs a body operator by operator."""
-    run = operator_by_operator(body.module())
-
-    def call(given: list) -> Sequence[Any]:
-        values = [*given]
-        given.clear()
-        return run(*values)
-
-    return call
+    return drive(pieces, [as_it_is(b) if b.plain else next(made) for b in pieces.bodies])
 
 
 INDUCTOR = Lowering("inductor", no_obstacles, _make, fuses=True)

@@ -1,5 +1,6 @@
 """Batches: pytrees of tensors; their micro-batches and global shape; which kinds there have been."""
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -42,8 +43,10 @@ def first_on_each(
     """``NAME on DEVICE`` of the first tensor on each device, those of some kinds left out."""
     first: dict[torch.device, str] = {}
     for name, value in named:
-        if isinstance(value, torch.Tensor) and value.device.type not in but:
-            first.setdefault(value.device, f"{name} on {value.device}")
+        if not isinstance(value, torch.Tensor) or value.device in first:
+            continue
+        if value.device.type not in but:
+            first[value.device] = f"{name} on {value.device}"
     return first
 
 
@@ -206,13 +209,23 @@ def fake_leaves(rows: Callable[[int], int]) -> Callable[[Any], Any]:
 
 def flatten_with_paths(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
     """(path, leaf) pairs of a pytree in order, and its structure; ``{"x": t}`` gives ``"x"``."""
+    if type(tree) is dict and all(type(one) is torch.Tensor for one in tree.values()):
+        order, spec = _of_tensors(tuple(tree))
+        return [(path, tree[key]) for path, key in order], spec
     pairs, spec = pytree.tree_flatten_with_path(tree)
+    return [(_text(path), leaf) for path, leaf in pairs], spec
 
-    def text(path: Any) -> str:
-        keys = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", ""))) for key in path]
-        return ".".join(str(key) for key in keys) or "batch"
 
-    return [(text(path), leaf) for path, leaf in pairs], spec
+@functools.lru_cache(maxsize=64)
+def _of_tensors(keys: tuple) -> tuple[list[tuple[str, Any]], Any]:
+    """The (path, key) pairs of a dictionary of tensors in order, and its structure."""
+    pairs, spec = pytree.tree_flatten_with_path({key: i for i, key in enumerate(keys)})
+    return [(_text(path), keys[i]) for path, i in pairs], spec
+
+
+def _text(path: Any) -> str:
+    keys = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", ""))) for key in path]
+    return ".".join(str(key) for key in keys) or "batch"
 
 
 @dataclass

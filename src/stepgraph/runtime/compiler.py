@@ -37,7 +37,7 @@ from stepgraph.runtime.recompiles import Stats, before_compiling, count_call, re
 from stepgraph.runtime.state import State
 from stepgraph.runtime.watch import Watch
 from stepgraph.torch_internals import hooks, pytree
-from stepgraph.torch_internals.modules import look_at
+from stepgraph.torch_internals.modules import Watched
 
 log = logging.getLogger("stepgraph")
 
@@ -90,6 +90,7 @@ class Compiler:
         state = self.state
         self.model, self.optimizer, self.ranks = state.model, state.optimizer, state.ranks
         self._parameters = list(self.model.parameters())
+        self._watched = Watched(self.model)
         self.data = AssignedData(self.model)
         self._outside = OutsideTensors(state)
         self.kinds = KindsOfBatch(self.ranks, self.max_shapes)
@@ -119,7 +120,7 @@ class Compiler:
     def entry(self, name: str, batch: LocalBatch) -> Compiled:
         """The programs of an entry point (step, gradients, evaluate) for a batch like this one."""
         count_call(self, name)
-        now = look_at(self.model)
+        now = self._watched.look()
         optimizer = self.optimizer
         if now.backward_hooks or (optimizer is not None and hooks.step_hooks(optimizer)):
             check_hooks(self.model, self.optimizer)

@@ -5,6 +5,7 @@ updated together where torch keeps a copy for each. ``optimizer.state`` is torch
 when somebody asks for a state dict, and read after somebody loaded one.
 """
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -218,6 +219,7 @@ class GroupNumbers:
         self.optimizer = optimizer
         self._numbers: dict[str, float] = {}
         self._settings: list[dict[str, Any]] | None = None
+        self._seen: tuple[list[int], list[Any]] = [], []  # as it was told; empty: to be looked at
 
     def update(
         self, functional: FunctionalOptimizer, tensors: Mapping[roles.Input, torch.Tensor]
@@ -227,10 +229,14 @@ class GroupNumbers:
         Raises:
             FrozenNumberError: a number changed that the program holds as a constant.
         """
+        sizes, now = _sizes_and_values(self.optimizer)
+        if sizes == self._seen[0] and all(map(operator.is_, now, self._seen[1])):
+            return
         settings = [capture.group_settings(group) for group in self.optimizer.param_groups]
         self._settings = self._settings or settings
         if settings != self._settings:
             raise _changed(self._settings, settings)
+        told = True
         for index, group in enumerate(self.optimizer.param_groups):
             for name, value in capture.group_numbers(group).items():
                 full = f"group{index}.{name}"
@@ -241,6 +247,29 @@ class GroupNumbers:
                 if tensor is not None:  # a program that takes it may still come
                     self._numbers[full] = value
                     tensor.fill_(value)
+                told &= tensor is not None
+        # What can change and stay the same object is looked at each time.
+        fixed = all(type(one) in _FIXED or _is_of_numbers(one) for one in now)
+        self._seen = (sizes, now) if told and fixed else ([], [])
+
+
+_FIXED = (int, float, bool, str, type(None))
+
+
+def _is_of_numbers(value: Any) -> bool:
+    return type(value) is tuple and all(type(item) in _FIXED for item in value)
+
+
+def _sizes_and_values(optimizer: torch.optim.Optimizer) -> tuple[list[int], list[Any]]:
+    """Of each group how many parameters and entries it has; of all groups keys and other values."""
+    sizes: list[int] = []
+    found: list[Any] = []
+    for group in optimizer.param_groups:
+        sizes += (len(group["params"]), len(group))
+        for key, value in group.items():
+            if key != "params":
+                found += (key, value)
+    return sizes, found
 
 
 def _changed(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> FrozenNumberError:

@@ -1,10 +1,16 @@
-"""How often dynamo may compile a piece of code, where it counts all calls of ``torch.compile`` together."""
+"""How dynamo compiles pieces of code, where a release needs it told: how often, and with which guards."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch._dynamo.config as _dynamo_config
+
+# Guards of torch before 2.12 remember the addresses of dictionaries, and on Python 3.12 they have used ones
+# that were freed (pytorch/pytorch#183753; later releases have it off): a crash when garbage is collected.
+SAFE_GUARDS: dict[str, Any] = {
+    name: False for name in ("use_recursive_dict_tags_for_guards",) if hasattr(_dynamo_config, name)
+}
 
 
 class Limits:
@@ -27,7 +33,7 @@ class Limits:
                 name: max(self.sum, getattr(_dynamo_config, name))
                 for name in ("recompile_limit", "accumulated_recompile_limit")
             }
-            with _dynamo_config.patch(**least):
+            with _dynamo_config.patch(**least, **SAFE_GUARDS):
                 return compiled(*args, **kwargs)
 
         return call

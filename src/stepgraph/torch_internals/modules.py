@@ -1,4 +1,4 @@
-"""What a model looks like now, in one walk without names: this is looked at before every call."""
+"""What a model looks like now: this is looked at before every call."""
 
 from dataclasses import dataclass
 
@@ -24,21 +24,40 @@ class Look:
 
 def look_at(model: nn.Module) -> Look:
     """Looks at every module of a model."""
-    parts: dict[nn.Module, None] = {}
-    parameters: dict[nn.Parameter, None] = {}
-    training, forward_hooks, backward_hooks = [], [], False
-    left: list[nn.Module] = [model]
-    while left:
-        part = left.pop()
-        if part in parts:
-            continue
-        parts[part] = None
-        training.append(part.training)
-        forward_hooks.append((*part._forward_hooks, *part._forward_pre_hooks))
-        backward_hooks |= bool(part._backward_hooks or part._backward_pre_hooks)
-        for parameter in part._parameters.values():
-            if parameter is not None:
-                parameters[parameter] = None
-        if part._modules:
-            left += [below for below in reversed(part._modules.values()) if below is not None]
-    return Look(list(parameters), tuple(training), tuple(forward_hooks), backward_hooks)
+    return Watched(model).look()
+
+
+class Watched:
+    """A model that is looked at again and again: its parts are looked for when they are others."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parts: list[nn.Module] = [model]
+        self._below: list[int] = []  # ids: of what the parts hold, as often as they hold it
+        self._held: list[int] = []
+        self._parameters: list[nn.Parameter] = []
+        self._find_parts()
+
+    def look(self) -> Look:
+        """How it looks now."""
+        parts = self._parts
+        if self._below != [id(below) for part in parts for below in part._modules.values()]:
+            parts = self._find_parts()
+        held = [one for part in parts for one in part._parameters.values()]
+        if self._held != [*map(id, held)]:
+            self._held = [*map(id, held)]
+            self._parameters = [*{id(one): one for one in held if one is not None}.values()]
+        forward_hooks, backward_hooks = self._no_hooks, False
+        for part in parts:
+            if part._forward_hooks or part._forward_pre_hooks:
+                forward_hooks = tuple(
+                    (*part._forward_hooks, *part._forward_pre_hooks) for part in parts
+                )
+            backward_hooks |= bool(part._backward_hooks or part._backward_pre_hooks)
+        training = tuple([part.training for part in parts])
+        return Look(self._parameters, training, forward_hooks, backward_hooks)
+
+    def _find_parts(self) -> list[nn.Module]:
+        self._parts = [*self._parts[0].modules()]
+        self._below = [id(below) for part in self._parts for below in part._modules.values()]
+        self._no_hooks = ((),) * len(self._parts)
+        return self._parts

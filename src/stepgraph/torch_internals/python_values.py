@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch._dynamo.config as _dynamo_config
 import torch._dynamo.functional_export as _functional_export
 from torch import nn
 from torch._dynamo.side_effects import SideEffects
@@ -20,6 +21,8 @@ from torch._dynamo.variables.base import (
     VariableTracker,
 )
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+
+from stepgraph.torch_internals.limits import SAFE_GUARDS
 
 # Guards on what is no Python value of the model's: tensors (shards fail them), modes of torch (those that
 # matter are part of what a program is kept for), hooks (looked at by themselves).
@@ -102,7 +105,8 @@ class Heard:
         outside.guards.inner = type(everything)(kept)
         try:
             function, _ = _functional_export.get_traced_fn(self.function)
-            checked = captured.build_guards(function.__code__).guard_manager
+            with _dynamo_config.patch(**SAFE_GUARDS):
+                checked = captured.build_guards(function.__code__).guard_manager
         finally:
             outside.guards.inner = everything
         return Reads(self.function, checked, list(slow.values()))

@@ -149,7 +149,7 @@ def _groups(
         elif not _may_stand_between(node, made):
             kind = None
         else:
-            computes |= meta(node)["phase"] != OPTIMIZER
+            computes |= meta(node)["phase"] != OPTIMIZER and not is_view(node)
     return groups
 
 

@@ -1,0 +1,21 @@
+"""What runs without autograd: nothing is recorded, and nobody is asked whether it should be."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def below_autograd(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose operators go straight to their kernels.
+
+    ``no_grad`` alone still asks autograd at every operator; torch's collectives answer in Python.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+            return function(*args)
+
+    return call

@@ -1,0 +1,68 @@
+"""A model that is looked at before every call looks as it is, whatever was done to it between."""
+
+import pytest
+from torch import nn
+
+from stepgraph.torch_internals.modules import Watched, look_at
+
+
+def model():
+    shared = nn.Linear(2, 2)
+    return nn.Sequential(nn.Linear(2, 2), nn.Sequential(shared, nn.Dropout(0.5)), shared)
+
+
+def tie(m):
+    m[0].weight = m[2].weight
+
+
+def replace_a_part(m):
+    m[1] = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+
+
+def put_none(m):
+    m[1].register_module("2", None)
+    m[0].register_parameter("bias", None)
+
+
+CHANGES = [
+    lambda m: None,
+    lambda m: m.eval(),
+    lambda m: m[1][1].eval(),
+    tie,
+    replace_a_part,
+    put_none,
+    lambda m: m.append(nn.Linear(2, 2)),
+    lambda m: m.register_forward_hook(lambda *_: None),
+    lambda m: m[1][0].register_forward_pre_hook(lambda *_: None),
+    lambda m: m[0].register_full_backward_hook(lambda *_: None),
+    lambda m: setattr(m[0], "weight", nn.Parameter(m[0].weight.detach().clone())),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_it_is_seen(change):
+    made = model()
+    watched = Watched(made)
+    watched.look()
+    before = watched.look()
+    change(made)
+    found, expected = watched.look(), look_at(made)
+    assert [*map(id, found.parameters)] == [*map(id, made.parameters())]
+    assert found.training == expected.training == tuple(m.training for m in made.modules())
+    assert (found.forward_hooks, found.backward_hooks) == (
+        expected.forward_hooks,
+        expected.backward_hooks,
+    )
+    assert (
+        change is CHANGES[0]
+        or [*map(id, found.parameters)] != [*map(id, before.parameters)]
+        or found != before
+    )
+
+
+def test_hooks_that_were_taken_off_are_gone():
+    made = model()
+    watched = Watched(made)
+    before = watched.look()
+    made.register_forward_hook(lambda *_: None).remove()
+    assert watched.look() == before

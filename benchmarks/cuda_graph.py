@@ -131,14 +131,20 @@ def graphed_callables(model: nn.Module, batch: dict) -> Step:
     return step
 
 
-def ours(lowering: str) -> Callable[[nn.Module, dict], Step]:
+def in_autocast(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    with torch.autocast("cuda", torch.bfloat16):
+        return model(**batch).loss
+
+
+def ours(lowering: str, autocast: bool = False) -> Callable[[nn.Module, dict], Step]:
+    """``autocast``: types as in the usual loop; else everything is computed in bfloat16, as under FSDP2."""
+
     def make(model: nn.Module, batch: dict) -> Step:
         import stepgraph
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-        engine = stepgraph.Engine(
-            model, optimizer=optimizer, plan="ddp", lowering=lowering, compute_dtype=torch.bfloat16
-        )
+        how: dict = {"loss": in_autocast} if autocast else {"compute_dtype": torch.bfloat16}
+        engine = stepgraph.Engine(model, optimizer=optimizer, plan="ddp", lowering=lowering, **how)
         return engine.step
 
     return make
@@ -153,6 +159,7 @@ CONTESTANTS: dict[str, Callable[[nn.Module, dict], Step]] = {
     "make_graphed_callables": graphed_callables,
     "stepgraph inductor": ours("inductor"),
     "stepgraph cuda_graph": ours("cuda_graph"),
+    "stepgraph cuda_graph in autocast": ours("cuda_graph", autocast=True),
 }
 
 

@@ -66,3 +66,12 @@ def test_hooks_that_were_taken_off_are_gone():
     before = watched.look()
     made.register_forward_hook(lambda *_: None).remove()
     assert watched.look() == before
+
+
+def test_a_part_that_moves_to_its_neighbour_is_seen():
+    made = nn.Sequential(nn.Sequential(nn.Tanh(), nn.Linear(2, 2)), nn.Sequential(nn.Dropout(0.5)))
+    watched = Watched(made)
+    watched.look()
+    moved = made[0].pop(1).eval()
+    made[1].insert(0, moved)
+    assert watched.look() == look_at(made)

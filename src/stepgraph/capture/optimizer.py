@@ -17,6 +17,7 @@ import contextlib
 import copy
 import operator
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def group_numbers(group: dict[str, Any]) -> dict[str, float]:
         for index, item in enumerate(items):
             if isinstance(item, torch.Tensor) and item.numel() != 1:
                 continue
-            if isinstance(item, (int, float, torch.Tensor)) and not isinstance(item, bool):
+            if isinstance(item, (Real, torch.Tensor)) and not isinstance(item, bool):
                 name = f"{key}.{index}" if isinstance(value, (tuple, list)) else key
                 numbers[name] = float(item)
     return numbers

@@ -16,7 +16,6 @@ from stepgraph.lowering.bodies import Call, Given, Number, Pieces
 from stepgraph.lowering.handed_on import floats, layout, memory, root_of
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import runnable
-from stepgraph.torch_internals.recording import below_autograd
 from stepgraph.torch_internals.storages import assert_layout, reinterpret
 
 Compiled = Callable[[list], Sequence[Any]]
@@ -32,7 +31,7 @@ def drive(pieces: Pieces, bodies: Sequence[Compiled]) -> Callable[[Sequence], Se
     text = writer.text()
     names = {**writer.constants, **{f"body_{i}": body for i, body in enumerate(bodies)}}
     exec(compile(text, "<the pieces of a program>", "exec"), names)  # noqa: S102
-    return below_autograd(names["run"])
+    return torch.no_grad()(names["run"])
 
 
 class _Writer:

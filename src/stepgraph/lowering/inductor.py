@@ -4,6 +4,7 @@ What repeats is compiled once (:mod:`stepgraph.lowering.bodies`); ``inductor_who
 graph.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -67,7 +68,7 @@ def _make_whole(program: Program, target: Target) -> Executable:
     def execute(inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
         return run(list(inputs))
 
-    return below_autograd(execute)
+    return _recording_nothing(program, execute)
 
 
 def _make(program: Program, target: Target) -> Executable:
@@ -77,7 +78,19 @@ def _make(program: Program, target: Target) -> Executable:
     compiled = [body for body in pieces.bodies if not body.plain]
     graphs = [(body.module(), body.graph.find_nodes(op="placeholder")) for body in compiled]
     made = iter(_compiled(graphs, target))
-    return drive(pieces, [as_it_is(b) if b.plain else next(made) for b in pieces.bodies])
+    run = drive(pieces, [as_it_is(b) if b.plain else next(made) for b in pieces.bodies])
+    return _recording_nothing(program, run)
+
+
+# Whose kernels compute no gradients of their own. Somebody else's may, and then autograd has to be there.
+_OWN = {"aten", "prims", "_c10d_functional", "stepgraph"}
+
+
+def _recording_nothing(program: Program, run: Executable) -> Executable:
+    """The same, its operators' kernels called at once where that can make no difference."""
+    targets = {node.target for node in program.operations()} - {operator.getitem}
+    own = all(getattr(target, "namespace", None) in _OWN for target in targets)
+    return below_autograd(run) if own else torch.no_grad()(run)
 
 
 INDUCTOR = Lowering("inductor", no_obstacles, _make, fuses=True)

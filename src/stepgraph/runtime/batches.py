@@ -209,7 +209,8 @@ def fake_leaves(rows: Callable[[int], int]) -> Callable[[Any], Any]:
 
 def flatten_with_paths(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
     """(path, leaf) pairs of a pytree in order, and its structure; ``{"x": t}`` gives ``"x"``."""
-    if type(tree) is dict and all(type(one) is torch.Tensor for one in tree.values()):
+    named = type(tree) is dict and all(type(key) is str for key in tree)
+    if named and all(type(one) is torch.Tensor for one in tree.values()):
         order, spec = _of_tensors(tuple(tree))
         return [(path, tree[key]) for path, key in order], spec
     pairs, spec = pytree.tree_flatten_with_path(tree)
@@ -217,7 +218,7 @@ def flatten_with_paths(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
 
 
 @functools.lru_cache(maxsize=64)
-def _of_tensors(keys: tuple) -> tuple[list[tuple[str, Any]], Any]:
+def _of_tensors(keys: tuple[str, ...]) -> tuple[list[tuple[str, Any]], Any]:
     """The (path, key) pairs of a dictionary of tensors in order, and its structure."""
     pairs, spec = pytree.tree_flatten_with_path({key: i for i, key in enumerate(keys)})
     return [(_text(path), keys[i]) for path, i in pairs], spec

@@ -32,7 +32,7 @@ class Watched:
 
     def __init__(self, model: nn.Module) -> None:
         self._parts: list[nn.Module] = [model]
-        self._below: list[int] = []  # ids: of what the parts hold, as often as they hold it
+        self._below: list[list[int]] = []  # ids of what each part holds
         self._held: list[int] = []
         self._parameters: list[nn.Parameter] = []
         self._find_parts()
@@ -40,7 +40,7 @@ class Watched:
     def look(self) -> Look:
         """How it looks now."""
         parts = self._parts
-        if self._below != [id(below) for part in parts for below in part._modules.values()]:
+        if self._below != [[*map(id, part._modules.values())] for part in parts]:
             parts = self._find_parts()
         held = [one for part in parts for one in part._parameters.values()]
         if self._held != [*map(id, held)]:
@@ -58,6 +58,6 @@ class Watched:
 
     def _find_parts(self) -> list[nn.Module]:
         self._parts = [*self._parts[0].modules()]
-        self._below = [id(below) for part in self._parts for below in part._modules.values()]
+        self._below = [[*map(id, part._modules.values())] for part in self._parts]
         self._no_hooks = ((),) * len(self._parts)
         return self._parts

@@ -26,7 +26,7 @@ from stepgraph.torch_internals import host_device
 from stepgraph.torch_internals.code import generate_code
 from stepgraph.torch_internals.compiler import look_at_machine
 from stepgraph.torch_internals.inductor import compile_with_inductor, digest_of_passes
-from stepgraph.torch_internals.recording import below_autograd
+from stepgraph.torch_internals.recording import TORCHS_NAMESPACES, below_autograd
 
 # The whole step is one graph, already differentiated and scheduled, and inductor keeps its order: when it
 # reorders for locality or peak memory, half of the waits end right behind their collectives.
@@ -83,7 +83,7 @@ def _make(program: Program, target: Target) -> Executable:
 
 
 # Whose kernels compute no gradients of their own. Somebody else's may, and then autograd has to be there.
-_OWN = {"aten", "prims", "_c10d_functional", "stepgraph"}
+_OWN = {*TORCHS_NAMESPACES, "stepgraph"}
 
 
 def _recording_nothing(program: Program, run: Executable) -> Executable:

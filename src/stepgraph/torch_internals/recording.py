@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+# Of operators: torch's own, and its collectives.
+TORCHS_NAMESPACES = ("aten", "prims", "_c10d_functional")
+
 
 def below_autograd(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function whose operators go straight to their kernels.

@@ -31,7 +31,7 @@ def drive(pieces: Pieces, bodies: Sequence[Compiled]) -> Callable[[Sequence], Se
     text = writer.text()
     names = {**writer.constants, **{f"body_{i}": body for i, body in enumerate(bodies)}}
     exec(compile(text, "<the pieces of a program>", "exec"), names)  # noqa: S102
-    return torch.no_grad()(names["run"])
+    return names["run"]
 
 
 class _Writer:

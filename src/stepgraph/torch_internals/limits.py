@@ -8,9 +8,8 @@ import torch._dynamo.config as _dynamo_config
 
 # Guards of torch before 2.12 remember the addresses of dictionaries, and on Python 3.12 they have used ones
 # that were freed (pytorch/pytorch#183753; later releases have it off): a crash when garbage is collected.
-SAFE_GUARDS: dict[str, Any] = {
-    name: False for name in ("use_recursive_dict_tags_for_guards",) if hasattr(_dynamo_config, name)
-}
+_REMEMBERED = "use_recursive_dict_tags_for_guards"
+SAFE_GUARDS: dict[str, Any] = {_REMEMBERED: False} if hasattr(_dynamo_config, _REMEMBERED) else {}
 
 
 class Limits:

@@ -46,13 +46,12 @@ class Watched:
         if self._held != [*map(id, held)]:
             self._held = [*map(id, held)]
             self._parameters = [*{id(one): one for one in held if one is not None}.values()]
-        forward_hooks, backward_hooks = self._no_hooks, False
-        for part in parts:
-            if part._forward_hooks or part._forward_pre_hooks:
-                forward_hooks = tuple(
-                    (*part._forward_hooks, *part._forward_pre_hooks) for part in parts
-                )
-            backward_hooks |= bool(part._backward_hooks or part._backward_pre_hooks)
+        forward_hooks = self._no_hooks
+        if any(part._forward_hooks or part._forward_pre_hooks for part in parts):
+            forward_hooks = tuple(
+                (*part._forward_hooks, *part._forward_pre_hooks) for part in parts
+            )
+        backward_hooks = any(part._backward_hooks or part._backward_pre_hooks for part in parts)
         training = tuple([part.training for part in parts])
         return Look(self._parameters, training, forward_hooks, backward_hooks)
 

@@ -69,6 +69,35 @@ def test_another_text_is_another_entry(cache):
     assert len(entries(cache.root)) == 2
 
 
+@pytest.mark.parametrize(
+    ("change", "back"),
+    [
+        (lambda: torch.set_num_threads(3), torch.set_num_threads),
+        (
+            lambda: torch.set_default_dtype(torch.float64),
+            lambda _: torch.set_default_dtype(torch.float32),
+        ),
+        (
+            lambda: torch.use_deterministic_algorithms(True),
+            lambda _: torch.use_deterministic_algorithms(False),
+        ),
+        (
+            lambda: torch.set_float32_matmul_precision("medium"),
+            lambda _: torch.set_float32_matmul_precision("highest"),
+        ),
+    ],
+)
+def test_what_code_is_generated_for_is_another_entry(cache, change, back):
+    threads = torch.get_num_threads()
+    one(cache, "a text", Compiler())
+    change()
+    try:
+        one(cache, "a text", Compiler())
+    finally:
+        back(threads)
+    assert len(entries(cache.root)) == 2
+
+
 def test_the_environment_is_left_as_it_was(cache, monkeypatch):
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     for name in names:

@@ -75,3 +75,14 @@ def test_a_part_that_moves_to_its_neighbour_is_seen():
     moved = made[0].pop(1).eval()
     made[1].insert(0, moved)
     assert watched.look() == look_at(made)
+
+
+def test_the_last_layer_that_moves_to_an_empty_container_is_seen():
+    made = nn.Sequential(nn.Sequential(nn.Tanh(), nn.Linear(2, 2)), nn.Sequential())
+    watched = Watched(made)
+    before = watched.look()
+    made[1].append(made[0].pop(1))
+    moved = watched.look()
+    assert moved.structure != before.structure
+    made[0].append(made[1].pop(0))
+    assert watched.look().structure == before.structure

@@ -1,4 +1,4 @@
-"""The kernels that an attention may become, best first, and what each of them asks for."""
+"""The kernels that an attention may become, and what each of them asks for."""
 
 import math
 from collections.abc import Callable
@@ -241,24 +241,6 @@ def _efficient_backward(
 EFFICIENT = Kernel(
     "efficient", "cuda", _efficient_refuses, _efficient, _efficient_backward, draws=True
 )
-
-KERNELS = (HOST, FLASH, EFFICIENT, PLAIN)
-
-
-def choose_kernel(call: Call, learns: bool, device_type: str, may_draw: bool) -> Kernel:
-    """The first kernel of a kind of device that can compute a call.
-
-    Args:
-        call: its tensors' shapes, types and strides.
-        learns: a gradient of the mask is asked for.
-        may_draw: a kernel may draw a dropout itself, keyed.
-    """
-    for kernel in KERNELS:
-        here = kernel.device_type in ("", device_type)
-        drawn = call.keep is None or may_draw or not kernel.draws
-        if here and drawn and not kernel.refuses(call, learns):
-            return kernel
-    raise AssertionError("plain arithmetic refuses nothing")
 
 
 # ----------------------------------------------------------------------------------- keyed dropout

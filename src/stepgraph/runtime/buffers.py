@@ -5,7 +5,7 @@ from collections import Counter
 import torch
 from torch import nn
 
-from stepgraph.errors import UsageError
+from stepgraph.errors import UsageError, name_a_few
 
 
 class PlacesOfBuffers:
@@ -52,6 +52,29 @@ class PlacesOfBuffers:
                 own.copy_(buffer)
             module._buffers[leaf] = own
         return converted
+
+    def check(self, model: nn.Module) -> None:
+        """Refuses a model whose modules with buffers are others, or elsewhere.
+
+        Raises:
+            UsageError: it names buffers.
+        """
+        now = {
+            (f"{path}.{leaf}" if path else leaf): module
+            for path, module in model.named_modules(remove_duplicate=False)
+            for leaf in module._buffers
+        }
+        held = {name: module for name, module, *_ in self._places}
+        known = set(map(id, held.values()))
+        changed = [name for name, module in held.items() if now.get(name) is not module]
+        changed += [name for name, module in now.items() if id(module) not in known]
+        if changed:
+            raise UsageError(
+                f"modules with buffers were moved, replaced, added or removed since the model was given: "
+                f"{name_a_few(list(dict.fromkeys(changed)))}",
+                why="programs take buffers by name, from where they were when the engine was made",
+                do="change the model before",
+            )
 
 
 def _shown(buffer: torch.Tensor | None) -> str:

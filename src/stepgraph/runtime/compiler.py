@@ -15,7 +15,7 @@ from stepgraph.capture.module import BatchSpec, LossFunction
 from stepgraph.capture.refusals import check_hooks, check_parameter_hooks
 from stepgraph.capture.step import Capture, Captured, Source
 from stepgraph.contest import make_best
-from stepgraph.errors import ChangingValueError, StepgraphError, StrictError, UsageError, name_a_few
+from stepgraph.errors import ChangingValueError, StepgraphError, StrictError
 from stepgraph.lowering.decide import check_target
 from stepgraph.pipeline import Made, capture_of
 from stepgraph.placement.decide import reduces_each_micro_batch
@@ -30,6 +30,7 @@ from stepgraph.runtime.batches import KindsOfBatch, LocalBatch, global_spec
 from stepgraph.runtime.compiled import Compiled, SameProgram
 from stepgraph.runtime.executor import LoweredProgram, SplitProgram, lower_for_rank
 from stepgraph.runtime.host_memory import check_host_memory
+from stepgraph.runtime.names import check_names
 from stepgraph.runtime.outside import OutsideTensors
 from stepgraph.runtime.progress import doing
 from stepgraph.runtime.ranks import from_first_rank
@@ -37,7 +38,7 @@ from stepgraph.runtime.recompiles import Stats, before_compiling, count_call, re
 from stepgraph.runtime.state import State
 from stepgraph.runtime.watch import Watch
 from stepgraph.torch_internals import hooks, pytree
-from stepgraph.torch_internals.modules import Watched
+from stepgraph.torch_internals.modules import Look, Watched
 
 log = logging.getLogger("stepgraph")
 
@@ -91,6 +92,7 @@ class Compiler:
         self.model, self.optimizer, self.ranks = state.model, state.optimizer, state.ranks
         self._parameters = list(self.model.parameters())
         self._watched = Watched(self.model)
+        self._parts = self._watched.look().parts
         self.data = AssignedData(self.model)
         self._outside = OutsideTensors(state)
         self.kinds = KindsOfBatch(self.ranks, self.max_shapes)
@@ -124,12 +126,13 @@ class Compiler:
         optimizer = self.optimizer
         if now.backward_hooks or (optimizer is not None and hooks.step_hooks(optimizer)):
             check_hooks(self.model, self.optimizer)
-        self._check_tensors(now.parameters)
+        self._check_tensors(now)
         if any(map(hooks.gradient_hooks, self._parameters)):
             check_parameter_hooks(self.model)
         flags = tuple(parameter.requires_grad for parameter in self._parameters)
         in_mode = name != "evaluate" or self.as_module
-        key = (batch.key, flags, (now.training if in_mode else None, now.forward_hooks))
+        modes = now.training if in_mode else None
+        key = (batch.key, flags, (modes, now.forward_hooks, now.structure))
         self._drop_outdated()
         self.kinds.meet(name, batch)
         known = self._compiled.setdefault(name, {})
@@ -179,25 +182,19 @@ class Compiler:
             "batch: both are inputs of the program. For a few more values: a larger max_shapes",
         )
 
-    def _check_tensors(self, now: list[nn.Parameter]) -> None:
+    def _check_tensors(self, now: Look) -> None:
         """Programs take the tensors that the model had when it was given, whatever it holds now.
 
         Args:
-            now: the parameters that it holds.
+            now: what it looks like.
 
         Raises:
-            UsageError: a parameter was replaced, added or removed; a buffer has another shape.
+            UsageError: a parameter was replaced, added, removed or moved; a buffer has another shape.
         """
-        if [*map(id, now)] != [*map(id, self._parameters)]:
-            known = set(map(id, self._parameters))
-            new = [name for name, p in self.model.named_parameters() if id(p) not in known]
-            raise UsageError(
-                f"parameters were replaced or added since the model was given: {name_a_few(new)}"
-                if new
-                else "parameters were removed since the model was given",
-                why="they are placed when the engine is made, and its programs go on with those",
-                do="change the model before; to load values, use load_state_dict without assign=True",
-            )
+        same = [*map(id, now.parameters)] == [*map(id, self._parameters)]
+        if not same or now.parts is not self._parts:
+            check_names(self.model, self.state.parameters, self.state.buffers)
+            self._parts = now.parts
         if self.state.adopt_converted():
             self._dropped |= {name for name, known in self._compiled.items() if known}
             self._compiled.clear()

@@ -219,6 +219,7 @@ class GroupNumbers:
         self.optimizer = optimizer
         self._numbers: dict[str, float] = {}
         self._settings: list[dict[str, Any]] | None = None
+        self._members: list[list[int]] = []  # ids of each group's parameters
         self._seen: tuple[list[int], list[Any]] = [], []  # as it was told; empty: to be looked at
 
     def update(
@@ -229,13 +230,18 @@ class GroupNumbers:
         Raises:
             FrozenNumberError: a number changed that the program holds as a constant.
         """
+        members = [[*map(id, group["params"])] for group in self.optimizer.param_groups]
         sizes, now = _sizes_and_values(self.optimizer)
-        if sizes == self._seen[0] and all(map(operator.is_, now, self._seen[1])):
+        same = members == self._members and sizes == self._seen[0]
+        if same and all(map(operator.is_, now, self._seen[1])):
             return
         settings = [capture.group_settings(group) for group in self.optimizer.param_groups]
-        self._settings = self._settings or settings
+        if self._settings is None:
+            self._settings, self._members = settings, members
         if settings != self._settings:
             raise _changed(self._settings, settings)
+        if members != self._members:
+            raise _moved(self._members, members)
         told = True
         for index, group in enumerate(self.optimizer.param_groups):
             for name, value in capture.group_numbers(group).items():
@@ -261,15 +267,27 @@ def _is_of_numbers(value: Any) -> bool:
 
 
 def _sizes_and_values(optimizer: torch.optim.Optimizer) -> tuple[list[int], list[Any]]:
-    """Of each group how many parameters and entries it has; of all groups keys and other values."""
+    """Of each group how many entries it has; of all groups keys and other values than parameters."""
     sizes: list[int] = []
     found: list[Any] = []
     for group in optimizer.param_groups:
-        sizes += (len(group["params"]), len(group))
+        sizes.append(len(group))
         for key, value in group.items():
             if key != "params":
                 found += (key, value)
     return sizes, found
+
+
+_SET_BEFORE = "set it before the first step, or make a new Engine"
+
+
+def _moved(before: list[list[int]], now: list[list[int]]) -> FrozenNumberError:
+    at = next(i for i, (old, new) in enumerate(zip(before, now, strict=True)) if old != new)
+    return FrozenNumberError(
+        f"parameter group {at} of the optimizer holds other parameters than when the step was compiled",
+        why="the compiled update takes each parameter's numbers from the place of its group",
+        do="keep groups and their parameters in the order they had, or make a new Engine",
+    )
 
 
 def _changed(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> FrozenNumberError:
@@ -284,7 +302,7 @@ def _changed(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> FrozenN
         )
     return FrozenNumberError(
         f"the optimizer changed after the step was compiled: {what}",
-        do="set it before the first step, or make a new Engine",
+        do=_SET_BEFORE,
     )
 
 
@@ -301,5 +319,5 @@ def _check_number(functional: FunctionalOptimizer, group: int, name: str, value:
                 why="the compiled update has another form for the new value"
                 if broken
                 else f"this optimizer needs {name!r} as a plain number",
-                do="set it before the first step, or make a new Engine",
+                do=_SET_BEFORE,
             )

@@ -73,7 +73,7 @@ def recompilation_reason(
 ) -> str | None:
     """Why an entry point compiles again for ``key``; None where it never has.
 
-    A key is (batch key, requires_grad flags, module modes).
+    A key is (batch key, requires_grad flags, (train/eval modes, forward hooks, structure)).
     """
     known = list(known)
     if not known:
@@ -85,4 +85,6 @@ def recompilation_reason(
         names = [name for name, _ in model.named_parameters()]
         changed = [n for n, a, b in zip(names, key[1], last[1], strict=True) if a != b]
         return f"{entry}: requires_grad changed: {', '.join(changed[:5])}"
+    if key[2][2] != last[2][2]:
+        return f"{entry}: modules were moved, added or removed"
     return f"{entry}: train/eval mode or forward hooks changed"

@@ -1,4 +1,9 @@
-"""Decides when each collective of a placed Program runs, and when gradients become updates."""
+"""Decides when each collective of a placed Program runs, and when gradients become updates.
+
+A collective starts where placement put it: a reduction right behind the value that it reduces, so a
+gradient's as soon as the backward has the gradient. Those of one bucket start together, where the last of
+them stands (the first, where somebody reads one before), and each completes right before its first reader.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace

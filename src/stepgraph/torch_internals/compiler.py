@@ -140,9 +140,19 @@ def look_at_machine() -> None:
     cpu_vec_isa.pick_vec_isa()
 
 
-def settings() -> str:
-    """A digest of all that inductor can be told."""
-    return _inductor_config.get_hash().hex()
+def settings() -> tuple:
+    """All that inductor can be told, as a digest, and what else of a process it generates code for."""
+    return (
+        _inductor_config.get_hash().hex(),
+        torch.get_num_threads(),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        torch.get_float32_matmul_precision(),
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+    )
 
 
 def caches() -> bool:

@@ -1,6 +1,6 @@
 """What a model looks like now: this is looked at before every call."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -10,16 +10,21 @@ class Look:
     """Of every module once, in the order of ``model.modules()``.
 
     Attributes:
+        parts: as they are listed; another list where one of them is another.
         parameters: in the order of ``model.parameters()``.
         training: each module's flag.
         forward_hooks: the numbers of each module's hooks around its forward.
         backward_hooks: some module has hooks on its backward.
+        structure: which module holds which, under which names: a number, another one for another structure;
+            two of one :class:`Watched` can be compared.
     """
 
+    parts: list[nn.Module] = field(compare=False)
     parameters: list[nn.Parameter]
     training: tuple[bool, ...]
     forward_hooks: tuple[tuple[int, ...], ...]
     backward_hooks: bool
+    structure: int = field(compare=False)
 
 
 def look_at(model: nn.Module) -> Look:
@@ -35,6 +40,7 @@ class Watched:
         self._below: list[list[int]] = []  # ids of what each part holds
         self._held: list[int] = []
         self._parameters: list[nn.Parameter] = []
+        self._structures: dict[tuple, int] = {}
         self._find_parts()
 
     def look(self) -> Look:
@@ -53,10 +59,17 @@ class Watched:
             )
         backward_hooks = any(part._backward_hooks or part._backward_pre_hooks for part in parts)
         training = tuple([part.training for part in parts])
-        return Look(self._parameters, training, forward_hooks, backward_hooks)
+        found = (self._parameters, training, forward_hooks, backward_hooks)
+        return Look(parts, *found, self._structure)
 
     def _find_parts(self) -> list[nn.Module]:
         self._parts = [*self._parts[0].modules()]
         self._below = [[*map(id, part._modules.values())] for part in self._parts]
         self._no_hooks = ((),) * len(self._parts)
+        number = {id(part): i for i, part in enumerate(self._parts)}
+        structure = tuple(
+            tuple((name, number.get(id(below))) for name, below in part._modules.items())
+            for part in self._parts
+        )
+        self._structure = self._structures.setdefault(structure, len(self._structures))
         return self._parts

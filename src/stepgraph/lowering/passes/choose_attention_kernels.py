@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from stepgraph import torch_internals
-from stepgraph.lowering.attention import PLAIN, Kernel, choose_kernel
+from stepgraph.lowering.attention import EFFICIENT, FLASH, HOST, PLAIN, Kernel
 from stepgraph.operators import flex
 from stepgraph.operators.attention import (
     ATTENTION,
@@ -28,6 +28,7 @@ from stepgraph.program.randomness import RANDOM, RANKS_APART
 from stepgraph.program.record import SUMMATION, program_pass
 
 aten = torch.ops.aten
+KERNELS = (HOST, FLASH, EFFICIENT, PLAIN)  # best first
 DRAWN_INSIDE = (
     "attention dropout is drawn inside the fused kernel: the same at every run, recomputed and resumed, "
     "but not on another mesh (strict=True spells it out)"
@@ -61,7 +62,7 @@ def choose_attention_kernels(
         learns = any(late.target is ATTENTION_BIAS_BACKWARD for late in backwards)
         draw = _draw_of(call.keep)
         may_draw = not strict and draw is not None
-        kernel = choose_kernel(_values(call), learns, target.device_type, may_draw)
+        kernel = _first_that_can(_values(call), learns, target.device_type, may_draw)
         key = None
         if call.keep is not None and kernel.draws:
             assert draw is not None
@@ -78,6 +79,22 @@ def choose_attention_kernels(
     for node in [n for n in program.operations() if n.target in FLEXES]:
         _spell_out_flex(program, node, target)
     return program.finish()
+
+
+def _first_that_can(call: Call, learns: bool, device_type: str, may_draw: bool) -> Kernel:
+    """The first kernel of a kind of device that can compute a call.
+
+    Args:
+        call: its tensors' shapes, types and strides.
+        learns: a gradient of the mask is asked for.
+        may_draw: a kernel may draw a dropout itself, keyed.
+    """
+    for kernel in KERNELS:
+        here = kernel.device_type in ("", device_type)
+        drawn = call.keep is None or may_draw or not kernel.draws
+        if here and drawn and not kernel.refuses(call, learns):
+            return kernel
+    raise AssertionError("plain arithmetic refuses nothing")
 
 
 def _spell_out_flex(program: Program, node: fx.Node, target: Target) -> None:

@@ -12,7 +12,7 @@ has to be told of a second stream, and a captured step reuses memory as any othe
 
 Where the device is the host itself a copy is a clone, and a wait does nothing. On a device of its own,
 copies run on one stream beside that of the computation, from and to pinned memory; each has an event that
-its wait makes the computation wait for. That part has not run on a GPU yet.
+its wait makes the computation wait for.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,54 +11,11 @@ import torch._inductor.config as _inductor_config
 from torch import fx
 
 from stepgraph.torch_internals import fake_mode_of, new_fake_mode
-
-
-def _one_collective_at_a_time(nodes: list) -> list:
-    """Makes each collective depend on the wait for the one before, through all later reordering.
-
-    Inductor itself keeps only the order of collectives: fusion, or its search for the least memory, may
-    start several before the first is awaited.
-    """
-    from torch._inductor.dependencies import WeakDep
-    from torch._inductor.utils import contains_collective, contains_wait
-
-    if not nodes:
-        return nodes
-    scheduler = nodes[0].scheduler
-    started = {node.get_name(): node for node in nodes if contains_collective(node)}
-    wait_for: dict[str | None, list] = {None: []}  # None: of what another graph has started
-    for wait in filter(contains_wait, nodes):
-        reads = (scheduler.name_to_buf.get(read.name) for read in wait.unmet_dependencies)
-        names = [buffer.defining_op_name() for buffer in reads if buffer is not None]
-        for name in [name for name in names if name in started] or [None]:
-            wait_for.setdefault(name, []).append(wait)
-    for before, node in itertools.pairwise([None, *started.values()]):
-        mine = next(iter(node.get_buffer_names()))
-        for wait in wait_for.get(before and before.get_name(), ()):
-            for buffer in wait.get_buffer_names():
-                node.add_fake_dep(WeakDep(buffer, mutating_buf=mine, is_fake=True))
-        node.prune_deps()
-    scheduler.nodes = scheduler.topological_sort_schedule(nodes)
-    scheduler.compute_ancestors()
-    return scheduler.nodes
-
-
-def _in_order() -> Any:
-    """:func:`_one_collective_at_a_time`, so that inductor can cache what it compiles with it."""
-    from torch._inductor import custom_graph_pass
-
-    if not hasattr(custom_graph_pass, "CustomSchedulerPass"):  # a torch that caches nothing then
-        return _one_collective_at_a_time
-    name = custom_graph_pass.get_hash_for_files((__file__,))
-
-    class InOrder(custom_graph_pass.CustomSchedulerPass):
-        def __call__(self, nodes: list) -> list:
-            return _one_collective_at_a_time(nodes)
-
-        def uuid(self) -> Any:
-            return name
-
-    return InOrder()
+from stepgraph.torch_internals.order import (
+    one_collective_at_a_time,
+    reading_before_writes,
+    waiting_for_writes,
+)
 
 
 def _compute_numbers_once(graph: fx.GraphModule) -> None:
@@ -188,34 +144,6 @@ def _for_inductor(mode: Any) -> Iterator[None]:
         mode.allow_non_fake_inputs, mode.shape_env = before
 
 
-@contextlib.contextmanager
-def _waiting_for_writes() -> Iterator[None]:
-    """A kernel whose loops are made anew goes on waiting for what is written before it reads.
-
-    Inductor (torch 2.13) then forgets by which names it knows what was mutated: a kernel may read what a
-    collective gathers before the wait for it.
-    """
-    from torch._inductor.dependencies import StarDep, WeakDep
-    from torch._inductor.scheduler import SchedulerNode
-
-    recompute = getattr(SchedulerNode, "recompute_size_and_body", None)
-    if recompute is None:  # a torch that makes none anew
-        yield
-        return
-
-    def recompute_and_rename(self: Any, *args: Any, **kwargs: Any) -> None:
-        renamed = any(isinstance(read, (WeakDep, StarDep)) for read in self.read_writes.reads)
-        recompute(self, *args, **kwargs)
-        if not renamed:
-            self.set_read_writes(self.read_writes.rename(self.mutation_renames))
-
-    SchedulerNode.recompute_size_and_body = recompute_and_rename  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        SchedulerNode.recompute_size_and_body = recompute  # type: ignore[method-assign]
-
-
 def _of_release() -> dict[str, Any]:
     """Settings without which a release is wrong.
 
@@ -230,7 +158,8 @@ def digest_of_passes(decompositions: dict[Any, Callable]) -> bytes:
     """What tells code of ours that shapes a graph here, and these decompositions, from other versions."""
     from torch._inductor.custom_graph_pass import get_hash_for_files
 
-    files = (__file__, *(inspect.getfile(function) for function in decompositions.values()))
+    ours = (reading_before_writes, *decompositions.values())
+    files = (__file__, *map(inspect.getfile, ours))
     return get_hash_for_files(tuple(dict.fromkeys(files)))
 
 
@@ -317,7 +246,7 @@ def compile_with_inductor(
     from torch._inductor.virtualized import V
 
     if not collectives_overlap:
-        settings = {**settings, "_pre_fusion_custom_pass": _in_order()}
+        settings = {**settings, "_pre_fusion_custom_pass": one_collective_at_a_time()}
     mode = fake_mode_of(examples) or new_fake_mode()
     with mode:  # a tensor that is given twice would be traced as one input
         examples = [
@@ -327,7 +256,8 @@ def compile_with_inductor(
     prepare = _first_pass(module, examples, decompositions, awaits_copy)
     with (
         _for_inductor(mode),
-        _waiting_for_writes(),
+        reading_before_writes(),
+        waiting_for_writes(),
         torch.no_grad(),
         V.set_fake_mode(mode),
         tracing(TracingContext(mode)),

@@ -1,5 +1,6 @@
 """Under inductor what reads memory reads it before an operator writes there."""
 
+import pytest
 import torch
 from torch import fx
 
@@ -12,20 +13,29 @@ LIBRARY.impl("add_to_", lambda these, by: [one.add_(by) for one in these] and No
 LIBRARY.impl("add_to_", lambda these, by: None, "Meta")
 
 
-def test_what_is_put_off_reads_the_value_of_before():
+def add_to(call, x, y):
+    call(torch.ops.stepgraph_order.add_to_.default, [x], y)
+
+
+def copy_into(call, x, y):
+    call(torch.ops.aten.copy_.default, x, call(torch.ops.aten.add.Tensor, x, y))
+
+
+@pytest.mark.parametrize("write", [add_to, copy_into])
+def test_what_is_put_off_reads_the_value_of_before(write):
     """Element-wise work on a value that is written before its own reader comes."""
     graph = fx.Graph()
     x, y = (graph.placeholder(name) for name in "xy")
     with new_fake_mode():
         x.meta["val"], y.meta["val"] = torch.empty(4), torch.empty(4)
 
-        def call(target, *arguments, value=True):
+        def call(target, *arguments):
             node = graph.call_function(target, arguments)
-            node.meta["val"] = torch.empty(4) if value else None
+            node.meta["val"] = torch.empty(4) if target._schema.returns else None
             return node
 
         scaled = call(torch.ops.aten.mul.Tensor, x, y)
-        call(torch.ops.stepgraph_order.add_to_.default, [x], y, value=False)
+        write(call, x, y)
         result = call(torch.ops.aten.add.Tensor, scaled, y)
         behind = call(torch.ops.aten.mul.Tensor, x, y)
     graph.output((result, behind))

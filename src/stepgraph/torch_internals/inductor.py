@@ -11,6 +11,7 @@ import torch._inductor.config as _inductor_config
 from torch import fx
 
 from stepgraph.torch_internals import fake_mode_of, new_fake_mode
+from stepgraph.torch_internals.copies_kept import Hidden
 from stepgraph.torch_internals.order import (
     one_collective_at_a_time,
     reading_before_writes,
@@ -158,7 +159,7 @@ def digest_of_passes(decompositions: dict[Any, Callable]) -> bytes:
     """What tells code of ours that shapes a graph here, and these decompositions, from other versions."""
     from torch._inductor.custom_graph_pass import get_hash_for_files
 
-    ours = (reading_before_writes, *decompositions.values())
+    ours = (reading_before_writes, Hidden, *decompositions.values())
     files = (__file__, *map(inspect.getfile, ours))
     return get_hash_for_files(tuple(dict.fromkeys(files)))
 
@@ -171,8 +172,8 @@ def _first_pass(
     examples: list[torch.Tensor],
     decompositions: dict[Any, Callable],
     awaits_copy: Any,
-) -> Any:
-    """Decomposes the graph and simplifies it, as the first of inductor's passes.
+) -> dict[str, Any]:
+    """Decomposes the graph and simplifies it, as the first of inductor's passes; settings that do so.
 
     What was compiled before is found by the graph as it was given: then none of this is done.
     """
@@ -182,6 +183,15 @@ def _first_pass(
     from torch.fx.experimental.proxy_tensor import make_fx
 
     name = digest_of_passes(decompositions)
+    hidden: list[Hidden] = []
+
+    class Show(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            for one in hidden:
+                one.show(graph)
+
+        def uuid(self) -> Any:
+            return name
 
     class Prepare(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
@@ -192,7 +202,9 @@ def _first_pass(
             with fake_mode_of(examples) or contextlib.nullcontext():  # nothing is made on a device
                 traced = make_fx(run, decomposition_table=table)(*examples)
             _keep_strides(module, traced)
+            hidden.append(Hidden(traced.graph))
             joint_graph_passes(traced)
+            hidden[-1].show_arithmetic()
             _read_what_is_used(traced)
             _compute_numbers_once(traced)
             _replace(graph, traced)
@@ -200,7 +212,7 @@ def _first_pass(
         def uuid(self) -> Any:
             return name
 
-    return Prepare()
+    return {"post_grad_custom_pre_pass": Prepare(), "post_grad_custom_post_pass": Show()}
 
 
 def _replace(graph: fx.Graph, by: fx.GraphModule) -> None:
@@ -261,7 +273,7 @@ def compile_with_inductor(
         torch.no_grad(),
         V.set_fake_mode(mode),
         tracing(TracingContext(mode)),
-        _inductor_config.patch({**_of_release(), **settings, "post_grad_custom_pre_pass": prepare}),
+        _inductor_config.patch({**_of_release(), **settings, **prepare}),
     ):
         graph = fx.Graph()
         graph.output(graph.graph_copy(module.graph, {}))

@@ -35,9 +35,9 @@ _TYPES = (torch.float32, torch.float64)
 def fuse_updates(program: Program, fuses: bool) -> Program:
     """Joins updates that follow one another into calls of torch's fused kernel.
 
-    A value that is not written into its own input (ZeRO's part of a parameter that every rank holds whole)
-    is copied, and the copy written. A gradient that is multiplied with a number for its update alone is
-    multiplied within the call.
+    A value that is not written into its own input is copied, and the copy written; but for a part of one
+    that nobody reads again before all of it is written (ZeRO's, of a parameter that every rank has).
+    A gradient that is multiplied with a number for its update alone is multiplied within the call.
 
     Args:
         fuses: the lowering makes one kernel of several operations.
@@ -45,14 +45,21 @@ def fuse_updates(program: Program, fuses: bool) -> Program:
     if not fuses:
         return program
     position = {node: i for i, node in enumerate(program.operations())}
-    last_read = _last_reads(program)
+    root = storage_roots(program)
+    reads, writes = _uses(program, root)
     updates = _fusable(program)
     groups = _groups(program, updates)
     if not _fits(program, groups):
         groups = _groups(program, updates, _HELD)
     for group in groups:
         behind = position[group[-1].node]
-        _join(program, group, {node for node, last in last_read.items() if last > behind})
+        read = {node for node, at in reads.items() if at[-1] > behind}
+        renewed = {
+            node
+            for node, at in writes.items()
+            if at[-1] > behind and not any(behind < place < at[-1] for place in reads.get(node, ()))
+        }
+        _join(program, group, root, read, renewed)
     return program.finish()
 
 
@@ -194,11 +201,18 @@ def _written_values(update: fx.Node) -> list[tuple[fx.Node | None, fx.Node]]:
     return [(results.get(i), tensors[place]) for i, place in enumerate(_WRITTEN)]  # type: ignore
 
 
-def _join(program: Program, group: list[_Update], read_behind: set[fx.Node]) -> None:
+def _join(
+    program: Program,
+    group: list[_Update],
+    root: dict[fx.Node, fx.Node],
+    read_behind: set[fx.Node],
+    renewed_behind: set[fx.Node],
+) -> None:
     """One call, where the last of them stands.
 
     Args:
-        read_behind: values that are read behind that.
+        read_behind: memory that is read behind that.
+        renewed_behind: memory that is written there before anybody reads it.
     """
     last = group[-1].node
     emit = Builder(program, OPTIMIZER, last)
@@ -213,7 +227,8 @@ def _join(program: Program, group: list[_Update], read_behind: set[fx.Node]) -> 
             if write is not None and tensor not in read_behind:
                 program.graph.erase_node(write)
             else:
-                tensor = emit(aten.clone.default, tensor)
+                if tensor.op == "placeholder" or root[tensor] not in renewed_behind:
+                    tensor = emit(aten.clone.default, tensor)
                 replaced += [(result, tensor)] if result is not None else []
             column.append(tensor)
     parameters, means, squares = written
@@ -238,14 +253,24 @@ def _views_before(value: fx.Node, last: fx.Node) -> list[fx.Node]:
     return [view for user in found for view in (user, *_views_before(user, last))]
 
 
-def _last_reads(program: Program) -> dict[fx.Node, int]:
-    """Where each storage is read last, by whoever does not write there."""
-    root = storage_roots(program)
-    last: dict[fx.Node, int] = {}
+def _uses(
+    program: Program, root: dict[fx.Node, fx.Node]
+) -> tuple[dict[fx.Node, list[int]], dict[fx.Node, list[int]]]:
+    """Where each storage is read, by whoever does not write there, and where an input is written whole."""
+    reads: dict[fx.Node, list[int]] = {}
+    writes: dict[fx.Node, list[int]] = {}
     for position, node in enumerate(program.operations()):
-        if node.target is not torch_internals.mutable_copy:
-            last |= {root[source]: position for source in node.all_input_nodes}
-    return last
+        copies = node.target is torch_internals.mutable_copy
+        target = node.args[0] if copies else node.kwargs.get("out")
+        if isinstance(target, fx.Node) and target.op == "placeholder":
+            writes.setdefault(target, []).append(position)
+        sources = [] if copies else node.all_input_nodes
+        if node.target is torch_internals.WAIT:  # until then what is sent is read
+            sources = [*sources, *(s for start in sources for s in start.all_input_nodes)]
+        for source in sources:
+            if source is not target:
+                reads.setdefault(root[source], []).append(position)
+    return reads, writes
 
 
 def _only_write(result: fx.Node | None, target: fx.Node) -> fx.Node | None:

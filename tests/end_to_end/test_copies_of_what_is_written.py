@@ -141,12 +141,13 @@ def test_a_copy_of_a_buffer(name):
     assert_trains_alike(Old([COPIES[name]]))
 
 
+@pytest.mark.slow
 def test_buffers_that_are_swapped():
     torch.manual_seed(0)
     assert_trains_alike(Swapped())
 
 
-@pytest.mark.parametrize("memory", ["none", "full"])
+@pytest.mark.parametrize("memory", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_blocks_that_are_computed_again(memory):
     torch.manual_seed(0)
     assert_trains_alike(Running(), memory=memory)

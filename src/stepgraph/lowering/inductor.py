@@ -25,7 +25,7 @@ from stepgraph.program.randomness import RANDOM, fused_random
 from stepgraph.torch_internals import host_device
 from stepgraph.torch_internals.code import generate_code
 from stepgraph.torch_internals.compiler import look_at_machine
-from stepgraph.torch_internals.inductor import compile_with_inductor, digest_of_passes
+from stepgraph.torch_internals.inductor.whole_step import compile_with_inductor, digest_of_passes
 from stepgraph.torch_internals.recording import TORCHS_NAMESPACES, below_autograd
 
 # The whole step is one graph, already differentiated and scheduled, and inductor keeps its order: when it

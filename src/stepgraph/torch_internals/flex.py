@@ -16,7 +16,7 @@ from torch._higher_order_ops.flex_attention import (
     math_attention,
 )
 
-from stepgraph.torch_internals.inductor import compile_with_inductor
+from stepgraph.torch_internals.inductor.whole_step import compile_with_inductor
 
 FLEX = flex_attention
 aten = torch.ops.aten

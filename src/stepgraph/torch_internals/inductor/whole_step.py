@@ -11,8 +11,8 @@ import torch._inductor.config as _inductor_config
 from torch import fx
 
 from stepgraph.torch_internals import fake_mode_of, new_fake_mode
-from stepgraph.torch_internals.copies_kept import Hidden
-from stepgraph.torch_internals.order import (
+from stepgraph.torch_internals.inductor.copies_kept import Hidden
+from stepgraph.torch_internals.inductor.order import (
     one_collective_at_a_time,
     reading_before_writes,
     waiting_for_writes,

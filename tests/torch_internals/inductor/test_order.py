@@ -5,7 +5,7 @@ import torch
 from torch import fx
 
 from stepgraph.torch_internals import new_fake_mode
-from stepgraph.torch_internals.inductor import compile_with_inductor
+from stepgraph.torch_internals.inductor.whole_step import compile_with_inductor
 
 LIBRARY = torch.library.Library("stepgraph_order", "DEF")  # noqa: TOR901  as long as the process
 LIBRARY.define("add_to_(Tensor(a!)[] these, Tensor by) -> ()")

@@ -1,0 +1,1 @@
+"""What inductor is told, and what is done so that a graph with writes in its midst is right."""

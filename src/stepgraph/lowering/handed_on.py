@@ -18,7 +18,7 @@ from stepgraph.program.copies import WAITS, is_copy
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import is_write, runnable
 from stepgraph.torch_internals.operators import TO_COPY
-from stepgraph.torch_internals.storages import share_memory
+from stepgraph.torch_internals.storages import share_memory, shared_arguments
 
 _DEPTH = 4  # operations between what is read and what is kept
 _POINTWISE = {TO_COPY}
@@ -136,12 +136,8 @@ def computed_anew(
 
 def targets_of(write: fx.Node) -> list[fx.Node]:
     """What a write writes into."""
-    found = []
-    for i, argument in enumerate(write.target._schema.arguments):  # type: ignore[union-attr]
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = write.args[i] if i < len(write.args) else write.kwargs.get(argument.name)
-            found += value if isinstance(value, (list, tuple)) else [value]
-    return [node for node in found if isinstance(node, fx.Node)]
+    shared = shared_arguments(write.target, write.args, write.kwargs)
+    return [one for writes, one in shared if writes and isinstance(one, fx.Node)]
 
 
 def pointwise(node: fx.Node) -> bool:

@@ -59,8 +59,9 @@ class Watched:
             )
         backward_hooks = any(part._backward_hooks or part._backward_pre_hooks for part in parts)
         training = tuple([part.training for part in parts])
-        found = (self._parameters, training, forward_hooks, backward_hooks)
-        return Look(parts, *found, self._structure)
+        return Look(
+            parts, self._parameters, training, forward_hooks, backward_hooks, self._structure
+        )
 
     def _find_parts(self) -> list[nn.Module]:
         self._parts = [*self._parts[0].modules()]

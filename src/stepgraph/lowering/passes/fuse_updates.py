@@ -47,7 +47,7 @@ def fuse_updates(program: Program, fuses: bool) -> Program:
     position = {node: i for i, node in enumerate(program.operations())}
     root = storage_roots(program)
     reads, writes = _uses(program, root)
-    updates = _fusable(program)
+    updates = _fusable(program, root)
     groups = _groups(program, updates)
     if not _fits(program, groups):
         groups = _groups(program, updates, _HELD)
@@ -82,8 +82,7 @@ class _Update(NamedTuple):
         return (*self.node.args[3:], meta(self.gradient)["val"].dtype, self.factor)
 
 
-def _fusable(program: Program) -> dict[fx.Node, _Update]:
-    root = storage_roots(program)
+def _fusable(program: Program, root: dict[fx.Node, fx.Node]) -> dict[fx.Node, _Update]:
     written = {root[node] for node in program.operations() if is_write(node)}
     found = {}
     for node in program.operations():
@@ -264,7 +263,7 @@ def _uses(
         target = node.args[0] if copies else node.kwargs.get("out")
         if isinstance(target, fx.Node) and target.op == "placeholder":
             writes.setdefault(target, []).append(position)
-        sources = [] if copies else node.all_input_nodes
+        sources = node.all_input_nodes
         if node.target is torch_internals.WAIT:  # until then what is sent is read
             sources = [*sources, *(s for start in sources for s in start.all_input_nodes)]
         for source in sources:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from stepgraph.torch_internals.storages import shared_arguments
+
 aten = torch.ops.aten
 _ARITHMETIC = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
 
@@ -58,7 +60,12 @@ def _of_written_memory(graph: fx.Graph) -> Iterator[fx.Node]:
     root: dict[fx.Node, fx.Node] = {}
     written: set[fx.Node] = set()
     for node in graph.nodes:
-        shared = [(info.is_write, source) for info, source in _arguments(node) if info is not None]
+        of = (
+            shared_arguments(node.target, node.args, node.kwargs)
+            if node.op == "call_function"
+            else ()
+        )
+        shared = [(writes, source) for writes, source in of if isinstance(source, fx.Node)]
         written |= {root[source] for writes, source in shared if writes}
         shown = [source for _, source in sorted(shared, key=lambda one: one[0])]  # a view's first
         root[node] = root[shown[0]] if shown else node
@@ -66,16 +73,3 @@ def _of_written_memory(graph: fx.Graph) -> Iterator[fx.Node]:
         makes = node.op == "call_function" and root[node] is node
         if makes and any(root[source] in written for source in node.all_input_nodes):
             yield node
-
-
-def _arguments(node: fx.Node) -> Iterator[tuple[Any, fx.Node]]:
-    """Each tensor that an operator is given, and how its result, or a write, shares its memory."""
-    from torch._library.utils import zip_schema
-
-    schema = getattr(node.target, "_schema", None)
-    if node.op != "call_function" or schema is None:
-        return
-    for argument, value in zip_schema(schema, node.args, node.kwargs):
-        for one in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(one, fx.Node):
-                yield argument.alias_info, one

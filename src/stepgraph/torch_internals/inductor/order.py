@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from stepgraph.torch_internals.storages import shared_arguments
+
 
 def _one_at_a_time(nodes: list) -> list:
     """Makes each collective depend on the wait for the one before, through all later reordering.
@@ -112,14 +114,13 @@ def reading_before_writes() -> Iterator[None]:
 def _written_by_others(graph: Any, node: fx.Node) -> Iterator[str]:
     """Buffers that an operator writes, but for a copy: that may be computed right where it goes."""
     from torch._inductor.ir import IRNode
-    from torch._library.utils import zip_schema
 
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable or node.target is torch.ops.aten.copy_.default:
+    if node.op != "call_function" or node.target is torch.ops.aten.copy_.default:
         return
-    for argument, value in zip_schema(schema, *graph.fetch_args_kwargs_from_env(node)):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            for one in value if isinstance(value, (list, tuple)) else [value]:
-                if isinstance(one, IRNode):
-                    one.realize()  # type: ignore[attr-defined]
-                    yield one.get_name()
+    if not any(writes for writes, _ in shared_arguments(node.target, node.args, node.kwargs)):
+        return
+    args, kwargs = graph.fetch_args_kwargs_from_env(node)
+    for writes, one in shared_arguments(node.target, args, kwargs):
+        if writes and isinstance(one, IRNode):
+            one.realize()  # type: ignore[attr-defined]
+            yield one.get_name()

@@ -17,6 +17,7 @@ from stepgraph.torch_internals.inductor.order import (
     reading_before_writes,
     waiting_for_writes,
 )
+from stepgraph.torch_internals.storages import shared_arguments
 
 
 def _compute_numbers_once(graph: fx.GraphModule) -> None:
@@ -159,7 +160,7 @@ def digest_of_passes(decompositions: dict[Any, Callable]) -> bytes:
     """What tells code of ours that shapes a graph here, and these decompositions, from other versions."""
     from torch._inductor.custom_graph_pass import get_hash_for_files
 
-    ours = (reading_before_writes, Hidden, *decompositions.values())
+    ours = (reading_before_writes, Hidden, shared_arguments, *decompositions.values())
     files = (__file__, *map(inspect.getfile, ours))
     return get_hash_for_files(tuple(dict.fromkeys(files)))
 

@@ -82,7 +82,13 @@ def run(cells, folder):
     return found
 
 
-@pytest.mark.parametrize("cells", [[("zero3", 1, False), ("ddp", 2, True), ("zero2", 1, True)]])
+@pytest.mark.parametrize(
+    "cells",
+    [
+        [("zero3", 1, False), ("ddp", 2, True)],
+        pytest.param([("zero2", 1, True)], marks=pytest.mark.slow),
+    ],
+)
 def test_training_is_that_of_plain_pytorch(cells, tmp_path):
     model, optimizer = made()
     for step in range(STEPS):

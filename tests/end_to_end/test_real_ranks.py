@@ -85,14 +85,21 @@ def test_two_ranks_under_the_eager_lowering(cells, layers):
 
 # Every single setting occurs (zero1 under inductor: test_meshes_under_inductor.py); of one layer, for
 # compiling takes long.
-IN_CI = [("ddp", "none", 1), ("zero2", "checkpoint", 4), ("zero3", "full", 1)]
+IN_CI = [("ddp", "none", 1), ("zero3", "full", 1)]
 
 
-def test_two_ranks_under_inductor():
-    counts = check_cells(IN_CI, 2, "inductor", layers=1)
+@pytest.mark.parametrize(
+    ("cells", "hits"),
+    [
+        (IN_CI, 3),  # what is the same on both ranks is compiled by one
+        # Of its two programs zero2's step is another on each.
+        pytest.param([("zero2", "checkpoint", 4)], 1, marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks_under_inductor(cells, hits):
+    counts = check_cells(cells, 2, "inductor", layers=1)
     assert not any(count["fxgraph_cache_bypass"] for count in counts)
-    # What is the same on both ranks is compiled by one; of five programs zero2's step is another on each.
-    assert sum(count["fxgraph_cache_hit"] for count in counts) >= 4
+    assert sum(count["fxgraph_cache_hit"] for count in counts) >= hits
 
 
 # Every pair of settings of (preset, memory, micro-batches, ranks) occurs.

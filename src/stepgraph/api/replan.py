@@ -38,17 +38,18 @@ class Replans:
         that settle (what is compiled or captured runs for the first time, and bytes are counted). At the
         end of the last one the step's collectives are timed by themselves, and the slowest rank's figures
         are compared with what the plan's device says of the programs that ran: a time within 20 %, or a
-        peak within 10 %, is right. Else the costs of computing, of communication and of memory are corrected by
-        one factor each (``plan.request.correction``: it stays with the plan, its file, and all programs
-        that are decided later), and the first rank plans again. The new plan is taken if its step is
+        peak within 10 %, is right. Else the costs of computing, of communication and of memory are
+        corrected by one factor each (``plan.request.correction``: it stays with the plan, its file, and all
+        programs that are decided later), and the first rank plans again. The new plan is taken if its step is
         predicted to take 5 % less, or if the peak was over the budget and gets smaller; then the next call
         compiles, and parameters and optimizer states move to where it has them. They stay the same objects
         under their names, the optimizer goes on with its states, random operations draw what they would
         have drawn. ``stats.replans`` and ``report()`` say what was measured, corrected and changed.
 
         A peak is what an accelerator's allocator counts (the peak that it keeps is reset), and on the host
-        the tensors of operations that run one by one (``lowering="eager"``); of compiled code on the host,
-        and of CUDA graphs, it is not measured.
+        the tensors of operations that run one by one (``lowering="eager"``; what a kernel takes inside
+        itself is not seen, so the costs of memory are only raised there); of compiled code on the host, and
+        of CUDA graphs, it is not measured.
 
         Args:
             after: steps to time.
@@ -89,9 +90,9 @@ class Replans:
             return run()
         if tally.runs == SETTLING:
             programs = compiled.programs.values()
-            held = [tensor for lowered in programs for tensor in lowered.arguments]
+            held = [one for lowered in programs for one in lowered.arguments if one is not None]
             lowering = self._compiler.plan.lowering
-            loss, tally.peak = self._meter.watched(run, [*held, *batch.leaves], lowering)
+            loss, tally.peak = self._meter.watched(run, held, batch.leaves, lowering)
             return loss
         loss, seconds = self._meter.timed(run)
         tally.seconds.append(seconds)

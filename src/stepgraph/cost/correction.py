@@ -21,7 +21,7 @@ from stepgraph.cost.predict import Prediction
 # A time that is off by less is right: so far off are the worst predictions for a machine that was measured
 # (benchmarks/predictions.py: 15 %), and what a busy machine adds. And a peak: an allocator rounds up.
 TIME_RIGHT, PEAK_RIGHT = 1.2, 1.1
-_FARTHEST = 100.0  # a factor is looked for so far from the one that is known
+_FARTHEST = 100.0, 1e4  # a factor of computing is looked for so far below and above the known one
 _EXACT, _ROUNDS = 1e-3, 40
 
 Factor = Annotated[float, Meta(gt=0, le=1e9)]
@@ -57,11 +57,13 @@ class Measured:
         step_ms: of a step, micro-batches and update included: the median.
         communication_ms: of its collectives, each timed by itself; None: there are none.
         peak_bytes: of the rank with most; None: nobody counts.
+        peak_at_least: not all of its bytes are seen, so that only a larger peak than predicted says something.
     """
 
     step_ms: float
     communication_ms: float | None = None
     peak_bytes: int | None = None
+    peak_at_least: bool = False
 
 
 def corrected(device: Device, correction: Correction) -> Device:
@@ -125,7 +127,8 @@ def correct(
             )
     if measured.peak_bytes and before.peak_bytes:
         memory = measured.peak_bytes / before.peak_bytes
-        if not _near(memory, known.memory, PEAK_RIGHT):
+        says = memory > known.memory or not measured.peak_at_least
+        if says and not _near(memory, known.memory, PEAK_RIGHT):
             found = replace(found, memory=_limited(memory))
     return found
 
@@ -145,7 +148,7 @@ def _solve(step_ms: Callable[[float], float], wanted: float, start: float) -> fl
     The step's time grows with it, in a line but for what overlaps: so the next guess is where the line
     through both ends is, and the middle where that does not bring the ends together.
     """
-    low, high = start / _FARTHEST, start * _FARTHEST
+    low, high = start / _FARTHEST[0], start * _FARTHEST[1]
     below, above = step_ms(low), step_ms(high)
     if below >= wanted * (1 - _EXACT):
         return None

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from stepgraph import torch_internals
+from stepgraph.cost.work import size_in_bytes
 from stepgraph.lowering.presets import LOWERINGS
 from stepgraph.program.collectives import is_collective, mesh_dim_of
 from stepgraph.program.metadata import meta
@@ -18,7 +19,9 @@ from stepgraph.program.program import Program
 from stepgraph.runtime.live_memory import LiveMemory
 
 Result = TypeVar("Result")
-REPEATS = 10  # of a collective; the figure is their mean
+# Of a collective, and how many of the fastest, and of the slowest, do not count in the mean of them: it
+# takes now this long, now that long, and a step has some of each.
+REPEATS, ODD = 12, 3
 _WORK = 384  # rows of the products between two collectives
 
 
@@ -36,6 +39,11 @@ class Meter:
         self.device, self.clock = device, clock
         self._on_host = device.type == torch_internals.host_device().type
 
+    @property
+    def sees_all(self) -> bool:
+        """Whether no bytes of a step are hidden from it: on the host, those inside a kernel are."""
+        return not self._on_host
+
     def timed(self, run: Callable[[], Result]) -> tuple[Result, float]:
         """Runs something, until the device has done it: its result and seconds."""
         self._wait()
@@ -45,7 +53,11 @@ class Meter:
         return found, self.clock() - start
 
     def watched(
-        self, run: Callable[[], Result], held: Iterable[Any], lowering: str
+        self,
+        run: Callable[[], Result],
+        held: Iterable[torch.Tensor],
+        batch: Iterable[Any],
+        lowering: str,
     ) -> tuple[Result, int | None]:
         """Runs a step: its result, and the bytes of its tensors that are alive at once at its peak.
 
@@ -54,26 +66,27 @@ class Meter:
         counts: compiled code on the host, and replayed graphs.
 
         Args:
-            held: tensors that the step reads or writes, and that are there already.
+            held: tensors that outlive the step.
+            batch: what it is called with; of a part of a larger tensor, the part counts.
         """
         how = LOWERINGS[lowering]
         if how.inner or (self._on_host and how.fuses):
             return run(), None
-        held = [tensor for tensor in held if isinstance(tensor, torch.Tensor)]
+        brought = size_in_bytes([leaf for leaf in batch if isinstance(leaf, torch.Tensor)])
         if self._on_host:
             with LiveMemory(held) as live:
-                return run(), live.peak
+                return run(), live.peak + brought
         memory = torch.get_device_module(self.device)
         self._wait()
         own = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in held}
-        beside = memory.memory_allocated(self.device) - sum(own.values())
+        beside = memory.memory_allocated(self.device) - sum(own.values()) - brought
         memory.reset_peak_memory_stats(self.device)
         found = run()
         self._wait()
         return found, memory.max_memory_allocated(self.device) - beside
 
     def communication(
-        self, programs: Mapping[Program, int], groups: Mapping[str, str]
+        self, programs: Iterable[tuple[Program, int]], groups: Mapping[str, str]
     ) -> float | None:
         """Seconds of the collectives of programs, each timed by itself; called by all ranks.
 
@@ -88,7 +101,7 @@ class Meter:
             seconds on this rank; None where there are no collectives.
         """
         counts: Counter[tuple] = Counter()
-        for program, times in programs.items():
+        for program, times in programs:
             for node in filter(is_collective, program.operations()):
                 value = meta(node.args[0])["val"]  # type: ignore[arg-type]
                 group = groups[mesh_dim_of(node)]
@@ -99,20 +112,19 @@ class Meter:
         left = torch.ones(_WORK, _WORK, device=self.device)
 
         def usual(call: Callable[[], Any]) -> float:
-            def work() -> Any:
-                return torch.mm(left, left), torch.mm(left, left), call()
-
-            work()
-            return statistics.mean(self.timed(work)[1] for _ in range(REPEATS))
+            times = []
+            for _ in range(REPEATS):
+                torch.mm(torch.mm(left, left), left)
+                times.append(self.timed(call)[1])
+            return statistics.mean(sorted(times)[ODD:-ODD])
 
         total = 0.0
         with torch.no_grad():
-            alone = usual(lambda: None)
             for (target, shape, dtype, rest, group), count in counts.items():
                 given = torch.ones(shape, dtype=dtype, device=self.device)
                 arguments = (given, *(list(a) if isinstance(a, tuple) else a for a in rest), group)
                 took = usual(lambda: torch_internals.WAIT(target(*arguments)))  # noqa: B023
-                total += max(took - alone, 0.0) * count
+                total += took * count
         return total
 
     def _wait(self) -> None:

@@ -116,10 +116,10 @@ def plan_again(
 def _measured(compiler: Compiler, tally: Tally, meter: Meter) -> Measured:
     """The slowest rank's figures, the same on every rank."""
     ranks = compiler.ranks
-    runs = {
-        lowered.program: 1 if name == "step" else compiler.settings.micro_batches - 1
+    runs = [
+        (lowered.program, 1 if name == "step" else compiler.settings.micro_batches - 1)
         for name, lowered in tally.compiled.programs.items()
-    }
+    ]
     sent = meter.communication(runs, ranks.groups) if ranks.groups else None
     step, sent_most, peak = largest(
         ranks,
@@ -128,7 +128,10 @@ def _measured(compiler: Compiler, tally: Tally, meter: Meter) -> Measured:
         -1 if tally.peak is None else tally.peak,
     )
     return Measured(
-        step / 1e6, None if sent_most < 0 else sent_most / 1e6, None if peak < 0 else peak
+        step / 1e6,
+        None if sent_most < 0 else sent_most / 1e6,
+        None if peak < 0 else peak,
+        peak_at_least=not meter.sees_all,
     )
 
 

@@ -1,4 +1,4 @@
-"""Runs that are planned again, on real ranks: machines whose costs are known, and what was measured on them."""
+"""Runs that are planned again: machines whose costs are known, and what was measured on them."""
 
 from __future__ import annotations
 

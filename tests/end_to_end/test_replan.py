@@ -1,4 +1,4 @@
-"""``engine.replan`` on two gloo ranks: what is wrong by 2 x is corrected, the run goes on with the same bits.
+"""``engine.replan`` on two gloo ranks: what is wrong by 2 x is corrected, and the same bits go on.
 
 What steps take is what the cost model says of a machine that is twice as slow as the calibration has it
 (``OnDevice``), or what a clock says; everything else is real.
@@ -19,7 +19,6 @@ import torch
 import stepgraph
 from stepgraph.cli.launcher import launch
 from stepgraph.planning.file import load_plan, plan_from_json, save_plan
-from stepgraph.runtime.replanning import Replanned
 from tests.end_to_end.replanning import (
     MACHINE,
     OnDevice,
@@ -44,7 +43,7 @@ def trained(
     saved: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
-    """One rank of a run with dropout, clipping and a scheduler, that asks for a replan before some steps."""
+    """One rank of a run with dropout and a scheduler, which asks for a replan before some of its steps."""
     rank = int(os.environ["RANK"])
     model = layers(DROPOUT)
     optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3, momentum=0.9)

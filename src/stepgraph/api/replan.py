@@ -40,11 +40,11 @@ class Replans:
         are compared with what the plan's device says of the programs that ran: a time within 20 %, or a
         peak within 10 %, is right. Else the costs of computing, of communication and of memory are
         corrected by one factor each (``plan.request.correction``: it stays with the plan, its file, and all
-        programs that are decided later), and the first rank plans again. The new plan is taken if its step is
-        predicted to take 5 % less, or if the peak was over the budget and gets smaller; then the next call
-        compiles, and parameters and optimizer states move to where it has them. They stay the same objects
-        under their names, the optimizer goes on with its states, random operations draw what they would
-        have drawn. ``stats.replans`` and ``report()`` say what was measured, corrected and changed.
+        programs that are decided later), and the first rank plans again. The new plan is taken if its step
+        is predicted to take 5 % less, or if the peak was over the budget and gets smaller; then the next
+        call compiles, and parameters and optimizer states move to where it has them. They stay the same
+        objects under their names, the optimizer goes on with its states, random operations draw what they
+        would have drawn. ``stats.replans`` and ``report()`` say what was measured, corrected and changed.
 
         A peak is what an accelerator's allocator counts (the peak that it keeps is reset), and on the host
         the tensors of operations that run one by one (``lowering="eager"``; what a kernel takes inside

@@ -57,7 +57,7 @@ class Measured:
         step_ms: of a step, micro-batches and update included: the median.
         communication_ms: of its collectives, each timed by itself; None: there are none.
         peak_bytes: of the rank with most; None: nobody counts.
-        peak_at_least: not all of its bytes are seen, so that only a larger peak than predicted says something.
+        peak_at_least: not all of its bytes are seen: only a larger peak than predicted says something.
     """
 
     step_ms: float

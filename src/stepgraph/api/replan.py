@@ -109,7 +109,7 @@ class Replans:
             log.info("%s", verdict)
         if verdict.changed:
             compiler.change_plan(plan)
-        else:
+        elif verdict.correction is not None:
             compiler.plan = plan
 
     def _not_measured(self, why: str) -> None:

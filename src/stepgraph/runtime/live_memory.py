@@ -23,12 +23,16 @@ class LiveMemory(TorchDispatchMode):
 
     Args:
         held: tensors that are alive already. What is neither one of them nor made inside is not counted.
+        beside: tensors that are alive all along and are not counted, nor what shares memory with them.
 
     Use it as a context; it slows every operation down.
     """
 
-    def __init__(self, held: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(
+        self, held: Iterable[torch.Tensor] = (), beside: Iterable[torch.Tensor] = ()
+    ) -> None:
         super().__init__()
+        self._beside = {StorageWeakRef(one.untyped_storage()).cdata for one in beside}
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self._on_host: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = self.peak_on_host = 0
@@ -51,6 +55,8 @@ class LiveMemory(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 reference = StorageWeakRef(storage)
+                if reference.cdata in self._beside:
+                    continue
                 tables = (self._alive, self._on_host)
                 known = [table[reference.cdata] for table in tables if reference.cdata in table]
                 if all(held.expired() for held, _ in known):

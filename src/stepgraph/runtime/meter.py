@@ -72,9 +72,10 @@ class Meter:
         how = LOWERINGS[lowering]
         if how.inner or (self._on_host and how.fuses):
             return run(), None
-        brought = size_in_bytes([leaf for leaf in batch if isinstance(leaf, torch.Tensor)])
+        given = [leaf for leaf in batch if isinstance(leaf, torch.Tensor)]
+        brought = size_in_bytes(given)
         if self._on_host:
-            with LiveMemory(held) as live:
+            with LiveMemory(held, beside=given) as live:
                 return run(), live.peak + brought
         memory = torch.get_device_module(self.device)
         self._wait()

@@ -51,22 +51,24 @@ class Means:
         device: whose costs count.
         fused: whether operations are fused into kernels.
         budget: bytes of a rank that are said beside the policy; None: the device's.
+        counted: of a budget, the bytes of predictions that it has room for.
     """
 
     simulate: Simulate
     device: Device
     fused: bool
     budget: int | None = None
+    counted: Callable[[int], int] = int
     _searches: dict[tuple, Search] = field(default_factory=dict, repr=False)
 
     @property
     def limit(self) -> int:
         """Bytes that a rank has for a step."""
-        return self.budget or self.device.capacity
+        return self.counted(self.budget or self.device.capacity)
 
     def budget_for(self, policy: str) -> int:
         """Bytes that a rank has under a policy that may name its own."""
-        return budget_of(policy, self.budget) or self.device.capacity
+        return self.counted(budget_of(policy, self.budget) or self.device.capacity)
 
     def search(
         self, program: Program, gather_again: bool, pieces: Mapping[str, int] | None = None

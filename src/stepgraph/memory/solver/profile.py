@@ -6,6 +6,7 @@ backward of the head, that of the blocks, and what is behind it. Where blocks di
 the blocks before it keep. What is found so is simulated before it is taken.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -64,8 +65,12 @@ class _Alike:
 
     def further(self, other: "_Alike", steps: float) -> "_Alike":
         """So many times the difference to another beyond it."""
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return _Alike(*(there + steps * (there - here) for here, there in pairs))
+        return other.moved(self, other, steps)
+
+    def moved(self, here: "_Alike", there: "_Alike", steps: float = 1.0) -> "_Alike":
+        """This, and so many times the difference between two others."""
+        rows = zip(*(vars(one).values() for one in (self, here, there)), strict=True)
+        return _Alike(*(own + steps * (b - a) for own, a, b in rows))
 
 
 class Profile:
@@ -86,7 +91,7 @@ class Profile:
         self.blocks = Blocks(program, gather_again)
         self.count = len(self.blocks.blocks)
         self.known: dict[Mix, Trial] = {}
-        shorter = self._shorter(gather_again)
+        self._shorter = shorter = self._short_steps(gather_again)
         self.is_deep = bool(shorter)
         short = shorter[0] if shorter else self.blocks
         many = not shorter and len(program.graph.nodes) > MANY
@@ -115,27 +120,48 @@ class Profile:
         """All blocks on one level."""
         return (number,) * self.count
 
+    def with_head(self, simulate: Simulate, longer: bool) -> "Profile":
+        """The same of a deep step whose head is computed otherwise: what blocks cost is what it is.
+
+        Args:
+            simulate: with the other head.
+            longer: both short steps are simulated, not only that of fewest layers.
+        """
+        other = copy.copy(self)
+        other.simulate, other.known = simulate, {}
+        few, more = other._of_short(self.levels[0], self._shorter[0]), self._ends[1]
+        if longer:
+            more = other._of_short(self.levels[0], self._shorter[1])
+            whole = self.alike[0], few.further(more, self._steps)
+        else:
+            whole = self._ends[0], few
+        other._ends = few, more
+        other.alike = [alike.moved(*whole) for alike in self.alike]
+        return other
+
     def estimate(self, mix: Mix) -> Estimate:
         """What a step takes under a mix, by the steps whose blocks are alike."""
-        levels = np.array(mix)
-        every = np.arange(self.count)
-        base = self.alike[0].seconds
-        more = np.array([alike.seconds - base for alike in self.alike])
-        seconds = base + float((more[levels] * self._shares[levels, every]).sum())
-        held = self._bytes[levels, every]
-        last = self.alike[mix[-1]]
-        saved = held.sum() - self._bytes[mix[-1]].sum()
-        peaks = [last.forward + saved, last.head + saved, self.alike[mix[0]].behind]
-        before = np.cumsum(held)
-        edges = np.append(np.flatnonzero(np.diff(levels)), self.count - 1)
-        for edge in edges:  # the last block of a stretch on one level finds most
-            alike, level = self.alike[mix[edge]], mix[edge]
-            done = self.count - 1 - edge
-            gradients = done / self.count * alike.gradients
-            peaks.append(alike.blocks - self._bytes[level].sum() + before[edge] + gradients)
-        return Estimate(seconds, float(max(peaks)))
+        ((seconds, peak),) = self.estimates([mix])
+        return Estimate(seconds, peak)
 
-    def _shorter(self, gather_again: bool) -> list[Blocks]:
+    def estimates(self, mixes: Sequence[Mix]) -> list[tuple[float, float]]:
+        """Seconds and peaks of :meth:`estimate`, of many mixes at once."""
+        levels, every = np.array(mixes), np.arange(self.count)
+        alike = np.array([[*vars(one).values()] for one in self.alike])
+        seconds, forward, head, blocks, behind, gradients = alike.T
+        more = seconds - seconds[0]
+        taken = seconds[0] + (more[levels] * self._shares[levels, every]).sum(1)
+        held, of_level = self._bytes[levels, every], self._bytes.sum(1)
+        last = levels[:, -1]
+        saved = held.sum(1) - of_level[last]
+        # The last block of a stretch on one level finds most.
+        at = blocks[levels] - of_level[levels] + held.cumsum(1)
+        at += (self.count - 1 - every) / self.count * gradients[levels]
+        at[:, :-1][levels[:, :-1] == levels[:, 1:]] = -np.inf
+        rows = (forward[last] + saved, head[last] + saved, behind[levels[:, 0]], at.max(1))
+        return [*zip(taken.tolist(), np.max(rows, 0).tolist(), strict=True)]
+
+    def _short_steps(self, gather_again: bool) -> list[Blocks]:
         """Two steps of few layers of a deep one; none where it is not, or its blocks are not its layers."""
         nodes = len(self.program.graph.nodes)
         if nodes <= MANY or len(set(self.blocks.kinds)) > 1:
@@ -158,8 +184,9 @@ class Profile:
         longer = {level: self._of_short(level, more) for level in self.levels}
         apart = len(more.blocks) - len(few.blocks)
         self._slopes = [(longer[one].head - first[one].head) / apart for one in self.levels]
-        steps = (self.count - len(more.blocks)) / apart
-        return [first[level].further(longer[level], steps) for level in self.levels]
+        self._steps = (self.count - len(more.blocks)) / apart
+        self._ends = first[self.levels[0]], longer[self.levels[0]]
+        return [first[level].further(longer[level], self._steps) for level in self.levels]
 
     def _of_short(self, level: Level, blocks: Blocks) -> _Alike:
         decision = blocks.decision("", [level] * len(blocks.blocks))

@@ -98,7 +98,7 @@ class Means:
             if whole.is_deep:
                 known = (s.profile for key, s in self._searches.items() if key)
                 divided = next(known, None)
-                return (divided or whole).with_head(simulate, longer=divided is None)
+                return (divided or whole).with_head(simulate, both=divided is None)
         return Profile(program, gather_again, simulate, self.device, self.fused)
 
 

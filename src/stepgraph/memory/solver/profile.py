@@ -28,6 +28,7 @@ from stepgraph.program.program import BACKWARD, FORWARD, Program
 
 MANY = 2500  # operations of a Program of which shorter ones are simulated
 _APART = 2  # layers that the two differ in: collectives of neighbours may be merged
+_SURELY = 0.8  # part of the seconds of what is computed again that a step takes longer at least
 
 Simulate = Callable[[Program, MemoryDecision], Trial]
 """What a placed Program takes under a decision, scheduled, bound and lowered; it stays as it is."""
@@ -120,23 +121,28 @@ class Profile:
         """All blocks on one level."""
         return (number,) * self.count
 
-    def with_head(self, simulate: Simulate, longer: bool) -> "Profile":
+    def with_head(self, simulate: Simulate, both: bool) -> "Profile":
         """The same of a deep step whose head is computed otherwise: what blocks cost is what it is.
+
+        What it differs in is seen with one level, and with one that offloads, whose copies it hides.
 
         Args:
             simulate: with the other head.
-            longer: both short steps are simulated, not only that of fewest layers.
+            both: short steps are simulated, not only the longer one.
         """
         other = copy.copy(self)
-        other.simulate, other.known = simulate, {}
-        few, more = other._of_short(self.levels[0], self._shorter[0]), self._ends[1]
-        if longer:
-            more = other._of_short(self.levels[0], self._shorter[1])
-            whole = self.alike[0], few.further(more, self._steps)
-        else:
-            whole = self._ends[0], few
-        other._ends = few, more
-        other.alike = [alike.moved(*whole) for alike in self.alike]
+        other.simulate, other.known, other._ends = simulate, {}, {}
+        moved: dict[bool, tuple[_Alike, _Alike]] = {}
+        for offloads, (level, few, more) in self._ends.items():
+            longer = other._of_short(level, self._shorter[1])
+            moved[offloads] = more, longer
+            if both:
+                few = other._of_short(level, self._shorter[0])
+                before = self.alike[self.levels.index(level)]
+                moved[offloads] = before, few.further(longer, self._steps)
+            other._ends[offloads] = level, few, longer
+        pairs = zip(self.levels, self.alike, strict=True)
+        other.alike = [alike.moved(*moved[level.offloads]) for level, alike in pairs]
         return other
 
     def estimate(self, mix: Mix) -> Estimate:
@@ -159,7 +165,12 @@ class Profile:
         at += (self.count - 1 - every) / self.count * gradients[levels]
         at[:, :-1][levels[:, :-1] == levels[:, 1:]] = -np.inf
         rows = (forward[last] + saved, head[last] + saved, behind[levels[:, 0]], at.max(1))
+        taken = taken.round(12)  # the same in whatever order it is added up
         return [*zip(taken.tolist(), np.max(rows, 0).tolist(), strict=True)]
+
+    def kept_bytes(self, level: int) -> float:
+        """Bytes that all blocks keep on a level."""
+        return float(self._bytes[level].sum())
 
     def _short_steps(self, gather_again: bool) -> list[Blocks]:
         """Two steps of few layers of a deep one; none where it is not, or its blocks are not its layers."""
@@ -176,16 +187,28 @@ class Profile:
 
     def _by_shorter(self, found: Mapping[Level, Costs], few: Blocks, more: Blocks) -> list[_Alike]:
         """By two steps of few layers; the longer of levels alone that a mix of others does not replace."""
-        first = {level: self._of_short(level, few) for level in found}
-        points = [(sum(found[level].bytes), alike.seconds) for level, alike in first.items()]
-        worth = {self.levels[place] for place in _lower_hull(points)}
+        first: dict[Level, _Alike] = {}
+        points: list[
+            tuple[float, float]
+        ] = []  # bytes that a level keeps, and seconds that it takes
+        for level in sorted(found, key=_may_be_replaced):
+            costs = found[level]
+            if _may_be_replaced(level):  # by what its operations take
+                again = _SURELY * sum(costs.seconds) * len(few.blocks)
+                point = sum(costs.bytes), first[self.levels[0]].seconds + again
+                if len(points) not in _lower_hull([*points, point]):
+                    continue
+            first[level] = self._of_short(level, few)
+            points.append((sum(costs.bytes), first[level].seconds))
+        worth = {[*first][place] for place in _lower_hull(points)}
         worth.add(min(first, key=lambda level: first[level].peak))
         self.levels = [one for one in self.levels if one in worth or one.name in POLICIES]
         longer = {level: self._of_short(level, more) for level in self.levels}
         apart = len(more.blocks) - len(few.blocks)
         self._slopes = [(longer[one].head - first[one].head) / apart for one in self.levels]
         self._steps = (self.count - len(more.blocks)) / apart
-        self._ends = first[self.levels[0]], longer[self.levels[0]]
+        known = {one.offloads: one for one in reversed(self.levels)}
+        self._ends = {offloads: (one, first[one], longer[one]) for offloads, one in known.items()}
         return [first[level].further(longer[level], self._steps) for level in self.levels]
 
     def _of_short(self, level: Level, blocks: Blocks) -> _Alike:
@@ -197,8 +220,9 @@ class Profile:
         line = trial.memory
         totals = [sum(alive.values()) for alive in line.at]
         inside = self._places(line.operations, blocks)
-        behind = [i for i, node in enumerate(line.operations) if meta(node)["phase"] != FORWARD]
-        end = behind[0] if behind else len(totals)
+        end = next(
+            (i for i, node in enumerate(line.operations) if self._is_behind(node)), len(totals)
+        )
         first, last = (inside[0], inside[-1] + 1) if inside else (end, end)
         forward, head, blocks_too, behind_them = (
             float(max(totals[start:stop], default=0))
@@ -207,9 +231,18 @@ class Profile:
         gradients = line.at[min(last, len(totals) - 1)]["gradients"] if totals else 0
         return _Alike(trial.seconds, forward, head, blocks_too, behind_them, gradients)
 
+    def _is_behind(self, node: fx.Node) -> bool:
+        """Whether the forward is over; what is computed again of a deep step may come early."""
+        again = self.is_deep and "recomputed_from" in meta(node)
+        return meta(node)["phase"] != FORWARD and not again
+
     def _places(self, operations: Sequence[fx.Node], blocks: Blocks) -> list[int]:
-        """Where the backward of blocks runs: what is computed again, and what reads their values."""
-        names = {meta(node)["name"] for block in blocks.blocks for node in block}
+        """Where the backward of blocks runs: what reads their values; and what is computed again.
+
+        Of a deep step the first is known to be their backward, and enough.
+        """
+        inside = (node for block in blocks.blocks for node in block if not self.is_deep)
+        names = {meta(node)["name"] for node in inside}
         behind = self._behind if blocks is not self.blocks else _readers(blocks)
         return [
             place
@@ -230,6 +263,11 @@ class Profile:
         seconds = np.array([[c.seconds[kind] for kind in kinds] for c in costs])
         sums = seconds.sum(1, keepdims=True)
         self._shares = np.where(sums > 0, seconds / np.where(sums > 0, sums, 1.0), 1 / self.count)
+
+
+def _may_be_replaced(level: Level) -> bool:
+    """Whether a level differs in nothing but what it computes again: what that takes is known."""
+    return not (level.name in POLICIES or level.gathered or level.offloads or level.communicates)
 
 
 def _lower_hull(points: Sequence[tuple[float, float]]) -> list[int]:

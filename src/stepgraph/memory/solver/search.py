@@ -8,7 +8,7 @@ estimate put right by what it really takes, until none is left that is faster.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -19,51 +19,65 @@ from stepgraph.memory.solver.levels import POLICIES
 from stepgraph.memory.solver.profile import Mix, Profile
 from stepgraph.planning.decisions import FrontierPoint
 
-_TRIALS, _TRIALS_IN_DEPTH = 40, 4  # mixes that are simulated for one budget
-_GAIN_IN_DEPTH = 1e-3  # part of the time: what a deep step gains less by is not worth a simulation
+_TRIALS = 40  # mixes that are simulated for one budget
+_OPERATIONS, _FEWEST = (
+    45_000,
+    2,
+)  # and of a deep step: that have so many together, but so many at least
+_HOPE = 0.1  # part of a step's time, over its blocks
 _SMALLEST = 3  # and to find the smallest peak, where none of those fits
 _PERIODS = (2, 3, 4)  # of ``layers:N``
 
 
 @dataclass(frozen=True)
 class _Candidate:
+    """A mix; ``levels``: what those whose estimates are off alike have in common.
+
+    ``early``: bytes of the level of the first blocks; of two that are as fast, less of it is looked at first.
+    """
+
     profile: Profile
     mix: Mix
     seconds: float
     peak: float
+    levels: Hashable
+    early: float
 
     def trial(self) -> Trial:
         """What it really takes."""
         return self.profile.trial(self.mix)
 
-    def order(self) -> tuple[float, float, Mix]:
+    def order(self) -> tuple:
         """The fastest first."""
-        return self.seconds, self.peak, self.mix
+        return self.seconds, self.peak, self.early, self.mix
 
 
 class _Off:
     """By how much estimates are off: of mixes of the same levels by what one of them really took.
 
     Args:
-        deep: steps whose blocks are alike are estimates as well.
+        deep: steps whose blocks are alike are estimates as well. Where levels of a mix meet, communication
+            overlaps otherwise than within either: what has not been tried may be faster by this.
+        blocks: how many there are, to which that is shared out.
     """
 
-    def __init__(self, deep: bool) -> None:
-        self.deep = deep
-        self._known: dict[tuple[Profile, frozenset[int]], tuple[float, float]] = {}
+    def __init__(self, deep: bool, blocks: int) -> None:
+        self.deep, self.hope = deep, _HOPE / blocks if deep else 0.0
+        self._known: dict[tuple[Profile, Hashable], tuple[float, float]] = {}
         self._usual = (0.0, 0.0)
 
     def learn(self, candidate: _Candidate, trial: Trial) -> None:
         """What a candidate really takes."""
         off = trial.seconds - candidate.seconds, trial.memory.peak() - candidate.peak
-        self._known[candidate.profile, frozenset(candidate.mix)] = self._usual = off
+        self._known[candidate.profile, candidate.levels] = self._usual = off
 
-    def right(self, candidate: _Candidate) -> tuple[float, float]:
+    def right(self, candidate: _Candidate, hopeful: bool = True) -> tuple[float, float]:
         """Its seconds and peak, put right; where all blocks are alike, only of a deep step."""
-        levels = frozenset(candidate.mix)
-        usual = self._usual if self.deep or len(levels) > 1 else (0.0, 0.0)
-        seconds, peak = self._known.get((candidate.profile, levels), usual)
-        return candidate.seconds + seconds, candidate.peak + peak
+        known = self._known.get((candidate.profile, candidate.levels))
+        if known is None:
+            seconds, peak = self._usual if self.deep or len(set(candidate.mix)) > 1 else (0.0, 0.0)
+            known = seconds - self.hope * hopeful * candidate.seconds, peak
+        return candidate.seconds + known[0], candidate.peak + known[1]
 
 
 class Search:
@@ -72,9 +86,14 @@ class Search:
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         mixes = [*dict.fromkeys(self._mixes())]
-        found = zip(mixes, profile.estimates(mixes), strict=True)
-        candidates = (_Candidate(profile, mix, *estimate) for mix, estimate in found)
-        self.candidates = sorted(candidates, key=_Candidate.order)
+        alike = dict.fromkeys if profile.is_deep else frozenset  # in which order counts, or not
+        self.candidates = sorted(
+            (
+                _Candidate(profile, mix, *estimate, (*alike(mix),), profile.kept_bytes(mix[0]))
+                for mix, estimate in zip(mixes, profile.estimates(mixes), strict=True)
+            ),
+            key=_Candidate.order,
+        )
 
     def within(self, budget: int) -> tuple[Mix | None, int]:
         """The fastest mix whose simulated peak fits, and the smallest peak that is known."""
@@ -177,14 +196,15 @@ def fastest(searches: Sequence[Search], budget: int) -> tuple[Search, Mix] | Non
 
     None: nothing was found to fit; what takes least memory was simulated.
     """
-    deep = searches[0].profile.is_deep
-    off, gain = _Off(deep), _GAIN_IN_DEPTH if deep else SAME
+    profile = searches[0].profile
+    deep, nodes = profile.is_deep, len(profile.program.graph.nodes)
+    off = _Off(deep, profile.count)
     left = [candidate for search in searches for candidate in search.candidates]
     limit = inf
-    for _ in range(_TRIALS_IN_DEPTH if deep else _TRIALS):
+    for _ in range(max(_FEWEST, _OPERATIONS // nodes) if deep else _TRIALS):
         righted = ((*off.right(candidate), candidate) for candidate in left)
-        fits = (row for row in righted if row[1] <= budget and row[0] < limit * (1 - gain))
-        best = min(fits, key=lambda row: (*row[:2], row[2].mix), default=None)
+        fits = (row for row in righted if row[1] <= budget and row[0] < limit * (1 - SAME))
+        best = min(fits, key=lambda row: (*row[:2], row[2].early, row[2].mix), default=None)
         if best is None:
             break
         candidate = best[2]
@@ -195,7 +215,9 @@ def fastest(searches: Sequence[Search], budget: int) -> tuple[Search, Mix] | Non
             limit = min(limit, trial.seconds)
     # Named policies are no part of what may be left out.
     for candidate in sorted((c for s in searches for c in s.named()), key=_Candidate.order):
-        seconds, peak = off.right(candidate) if deep else (candidate.seconds, candidate.peak)
+        seconds, peak = candidate.seconds, candidate.peak
+        if deep:
+            seconds, peak = off.right(candidate, hopeful=False)
         if peak <= budget and seconds < limit * (1 - SAME):
             trial = candidate.trial()
             if trial.memory.peak() <= budget:

@@ -33,7 +33,7 @@ _PERIODS = (2, 3, 4)  # of ``layers:N``
 class _Candidate:
     """A mix; ``levels``: what those whose estimates are off alike have in common.
 
-    ``early``: bytes of the level of the first blocks; of two that are as fast, less of it is looked at first.
+    ``early``: bytes of the level of the first blocks; of two that are as fast, the one with less is first.
     """
 
     profile: Profile

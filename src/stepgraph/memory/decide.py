@@ -179,12 +179,9 @@ def _search(program: Program, policy: str, gather_again: bool, means: Means) -> 
         search = min(searches, key=Search.smallest)
         raise _too_small(search, budget, search.smallest(), policy)
     search, mix = found
-    kept, trial, divided = (
-        search.profile.decision(policy, mix),
-        search.profile.trial(mix),
-        searches[search],
-    )
-    if divided and not search.profile.is_deep:
+    profile, divided = search.profile, searches[search]
+    kept, trial = profile.decision(policy, mix), profile.trial(mix)
+    if divided and not profile.is_deep:
         divided, trial = _fewest(program, replace(kept, pieces=divided), means, budget, trial)
     reason = (
         f"memory {policy}: {search.describe(mix)}{_said(divided)}; "

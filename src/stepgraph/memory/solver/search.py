@@ -8,6 +8,7 @@ estimate put right by what it really takes, until none is left that is faster.
 """
 
 import itertools
+import sys
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -101,8 +102,9 @@ class Search:
         return found and found[1], self.smallest()
 
     def smallest(self) -> int:
-        """The smallest peak that is known."""
-        return min(trial.memory.peak() for trial in self.profile.known.values())
+        """The smallest peak that is known; more than there can be where none is."""
+        known = self.profile.known.values()
+        return min((trial.memory.peak() for trial in known), default=sys.maxsize)
 
     def fitting(self, budget: int) -> list[Mix]:
         """What was simulated and fits."""
@@ -223,7 +225,9 @@ def fastest(searches: Sequence[Search], budget: int) -> tuple[Search, Mix] | Non
             if trial.memory.peak() <= budget:
                 limit = min(limit, trial.seconds)
     if not any(search.fitting(budget) for search in searches):
-        for search in searches:
+        # Simulating a deep step takes long: only with the head that leaves least.
+        least = min(searches, key=lambda search: min(c.peak for c in search.candidates))
+        for search in [least] if deep else searches:
             search.simulate_leanest()
     found = [(s.profile.trial(mix).seconds, mix, s) for s in searches for mix in s.fitting(budget)]
     best = min(found, key=lambda row: row[:2], default=None)

@@ -22,9 +22,6 @@ _CHEAP, _CHEAP_IN_LIMIT = 2_000_000_000, 300_000_000
 # Steps to a relaxation that fits a limit; where more are needed it is seen first whether anything fits.
 _DOUBTFUL = 20_000
 _PATIENCE, _IN_LIMIT = 0.15, 1e-2  # where it binds: part of them after which this gap is the goal
-_HOPELESS = (
-    0.05  # and what is further from it then is left to presets, which are simulated beside it
-)
 _WHOLE = 1e-6  # what differs less from 0 or 1 is that
 _OPTIMAL = highspy.HighsModelStatus.kOptimal
 
@@ -113,10 +110,7 @@ class _Search:
         closed = np.inf  # the lowest bound of what is not looked at further
         while waiting:
             bound, _, below, values, basis = waiting[0]
-            lowest = min(bound, closed)
-            if lowest >= self._bound_of(best, left <= hasty):
-                break
-            if left <= hasty and lowest < best * self.scale * (1 - _HOPELESS):
+            if min(bound, closed) >= self._bound_of(best, left <= hasty):
                 break
             heapq.heappop(waiting)
             column = self._divided(values)

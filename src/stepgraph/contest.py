@@ -11,7 +11,6 @@ from math import inf
 
 from stepgraph.analysis.layers import find_layers
 from stepgraph.cost.device import Device
-from stepgraph.cost.devices import find_device
 from stepgraph.cost.memory import memory_timeline
 from stepgraph.cost.predict import Prediction
 from stepgraph.errors import StepgraphError, UsageError
@@ -62,8 +61,9 @@ class Contest:
 
     @property
     def budget(self) -> int:
-        """Bytes of a rank."""
-        return self.plan.request.memory_budget or self.device.capacity
+        """Bytes of a rank, as predictions count them."""
+        request = self.plan.request
+        return request.counted(request.memory_budget or self.device.capacity)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def make_best(
     names = rivals(programs, plan)
     if not names:
         return made
-    contest = Contest(programs, plan, target, find_device(plan.request.device), rank, strict)
+    contest = Contest(programs, plan, target, plan.request.costs(), rank, strict)
     own = Entrant(AUTO, made, predicted(made, contest.device))
     return taken(compete(own, names, contest), contest.budget).made
 
@@ -112,7 +112,7 @@ def _placed(programs: Mapping[str, Program], plan: Plan, target: Target, strict:
     """A plan with the placements that are best where all is kept, or else where blocks are recomputed."""
     request = plan.request
     budget = budget_of(request.memory, request.memory_budget)
-    most = budget or find_device(request.device).capacity
+    most = request.counted(budget or request.costs().capacity)
     found = plan
     for policy in candidates(request.memory):
         asked = plan.under(memory=policy, memory_budget=budget)

@@ -30,7 +30,7 @@ from stepgraph.capture.passes.reduce_gradients_in import reduce_gradients_in
 from stepgraph.capture.passes.start_backward_at_one import start_backward_at_one
 from stepgraph.capture.passes.update_parameters import update_parameters
 from stepgraph.capture.step import Capture, Roads, Source
-from stepgraph.cost.devices import Device, find_device
+from stepgraph.cost.device import Device
 from stepgraph.cost.predict import Prediction, Trial, predict, try_program
 from stepgraph.cost.traffic import assign_traffic
 from stepgraph.errors import PlanError
@@ -308,11 +308,12 @@ def form(program: Program, plan: Plan, driver: PassDriver) -> Program:
 def _decide_placement(program: Program, plan: Plan, limit: int | None) -> PlacementDecision:
     request = plan.request
     policy = plan.decides
-    device = find_device(request.device) if policy == AUTO else None
+    device = request.costs() if policy == AUTO else None
     recomputed: Mapping[str, int] = {}
     if device is not None:
         budget = budget_of(request.memory, request.memory_budget)
-        limit = limit or first_limit(budget, device.capacity)
+        room = None if budget is None else request.counted(budget)
+        limit = limit or first_limit(room, request.counted(device.capacity))
         recomputed = decide_memory(program, leanest(request.memory)).recompute
     return decide_placement(
         program,
@@ -331,7 +332,7 @@ def simulation(plan: Plan, target: Target) -> Callable[[Program, MemoryDecision]
 
     On the request's device, scheduled and lowered as it asks for, bound to the first rank.
     """
-    request, device = plan.request, find_device(plan.request.device)
+    request, device = plan.request, plan.request.costs()
 
     def simulate(program: Program, decision: MemoryDecision) -> Trial:
         driver = PassDriver()
@@ -350,8 +351,8 @@ def _means(plan: Plan, target: Target) -> Means:
     """What a search for what is kept goes by."""
     request = plan.request
     fused = LOWERINGS[request.lowering].fuses
-    device = find_device(request.device)
-    return Means(simulation(plan, target), device, fused, request.memory_budget)
+    simulate, counted = simulation(plan, target), request.counted
+    return Means(simulate, request.costs(), fused, request.memory_budget, counted)
 
 
 def executed(
@@ -386,10 +387,14 @@ def foresee(
         lowering_name: says whether operations run one by one or fused.
         keep: the programs are needed again.
     """
-    final = {
-        name: executed(program, lowering_name, {}, PassDriver(), keep)
-        for name, program in programs.items()
-    }
-    for program in final.values():
+    return predict(as_executed(programs, lowering_name, keep), device, micro_batches)
+
+
+def as_executed(
+    programs: Mapping[str, Program], lowering_name: str, keep: bool = True
+) -> dict[str, Program]:
+    """What is executed of bound programs, as a prediction takes it: with each operation's traffic."""
+    made = {n: executed(p, lowering_name, {}, PassDriver(), keep) for n, p in programs.items()}
+    for program in made.values():
         assign_traffic(program, LOWERINGS[lowering_name].fuses)
-    return predict(final, device, micro_batches)
+    return made

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import pickle
 import time
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph.api.plan import Plan
+from stepgraph.cost.correction import Correction
 from stepgraph.errors import PlanError
 from stepgraph.planning import reading
 from stepgraph.planning.decisions import Reason
@@ -69,6 +71,29 @@ def test_every_field_of_a_decision_is_in_the_file(tmp_path, kind):
         assert then != plan, name
         then.save(tmp_path / "plan.json")
         assert Plan.load(tmp_path / "plan.json") == then, name
+
+
+def test_a_correction_is_in_the_file_and_in_words(tmp_path):
+    plan = llama_plan()
+    correction = Correction(compute=2.0, communication=0.5, memory=1.25)
+    then = dataclasses.replace(
+        plan, request=dataclasses.replace(plan.request, correction=correction)
+    )
+    then.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == then and loaded.request.known == correction
+    told = "compute x 2, communication x 0.5, memory x 1.25"
+    assert plan.diff(then) == f"correction: None -> {told}"
+    assert f"corrected: {told}" in then.request.show()
+    assert pickle.loads(pickle.dumps(then)) == then == copy.deepcopy(then)
+    # Decided for other costs, everything would be decided otherwise.
+    assert not plan.under(correction=correction).decisions
+
+
+def test_a_file_of_before_corrections_is_read(written):
+    data = copy.deepcopy(written)
+    assert data["request"].pop("correction") is None
+    assert Plan.from_json(data).request.correction is None
 
 
 def test_layers_share_entries(tmp_path):
@@ -167,6 +192,9 @@ BAD = {
         "a type with a shape",
     ),
     "a batch without shape": (("request", "batch", "x"), "int64", "a type with a shape"),
+    "a correction by nothing": (("request", "correction"), {"compute": 0.0}, "> 0"),
+    "a negative correction": (("request", "correction"), {"memory": -2.0}, "> 0"),
+    "a correction in words": (("request", "correction"), "twice", "an object"),
     "a negative budget": (("request", "memory_budget"), -1, ">= 1, not -1"),
     "negative memory": (("predicted", "peak_bytes"), -1, ">= 0, not -1"),
     "memory in words": (("predicted", "peak_bytes"), "much", "whole number"),

@@ -10,9 +10,10 @@ values look alike, too, but stand side by side.
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from torch import fx
 
 from stepgraph.cost.work import size_in_bytes
@@ -60,10 +61,12 @@ def repetitions(letters: list, crossing: Sequence[int]) -> Iterator[list[int]]:
 
 def stretches(letters: list) -> Iterator[tuple[int, int, int]]:
     """Where a text repeats itself: from which letter on, with which period, for how many letters."""
+    numbers: dict[Hashable, int] = {}
+    text = np.array([numbers.setdefault(one, len(numbers)) for one in letters], dtype=np.int64)
     left = [(0, len(letters))]
     while left:
         low, high = left.pop()
-        found = _longest_repetition(letters, low, high)
+        found = _longest_repetition(text, low, high)
         if found is not None:
             start, _, covered = found
             left += [(low, start), (start + covered, high)]
@@ -92,30 +95,31 @@ def letter(node: fx.Node) -> tuple:
     return (str(node.target), shapes)
 
 
-def _longest_repetition(letters: list, low: int, high: int) -> tuple[int, int, int] | None:
+def _longest_repetition(text: np.ndarray, low: int, high: int) -> tuple[int, int, int] | None:
     """(start, period, operations covered) of the repetition that covers most of a stretch."""
     if high - low < 2 * _SHORTEST:
         return None
     gaps: Counter[int] = Counter()
-    last: dict[tuple, int] = {}
-    for i in range(low, high):
-        if letters[i] in last:
-            gaps[i - last[letters[i]]] += 1
-        last[letters[i]] = i
+    last: dict[int, int] = {}
+    for i, one in enumerate(text[low:high].tolist(), low):
+        if one in last:
+            gaps[i - last[one]] += 1
+        last[one] = i
     # The distance between layers shows up for letters that occur once per layer; weigh it by length.
     candidates = sorted(gaps, key=lambda gap: -gap * gaps[gap])[:_CANDIDATES]
     best: tuple[int, int, int] | None = None
     for period in sorted(candidates):
         if period < _SHORTEST:
             continue
-        run = 0
-        for i in range(low, high - period + 1):
-            if i < high - period and letters[i] == letters[i + period]:
-                run += 1
-                continue
-            if run >= period and (best is None or run + period > best[2]):
-                best = (i - run, period, run + period)
-            run = 0
+        same = np.zeros(high - low - period + 2, dtype=np.int8)
+        same[1:-1] = text[low : high - period] == text[low + period : high]
+        starts, stops = np.flatnonzero(np.diff(same)).reshape(-1, 2).T
+        if not len(starts):
+            continue
+        longest = int((stops - starts).argmax())  # the first of them
+        run = int(stops[longest] - starts[longest])
+        if run >= period and (best is None or run + period > best[2]):
+            best = (low + int(starts[longest]), period, run + period)
     if best is None or best[2] * 10 < high - low:
         return None
     return best

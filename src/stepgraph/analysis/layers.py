@@ -16,7 +16,7 @@ from stepgraph.analysis.blocks import crossing_bytes, letter, repetitions
 from stepgraph.program import roles
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import BACKWARD, FORWARD, OPTIMIZER, Program
-from stepgraph.torch_internals.code import graph_module
+from stepgraph.torch_internals.code import copy_node, graph_module
 
 Layer = list[fx.Node]
 
@@ -64,7 +64,7 @@ class Layers:
         graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in program.graph.nodes:
             if node in kept and node.op != "output":
-                new[node] = graph.node_copy(node, lambda a: new[instead.get(a, a)])
+                new[node] = copy_node(graph, node, lambda a: new[instead.get(a, a)])
         last = graph.output(tuple(new[instead.get(node, node)] for _, node, _ in outputs))
         meta(last).update(meta(program.graph.output_node()))
         return replace(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,11 +17,13 @@ from stepgraph import torch_internals
 from stepgraph.api import arguments
 from stepgraph.api.checkpoints import SavesAndLoads
 from stepgraph.api.plan import Plan, public
+from stepgraph.api.replan import NOT_IN_GRAPHS, ONLY_STEPS, Replans
 from stepgraph.capture.module import LossFunction, default_loss
 from stepgraph.capture.refusals import check_hooks, double_backward_error
 from stepgraph.errors import GraphBreakError, ParameterHookError, UsageError
-from stepgraph.graphwise.compiled_autograd import check_whole_backward
+from stepgraph.graphwise.compiled_autograd import NOTHING_TO_ADD, check_whole_backward
 from stepgraph.graphwise.graph_breaks import GraphRunner
+from stepgraph.graphwise.means import OWN_MICRO_BATCHES
 from stepgraph.graphwise.parts import Parts
 from stepgraph.lowering.graphs.captured import release_all
 from stepgraph.planning.request import Precision, StepSettings
@@ -31,22 +32,14 @@ from stepgraph.report.text import engine_report
 from stepgraph.runtime.batches import LocalBatch, flatten_batch, in_turn, split_micro_batches
 from stepgraph.runtime.checkpoints.checkpoint import Saver
 from stepgraph.runtime.compiler import MAX_SHAPES, Compiled, Compiler
+from stepgraph.runtime.meter import Meter
 from stepgraph.runtime.ranks import join_ranks, leave_group
 from stepgraph.runtime.state import State
 from stepgraph.runtime.watch import watch_over
 from stepgraph.torch_internals import pytree
 
-log = logging.getLogger("stepgraph")
 
-NOTHING_TO_ADD = (
-    "compiled autograd has nothing to add: the backward is one compiled program already"
-)
-OWN_MICRO_BATCHES = (
-    "micro_batches: loss and gradients are the mean over micro-batches (graph by graph)"
-)
-
-
-class Engine(SavesAndLoads):
+class Engine(SavesAndLoads, Replans):
     """Compiles and runs a training step.
 
     Args:
@@ -123,7 +116,7 @@ class Engine(SavesAndLoads):
         made = made.under(step=step)
         watch = watch_over(ranks, model, made)
         self._state = State(model, optimizer, ranks, made.placement, device)
-        self._saver = Saver(self._state)
+        self._saver, self._meter = Saver(self._state), Meter(device)
         kept = self._compiler = Compiler(
             self._state, loss or default_loss, made, max_grad_norm, strict, max_shapes, watch=watch
         )
@@ -161,6 +154,11 @@ class Engine(SavesAndLoads):
         compiled = self._programs_of("step", local)
         if compiled is None:
             return self._step_in_graphs(pieces, local.tree)
+        if self._after:
+            return self._measured(compiled, local, lambda: self._run(compiled, pieces))
+        return self._run(compiled, pieces)
+
+    def _run(self, compiled: Compiled, pieces: Sequence[Sequence[Any]]) -> torch.Tensor:
         self._state.update_numbers()
         if len(pieces) > 1:
             self._state.clear_accumulators()
@@ -233,6 +231,7 @@ class Engine(SavesAndLoads):
         self, pieces: Sequence[Sequence[Any]], tree: pytree.TreeSpec
     ) -> torch.Tensor:
         assert self._graphs is not None
+        self._not_measured(NOT_IN_GRAPHS)
         if len(pieces) > 1:
             self._compiler.report([OWN_MICRO_BATCHES])
         self.model.zero_grad()
@@ -345,6 +344,7 @@ class Engine(SavesAndLoads):
         torch_internals.mark_stepped(self._optimizer)
         self.stats.steps += 1
         self._forwards = 0
+        self._not_measured(ONLY_STEPS)
 
     def compile(
         self,

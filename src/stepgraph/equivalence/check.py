@@ -32,7 +32,7 @@ from stepgraph.program.program import Program
 from stepgraph.program.record import SUMMATION, Pass, Results, Rewrite
 from stepgraph.program.text import program_text
 from stepgraph.runtime.batches import LocalBatch, flatten_batch, global_spec
-from stepgraph.runtime.compiler import evaluation_mode
+from stepgraph.runtime.modes import evaluation_mode
 from stepgraph.runtime.ranks import parse_mesh
 
 ENTRIES = ("step", "evaluate", "gradients", "update")

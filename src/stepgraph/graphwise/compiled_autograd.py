@@ -18,6 +18,10 @@ from stepgraph.torch_internals import graphs as dynamo
 from stepgraph.torch_internals import pytree
 from stepgraph.torch_internals.hooks import gradient_hooks
 
+NOTHING_TO_ADD = (
+    "compiled autograd has nothing to add: the backward is one compiled program already"
+)
+
 
 def check_whole_backward() -> None:
     """Raises UsageError where this torch has no compiled autograd that works."""

@@ -38,8 +38,9 @@ from stepgraph.program.markers import UNSHARD
 from stepgraph.program.mesh_roles import Role
 from stepgraph.program.program import Value
 from stepgraph.runtime.batches import LocalBatch, flatten_with_paths, index_error
-from stepgraph.runtime.compiler import Compiler, evaluation_mode
+from stepgraph.runtime.compiler import Compiler
 from stepgraph.runtime.executor import CHANGED_BETWEEN
+from stepgraph.runtime.modes import evaluation_mode
 from stepgraph.runtime.progress import doing
 from stepgraph.runtime.recompiles import before_compiling, count_call
 from stepgraph.torch_internals import graphs as dynamo

@@ -6,6 +6,10 @@ import torch
 
 from stepgraph import torch_internals
 
+OWN_MICRO_BATCHES = (
+    "micro_batches: loss and gradients are the mean over micro-batches (graph by graph)"
+)
+
 
 def mean_over_ranks(
     value: torch.Tensor, group: str, ranks: int, word: int | None

@@ -5,11 +5,13 @@ looked for without it, and it is called between them, as it is: it is copies and
 there is nothing to compile.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import fx
 
 from stepgraph import torch_internals
-from stepgraph.lowering.handed_on import floats, pointwise, root_of
+from stepgraph.lowering.handed_on import floats, pointwise
 from stepgraph.operators.norms import SUM_OF_SQUARES
 from stepgraph.operators.updates import FUSED_ADAM
 from stepgraph.program import roles
@@ -24,26 +26,30 @@ _STATE = (roles.Param, roles.Buffer, roles.OptimizerState, roles.Scalar, roles.A
 _CALLS = {torch_internals.mutable_copy, aten.cat.default, FUSED_ADAM, SUM_OF_SQUARES}
 
 
-def find_beside(program: Program, operations: list[fx.Node]) -> set[fx.Node]:
+Roots = Mapping[fx.Node, fx.Node]
+
+
+def find_beside(program: Program, operations: list[fx.Node], root: Roots) -> set[fx.Node]:
     """Operations that are no layer's own: between state and collectives, and behind these up to updates.
 
     Args:
         program: as it is executed.
         operations: those of it that are no views.
+        root: of each node what it shows.
     """
-    of_state = _made_of_state(program, operations)
-    readers = _readers(operations)
-    results = {root_of(node) for node in program.results}
+    of_state = _made_of_state(program, operations, root)
+    readers = _readers(operations, root)
+    results = {root[node] for node in program.results}
     beside = {node for node in operations if communicates(node) and node in of_state}
     if not beside and not any(map(communicates, operations)):
         return beside
     for node in operations:
-        if _takes_from(node, beside):
+        if _takes_from(node, beside, root):
             beside.add(node)
     ends = _leads_to_updates(operations, readers, results)
 
     def arrived(value: fx.Node) -> bool:
-        source = root_of(value)
+        source = root[value]
         return is_of_a_collective(source) or (source in beside and source in ends)
 
     for node in operations:
@@ -70,22 +76,22 @@ def is_of_a_collective(node: fx.Node) -> bool:
     return communicates(node) or node.target is torch_internals.WAIT
 
 
-def _made_of_state(program: Program, operations: list[fx.Node]) -> set[fx.Node]:
+def _made_of_state(program: Program, operations: list[fx.Node], root: Roots) -> set[fx.Node]:
     """What a step computes from its state alone, whatever the batch."""
     # Of one graph of many it is not said what its inputs are.
     inputs = zip(program.inputs, program.placeholders, strict=False)
     found = {node for role, node in inputs if isinstance(role, _STATE)}
     for node in operations:
-        sources = [*map(root_of, node.all_input_nodes)]
+        sources = [root[source] for source in node.all_input_nodes]
         if sources and all(source in found for source in sources):
             found.add(node)
     return found
 
 
-def _takes_from(node: fx.Node, beside: set[fx.Node]) -> bool:
+def _takes_from(node: fx.Node, beside: set[fx.Node], root: Roots) -> bool:
     """Whether an operation waits for what is gathered, or copies a part of it to where that lies alone."""
     waits = node.target is torch_internals.WAIT
-    return (waits or copies(node)) and root_of(node.args[0]) in beside  # type: ignore[arg-type]
+    return (waits or copies(node)) and root[node.args[0]] in beside  # type: ignore[index]
 
 
 def copies(node: fx.Node) -> bool:
@@ -93,12 +99,12 @@ def copies(node: fx.Node) -> bool:
     return node.target in (aten.clone.default, aten.reshape.default) and not floats(node)
 
 
-def _readers(operations: list[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
+def _readers(operations: list[fx.Node], root: Roots) -> dict[fx.Node, set[fx.Node]]:
     """The operations that read a value or a view of it."""
     found: dict[fx.Node, set[fx.Node]] = {}
     for node in operations:
         for source in node.all_input_nodes:
-            found.setdefault(root_of(source), set()).add(node)
+            found.setdefault(root[source], set()).add(node)
     return found
 
 
@@ -109,10 +115,7 @@ def _leads_to_updates(
     found: set[fx.Node] = set()
     for node in reversed(operations):
         read_by = readers.get(node, set())
-        on_the_way = is_a_call(node) or pointwise(node)
-        is_end = node in results or is_write(node)
-        if meta(node)["phase"] == OPTIMIZER or (
-            on_the_way and (read_by or is_end) and read_by <= found
-        ):
+        leads = (read_by or node in results or is_write(node)) and read_by <= found
+        if meta(node)["phase"] == OPTIMIZER or (leads and (is_a_call(node) or pointwise(node))):
             found.add(node)
     return found

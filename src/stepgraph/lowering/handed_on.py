@@ -16,7 +16,7 @@ from stepgraph.operators.views import viewed
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.copies import WAITS, is_copy
 from stepgraph.program.metadata import meta
-from stepgraph.program.program import is_write, runnable
+from stepgraph.program.program import Program, is_write, runnable
 from stepgraph.torch_internals.operators import TO_COPY
 from stepgraph.torch_internals.storages import share_memory, shared_arguments
 
@@ -38,6 +38,14 @@ def root_of(node: fx.Node) -> fx.Node:
     while floats(node):
         node = viewed(node)  # type: ignore[assignment]
     return node
+
+
+def roots_of(program: Program) -> dict[fx.Node, fx.Node]:
+    """:func:`root_of` every node; itself where it is no view."""
+    root: dict[fx.Node, fx.Node] = {}
+    for node in program.graph.nodes:
+        root[node] = root[viewed(node)] if floats(node) else node  # type: ignore[index]
+    return root
 
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], int]

@@ -20,7 +20,7 @@ from stepgraph import torch_internals
 from stepgraph.analysis.blocks import possible_edges, stretches
 from stepgraph.lowering.attention import KEYED
 from stepgraph.lowering.beside import find_beside, is_a_call
-from stepgraph.lowering.handed_on import floats, root_of
+from stepgraph.lowering.handed_on import root_of, roots_of
 from stepgraph.operators.views import is_view
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.metadata import meta
@@ -96,8 +96,9 @@ class Reader:
     """Reads a Program as it is executed; once more where the order of its operations has changed."""
 
     def __init__(self, program: Program) -> None:
-        operations = [node for node in program.operations() if not floats(node)]
-        self.program, self.beside = program, find_beside(program, operations)
+        root = roots_of(program)
+        operations = [node for node in program.operations() if root[node] is node]
+        self.program, self.beside = program, find_beside(program, operations, root)
         numbers: dict[tuple, int] = {}
         self.letter = {n: numbers.setdefault(_letter(n), len(numbers)) for n in operations}
 

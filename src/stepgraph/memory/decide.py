@@ -1,6 +1,6 @@
 """Whether each forward value is kept for the backward: by a named policy, or what a budget allows."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from stepgraph.analysis.blocks import find_blocks
@@ -13,8 +13,8 @@ from stepgraph.memory.pieces import find_pieces
 from stepgraph.memory.presets import FULL, NONE, budget_of, parse_policy
 from stepgraph.memory.solver.blocks import Blocks
 from stepgraph.memory.solver.frontiers import best_of, spread
-from stepgraph.memory.solver.profile import Profile, Simulate
-from stepgraph.memory.solver.search import Search
+from stepgraph.memory.solver.profile import MANY, Profile, Simulate
+from stepgraph.memory.solver.search import Search, fastest
 from stepgraph.planning.decisions import FrontierPoint, MemoryDecision
 from stepgraph.planning.request import AUTO, is_searched
 from stepgraph.planning.sizes import show_bytes
@@ -51,22 +51,24 @@ class Means:
         device: whose costs count.
         fused: whether operations are fused into kernels.
         budget: bytes of a rank that are said beside the policy; None: the device's.
+        counted: of a budget, the bytes of predictions that it has room for.
     """
 
     simulate: Simulate
     device: Device
     fused: bool
     budget: int | None = None
+    counted: Callable[[int], int] = int
     _searches: dict[tuple, Search] = field(default_factory=dict, repr=False)
 
     @property
     def limit(self) -> int:
         """Bytes that a rank has for a step."""
-        return self.budget or self.device.capacity
+        return self.counted(self.budget or self.device.capacity)
 
     def budget_for(self, policy: str) -> int:
         """Bytes that a rank has under a policy that may name its own."""
-        return budget_of(policy, self.budget) or self.device.capacity
+        return self.counted(budget_of(policy, self.budget) or self.device.capacity)
 
     def search(
         self, program: Program, gather_again: bool, pieces: Mapping[str, int] | None = None
@@ -82,9 +84,24 @@ class Means:
             def simulate(program: Program, decision: MemoryDecision) -> Trial:
                 return self.simulate(program, replace(decision, pieces=pieces))
 
-            profile = Profile(program, gather_again, simulate, self.device, self.fused)
-            self._searches[key] = Search(profile)
+            self._searches[key] = Search(self._profile(program, gather_again, simulate, pieces))
         return self._searches[key]
+
+    def _profile(
+        self,
+        program: Program,
+        gather_again: bool,
+        simulate: Simulate,
+        pieces: Mapping[str, int] | None,
+    ) -> Profile:
+        """Of a deep step, only what its head takes is simulated anew where logits are divided."""
+        if pieces and len(program.graph.nodes) > MANY:
+            whole = self.search(program, gather_again).profile
+            if whole.is_deep:
+                known = (s.profile for key, s in self._searches.items() if key)
+                divided = next(known, None)
+                return (divided or whole).with_head(simulate, both=divided is None)
+        return Profile(program, gather_again, simulate, self.device, self.fused)
 
 
 def decide(
@@ -150,28 +167,23 @@ def _evaluated(program: Program, kept: MemoryDecision, means: Means) -> MemoryDe
 
 def _search(program: Program, policy: str, gather_again: bool, means: Means) -> MemoryDecision:
     budget = means.budget_for(policy)
-    if kept := _all_kept(program, policy, gather_again, means, budget):
+    asked = program, policy, gather_again, means, budget
+    if kept := _all_kept(*asked):
         return kept
     pieces = find_pieces(program, budget)
-    if pieces and (kept := _all_kept(program, policy, gather_again, means, budget, pieces)):
+    short = len(program.graph.nodes) <= MANY  # else a search takes less than several trials
+    if short and pieces and (kept := _all_kept(*asked, pieces)):
         return kept
-    best, smallest = None, None
-    for divided in _ways(program, gather_again, means, budget, pieces):
-        search = means.search(program, gather_again, divided)
-        mix, peak = search.within(budget)
-        if smallest is None or peak < smallest[1]:
-            smallest = search, peak
-        if mix is None:
-            continue
-        trial = search.profile.trial(mix)
-        if best is None or trial.seconds < best[2].seconds:
-            best = search, mix, trial, divided
-    if best is None:
-        assert smallest is not None
-        raise _too_small(smallest[0], budget, smallest[1], policy)
-    search, mix, trial, divided = best
-    kept = search.profile.decision(policy, mix)
-    if divided:
+    ways = _ways(program, gather_again, means, budget, pieces)
+    searches = {means.search(program, gather_again, way): way for way in ways}
+    found = fastest([*searches], budget)
+    if found is None:
+        search = min(searches, key=Search.smallest)
+        raise _too_small(search, budget, search.smallest(), policy)
+    search, mix = found
+    profile, divided = search.profile, searches[search]
+    kept, trial = profile.decision(policy, mix), profile.trial(mix)
+    if divided and not profile.is_deep:
         divided, trial = _fewest(program, replace(kept, pieces=divided), means, budget, trial)
     reason = (
         f"memory {policy}: {search.describe(mix)}{_said(divided)}; "
@@ -183,11 +195,25 @@ def _search(program: Program, policy: str, gather_again: bool, means: Means) -> 
 def _ways(
     program: Program, gather_again: bool, means: Means, budget: int, pieces: Mapping[str, int]
 ) -> tuple[Mapping[str, int] | None, ...]:
-    """Logits whole and in pieces; what is in vain is not searched: that takes as long as all the rest."""
+    """Logits whole and in pieces; of a deep step in fewer and fewer, which takes little to look at.
+
+    Else what is in vain is not searched: that takes as long as all the rest.
+    """
     if not pieces:
         return (None,)
+    deep = len(program.graph.nodes) > MANY and means.search(program, gather_again).profile.is_deep
+    if deep:
+        return (None, *_fewer_and_fewer(pieces))
     least = means.simulate(program, decide_by_policy(program, FULL, gather_again)).memory.peak()
     return (pieces,) if least > _ROOM * budget else (None, pieces)
+
+
+def _fewer_and_fewer(pieces: Mapping[str, int]) -> Iterator[Mapping[str, int]]:
+    """Pieces, half as many, and so on, to two."""
+    yield pieces
+    while max(pieces.values()) > 2:
+        pieces = {name: max(many // 2, 2) for name, many in pieces.items()}
+        yield pieces
 
 
 def _fewest(

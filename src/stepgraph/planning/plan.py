@@ -193,7 +193,7 @@ class Plan(Frozen):
 
 
 # A step, batch or device that differs shows in the programs, which decisions fit or do not.
-_ASKED_OF_PLACEMENT = {"placement", "mesh", "constraints", "memory_budget"}
+_ASKED_OF_PLACEMENT = {"placement", "mesh", "constraints", "memory_budget", "correction"}
 # What follows from a policy.
 _BEHIND = {"memory": ("memory", "schedule"), "schedule": ("schedule",), "lowering": ("lowering",)}
 

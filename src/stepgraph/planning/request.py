@@ -5,6 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
+from stepgraph.cost.correction import AS_IT_IS as RIGHT
+from stepgraph.cost.correction import Correction, corrected
+from stepgraph.cost.device import Device
+from stepgraph.cost.devices import find_device
 from stepgraph.planning.decisions import Frozen, Table
 from stepgraph.planning.reading import AnyInteger, Positive, TypeText
 from stepgraph.program.layout import MeshShape
@@ -62,6 +66,7 @@ class Request(Frozen):
         batch: type and global shape of each tensor leaf, by its path: ``int64[32, 8192]``.
         memory_budget: bytes per rank over the whole step, optimizer state included; None: the device's.
         constraints: patterns of names to placements, or a mesh dimension to a preset.
+        correction: of the device's costs, as a run has shown them; None: as they are.
     """
 
     placement: str
@@ -74,6 +79,24 @@ class Request(Frozen):
     batch: Mapping[str, TypeText] = Table()
     memory_budget: Positive | None = None
     constraints: Mapping[str, str] = Table()
+    correction: Correction | None = None
+
+    @property
+    def known(self) -> Correction:
+        """The correction in force."""
+        return self.correction or RIGHT
+
+    def costs(self) -> Device:
+        """The device whose costs count, corrected.
+
+        Raises:
+            UsageError: an unknown name.
+        """
+        return corrected(find_device(self.device), self.known)
+
+    def counted(self, budget: int) -> int:
+        """The bytes of predictions that a budget of so many bytes of a rank has room for."""
+        return int(budget / self.known.memory)
 
     @property
     def decided_by_cost(self) -> bool:
@@ -97,5 +120,7 @@ class Request(Frozen):
             parts.append("gradients clipped")
         if self.memory_budget is not None:
             parts.append(f"budget {self.memory_budget / 2**30:.2f} GiB")
+        if self.correction is not None:
+            parts.append(f"corrected: {self.correction}")
         parts += [f"{name}: {wanted}" for name, wanted in self.constraints.items()]
         return "; ".join(parts)

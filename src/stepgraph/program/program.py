@@ -17,7 +17,7 @@ from stepgraph.program.metadata import meta
 from stepgraph.program.names import BACKWARD, FORWARD, OPTIMIZER, name_operations
 from stepgraph.program.roles import Grad, Input, Output
 from stepgraph.program.text import program_text
-from stepgraph.torch_internals.code import graph_module
+from stepgraph.torch_internals.code import copy_node, graph_module
 
 PHASES = (FORWARD, BACKWARD, OPTIMIZER)
 
@@ -123,11 +123,9 @@ class Program:
 
     def copy(self) -> Program:
         """An independent copy: passes may rewrite it in place."""
-        graph = fx.Graph()
-        output = graph.graph_copy(self.graph, val_map={}, return_output_node=True)
-        assert output is not None
-        value, old_output = output
-        meta(graph.output(value)).update(meta(old_output))
+        graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in self.graph.nodes:
+            new[node] = copy_node(graph, node, new.__getitem__)
         module = graph_module(self.module, graph)
         return replace(
             self,

@@ -48,6 +48,7 @@ def engine_report(plan: Plan, programs: dict[str, Program], notes: list[str], st
         f"({stats.compile_seconds:.1f} s), {len(stats.recompiles)} of them again",
     ]
     lines += [f"    again: {reason}" for reason in stats.recompiles]
+    lines += [f"  {replanned}" for replanned in stats.replans]
     if plan.predicted is not None:
         predicted = plan.predicted
         lines.append(

@@ -23,6 +23,11 @@ class Compiled:
     values: PythonValues = PythonValues()
     digest: int = 0
 
+    def release(self) -> None:
+        """Lets go of the tensors and graphs that its programs hold; they cannot run again."""
+        for lowered in self.programs.values():
+            lowered.release()
+
 
 class SameProgram(Exception):
     """A value that code reads has changed, and what is computed has not."""

@@ -9,8 +9,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import nn
-
 from stepgraph.capture.module import BatchSpec, LossFunction
 from stepgraph.capture.refusals import check_hooks, check_parameter_hooks
 from stepgraph.capture.step import Capture, Captured, Source
@@ -30,6 +28,7 @@ from stepgraph.runtime.batches import KindsOfBatch, LocalBatch, global_spec
 from stepgraph.runtime.compiled import Compiled, SameProgram
 from stepgraph.runtime.executor import LoweredProgram, SplitProgram, lower_for_rank
 from stepgraph.runtime.host_memory import check_host_memory
+from stepgraph.runtime.modes import evaluation_mode
 from stepgraph.runtime.names import check_names
 from stepgraph.runtime.outside import OutsideTensors
 from stepgraph.runtime.progress import doing
@@ -44,19 +43,8 @@ log = logging.getLogger("stepgraph")
 
 MAX_SHAPES = 8
 _CONVERTED = "parameters or buffers were converted to another type"
+_PLANNED_AGAIN = "it was planned again, for costs that were measured"
 _COUNTED_APART = "parameters that were updated together at every step no longer are"
-
-
-@contextlib.contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, every submodule's flag put back afterwards."""
-    flags = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in flags:
-            module.training = training
 
 
 @dataclass
@@ -99,7 +87,7 @@ class Compiler:
         self._compiled: dict[str, dict[tuple, list[Compiled]]] = {}
         self._counters = self.state.counters.version
         self._outdated: set[tuple] = set()
-        self._dropped: set[str] = set()
+        self._dropped: dict[str, str] = {}  # entry points that are made anew, and why
         self._digest = 0  # of what was captured last
         self._others: list[Compiled] = []  # of the kind of call that is being compiled
         self._last: dict[tuple, int] = {}  # what each kind of call has run last
@@ -196,8 +184,7 @@ class Compiler:
             check_names(self.model, self.state.parameters, self.state.buffers)
             self._parts = now.parts
         if self.state.adopt_converted():
-            self._dropped |= {name for name, known in self._compiled.items() if known}
-            self._compiled.clear()
+            self._drop_all(_CONVERTED)
         self.data.check()
 
     def update(self, names: Sequence[str]) -> LoweredProgram:
@@ -222,8 +209,7 @@ class Compiler:
     ) -> Compiled:
         """One compilation of an entry point, unless a :func:`no_recompiles` block forbids it."""
         if name in self._dropped:
-            self._dropped.discard(name)
-            reason = f"{name}: {_CONVERTED}"
+            reason = f"{name}: {self._dropped.pop(name)}"
         if (name, key) in self._outdated:
             reason = f"{name}: {_COUNTED_APART}"
         if reason is not None:
@@ -247,6 +233,22 @@ class Compiler:
             self.plan = self.plan.under(lowering=name)
             self._compiled.pop("gradients", None)
             self._compiled.pop("optimizer_step", None)
+
+    def change_plan(self, plan: Plan) -> None:
+        """What is compiled from here on follows another plan, and everything is compiled anew.
+
+        Tensors are placed otherwise when the first program takes them so.
+        """
+        self.plan = plan
+        for compiled in (c for known in self._compiled.values() for c in sum(known.values(), [])):
+            compiled.release()
+        self._drop_all(_PLANNED_AGAIN)
+        self.programs.clear()
+        self._others = []
+
+    def _drop_all(self, why: str) -> None:
+        self._dropped |= {name: why for name, known in self._compiled.items() if known}
+        self._compiled.clear()
 
     def _drop_outdated(self) -> None:
         """Forgets programs that share step counters which are no longer shared."""
@@ -283,15 +285,12 @@ class Compiler:
         return capture_of(source, step or self.settings)
 
     def _compile(self, name: str, batch: LocalBatch) -> Compiled:
-        step, mesh = self.settings, self.ranks.shape
-        if name != "step":
-            step = replace(step, micro_batches=1)
-        spec = global_spec(batch, step.micro_batches, mesh.data_size, name == "gradients")
-        capture = self._capture(spec, step)
         if name == "step":
-            reduces = reduces_each_micro_batch(self.plan.placement, mesh)
-            programs, captured = self._made(lambda: capture.step(reduces))
+            programs, captured = self._made(lambda: self.capture_step(batch))
             return Compiled(programs, values=captured.values)
+        step = replace(self.settings, micro_batches=1)
+        spec = global_spec(batch, 1, self.ranks.shape.data_size, name == "gradients")
+        capture = self._capture(spec, step)
         if name == "gradients":
             sides, captured = self._made(lambda: capture.gradients(self.as_module), in_two=True)
             split = SplitProgram(sides["forward"], sides["backward"], self.state)
@@ -302,6 +301,12 @@ class Compiler:
             programs, captured = self._made(lambda: capture.evaluation(self.as_module))
             results = self._results(captured, name, batch, step)
         return Compiled(programs, results, values=captured.values)
+
+    def capture_step(self, batch: LocalBatch) -> Captured:
+        """The global programs of a step on batches like this one."""
+        step, mesh = self.settings, self.ranks.shape
+        spec = global_spec(batch, step.micro_batches, mesh.data_size)
+        return self._capture(spec, step).step(reduces_each_micro_batch(self.plan.placement, mesh))
 
     def _results(self, captured: Captured, name: str, batch: LocalBatch, step: StepSettings) -> Any:
         """The structure of what is returned; numbers of a module's are those of this rank's rows."""

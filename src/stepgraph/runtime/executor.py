@@ -44,6 +44,12 @@ class LoweredProgram:
     buffers: dict[str, torch.Tensor]
     after: Callable[[], None] = lambda: None
 
+    def release(self) -> None:
+        """Lets go of the tensors that it takes, and of captured graphs; it cannot run again."""
+        self.arguments.clear()
+        if isinstance(self.execute, Graphed):
+            self.execute.release()
+
     def run(
         self, leaves: Sequence[Any] = (), brought: Mapping[roles.Input, torch.Tensor] | None = None
     ) -> dict[roles.Output, torch.Tensor]:

@@ -84,6 +84,25 @@ def first_value(state: Stored, owner: str, key: str, value: Value) -> torch.Tens
     return local
 
 
+def place(state: Stored, role: roles.Input, held: Value) -> None:
+    """Stores a state as a program wants it, where it is stored otherwise; an accumulator is forgotten.
+
+    Args:
+        held: where it is now; ``state.values`` says where it is wanted.
+    """
+    if isinstance(role, roles.Accumulator):
+        state.tensors.pop(role, None)
+    if not isinstance(role, roles.OptimizerState) or role not in state.tensors:
+        return
+    value = state.values[role]
+    assert value.placements is not None and state.optimizer is not None
+    whole = state.as_dtensor(state.tensors[role], held)
+    local = state.tensors[role] = state.part_of(whole, value.placements).clone()
+    table = state.optimizer.state.get(state.model.get_parameter(role.owner), {})
+    if role.key in table:  # copies that somebody asked for, or what was loaded
+        table[role.key] = state.as_dtensor(local, value)
+
+
 def publish(state: Stored) -> None:
     """Fills ``optimizer.state`` with copies of what the programs hold."""
     if state.optimizer is None or state.functional is None:

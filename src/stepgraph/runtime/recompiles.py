@@ -7,6 +7,7 @@ import contextvars
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -18,13 +19,15 @@ from stepgraph.runtime.batches import LocalBatch
 class Stats:
     """What an engine has done: steps run, compilations, and why it compiled again.
 
-    ``recompiles`` holds one reason for each compilation after the first of its entry point.
+    ``recompiles`` holds one reason for each compilation after the first of its entry point; ``replans``
+    what each ``engine.replan`` has come to.
     """
 
     steps: int = 0
     compiles: int = 0
     recompiles: list[str] = field(default_factory=list)
     compile_seconds: float = 0.0
+    replans: list[Any] = field(default_factory=list)
 
 
 # Of each block that is entered: how many calls are its warm-up, and the calls so far.

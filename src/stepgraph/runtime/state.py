@@ -124,9 +124,12 @@ class State(optimizer_state.Stored):
         if functional is not None:
             self.functional = functional.with_earlier(self.functional)
         for role, _, value in program.input_rows:
+            held = self.values.get(role, value)
             self.values[role] = value
             if isinstance(role, roles.Param):
                 self.store_as(role, value)
+            elif held.placements != value.placements:  # under another plan
+                optimizer_state.place(self, role, held)
             if role in self.tensors or isinstance(role, roles.BROUGHT):
                 continue
             match role:

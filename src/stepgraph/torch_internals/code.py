@@ -3,10 +3,14 @@
 fx generates and compiles it for every new module, and never forgets the text.
 """
 
+import copy
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 from torch import fx, nn
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
+from torch.fx.node import map_arg
 
 
 def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
@@ -24,3 +28,19 @@ def generate_code(module: fx.GraphModule) -> None:
     module.recompile()
     if isinstance(module, _LazyGraphModule):
         module.real_recompile()
+
+
+def copy_node(graph: fx.Graph, node: fx.Node, instead: Callable[[fx.Node], Any]) -> fx.Node:
+    """:meth:`fx.Graph.node_copy`, where a graph inserts now, of a node without symbolic numbers.
+
+    ``fx.Graph.create_node`` walks through all arguments to find one (torch 2.13).
+    """
+    args, kwargs = map_arg((node.args, node.kwargs), instead)
+    name = graph._graph_namespace.create_name(node.name, None)
+    new = fx.Node(graph, name, node.op, node.target, args, kwargs, node.type)
+    graph._graph_namespace.associate_name_with_obj(name, new)
+    graph._insert(new)
+    graph._find_nodes_lookup_table.insert(new)
+    graph._len += 1
+    new.meta = copy.copy(node.meta)
+    return new

@@ -1,6 +1,7 @@
 """What brings parameters and takes gradients away runs between repeated layers, not within some of them."""
 
 from itertools import pairwise
+from typing import NamedTuple
 
 from torch import fx
 
@@ -62,13 +63,28 @@ def _steps_between(node: fx.Node, source: fx.Node) -> list[fx.Node]:
     return steps
 
 
+class _Touched(NamedTuple):
+    """What an operation does to memory: what it reads; writes or makes; reads or writes."""
+
+    communicates: bool
+    reads: set[fx.Node]
+    changes: set[fx.Node]
+    uses: set[fx.Node]
+
+    def before(self, other: "_Touched") -> bool:
+        """Whether two operations must stay in their order."""
+        if self.communicates and other.communicates:
+            return True
+        return not (self.reads.isdisjoint(other.changes) and self.changes.isdisjoint(other.uses))
+
+
 class _Moves:
     """What stands before which operations of layers, while it is moved."""
 
     def __init__(self, reader: Reader) -> None:
         self.reader, self.program = reader, reader.program
         self.root = storage_roots(self.program)
-        self.touched: dict[fx.Node, tuple[set[fx.Node], ...]] = {}
+        self.touched: dict[fx.Node, _Touched] = {}
 
     def made(self) -> bool:
         """Whether there was anything to move in the order as it is now."""
@@ -122,35 +138,27 @@ class _Moves:
         passed += here[number + 1 :] if later else here[:number]
         for between in range(low + 1, high):
             passed += self.between.get(between, [])
-        if not any(self.depend(node, other) for other in passed):
+        mine = self.touches(node)
+        if not any(mine.before(self.touches(other)) for other in passed):
             here.remove(node)
             there = self.between.setdefault(edge, [])
             there.insert(0 if later else len(there), node)
             self.moved = True
 
-    def depend(self, one: fx.Node, other: fx.Node) -> bool:
-        """Whether two operations must stay in their order."""
-        if is_of_a_collective(one) and is_of_a_collective(other):
-            return True
-        reads, writes, makes = self.touches(one)
-        reads_too, writes_too, makes_too = self.touches(other)
-        return not (
-            reads.isdisjoint(makes_too | writes_too)
-            and (makes | writes).isdisjoint(reads_too | writes_too)
-        )
+    def touches(self, node: fx.Node) -> "_Touched":
+        """The memory that an operation reads and changes."""
+        found = self.touched.get(node)
+        if found is None:
+            found = self.touched[node] = self._touches(node)
+        return found
 
-    def touches(self, node: fx.Node) -> tuple[set[fx.Node], ...]:
-        """The memory that an operation reads, writes and makes."""
-        if node not in self.touched:
-            self.touched[node] = self._touches(node)
-        return self.touched[node]
-
-    def _touches(self, node: fx.Node) -> tuple[set[fx.Node], ...]:
+    def _touches(self, node: fx.Node) -> "_Touched":
         reads = {self.root[source] for source in node.all_input_nodes}
         if node.target is torch_internals.WAIT:  # until then it reads what it sends
             reads |= {self.root[s] for start in node.all_input_nodes for s in start.all_input_nodes}
         writes = {self.root[target] for target in targets_of(node)} if is_write(node) else set()
-        return reads, writes, {self.root[node]}
+        made = {self.root[node]}
+        return _Touched(is_of_a_collective(node), reads, writes | made, reads | writes)
 
     def put_in_order(self) -> None:
         """The Program follows; views go to their first reader."""

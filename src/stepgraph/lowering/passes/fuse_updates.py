@@ -44,6 +44,8 @@ def fuse_updates(program: Program, fuses: bool) -> Program:
     """
     if not fuses:
         return program
+    if not any(map(_names_a_kernel, program.operations())):
+        return program.finish()
     position = {node: i for i, node in enumerate(program.operations())}
     root = storage_roots(program)
     reads, writes = _uses(program, root)
@@ -86,17 +88,22 @@ def _fusable(program: Program, root: dict[fx.Node, fx.Node]) -> dict[fx.Node, _U
     written = {root[node] for node in program.operations() if is_write(node)}
     found = {}
     for node in program.operations():
-        if node.target is not UPDATE or not node.args[3]:
+        if not _names_a_kernel(node):
             continue
         gradient: fx.Node = node.args[0][1]  # type: ignore
         # In the memory of another parameter, whose update may write there meanwhile.
-        if root[gradient] not in written and _is_for_the_kernel(node):
+        if root[gradient] not in written:
             scaled = _scaled(gradient)
             if scaled is not None and root[scaled[0]] not in written:
                 found[node] = _Update(node, *scaled)
             else:
                 found[node] = _Update(node, gradient, None)
     return found
+
+
+def _names_a_kernel(node: fx.Node) -> bool:
+    """Whether an update can be the kernel's, which is there for the host alone."""
+    return node.target is UPDATE and bool(node.args[3]) and _is_for_the_kernel(node)
 
 
 def _is_for_the_kernel(node: fx.Node) -> bool:

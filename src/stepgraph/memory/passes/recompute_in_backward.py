@@ -7,6 +7,7 @@ from stepgraph.planning.decisions import MemoryDecision
 from stepgraph.program.metadata import meta, set_meta
 from stepgraph.program.program import BACKWARD, FORWARD, Program
 from stepgraph.program.record import program_pass
+from stepgraph.torch_internals.code import copy_node
 
 _OF_THE_ORIGINAL = {"name", "checkpoint", "region_policy", "sequence"}
 
@@ -54,7 +55,7 @@ def _copy_before(
         else:
             stack.pop()
             with graph.inserting_before(reader):
-                copy = graph.node_copy(node, lambda a: copies.get(a, a))
+                copy = copy_node(graph, node, lambda a: copies.get(a, a))
             kept = {k: v for k, v in meta(node).items() if k not in _OF_THE_ORIGINAL}
             again = {"phase": BACKWARD, "recomputed_from": meta(node)["name"]}
             set_meta(copy, kept | again)

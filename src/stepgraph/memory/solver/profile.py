@@ -6,6 +6,7 @@ backward of the head, that of the blocks, and what is behind it. Where blocks di
 the blocks before it keep. What is found so is simulated before it is taken.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ from stepgraph.program.program import BACKWARD, FORWARD, Program
 
 MANY = 2500  # operations of a Program of which shorter ones are simulated
 _APART = 2  # layers that the two differ in: collectives of neighbours may be merged
+_SURELY = 0.8  # part of the seconds of what is computed again that a step takes longer at least
 
 Simulate = Callable[[Program, MemoryDecision], Trial]
 """What a placed Program takes under a decision, scheduled, bound and lowered; it stays as it is."""
@@ -64,8 +66,12 @@ class _Alike:
 
     def further(self, other: "_Alike", steps: float) -> "_Alike":
         """So many times the difference to another beyond it."""
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return _Alike(*(there + steps * (there - here) for here, there in pairs))
+        return other.moved(self, other, steps)
+
+    def moved(self, here: "_Alike", there: "_Alike", steps: float = 1.0) -> "_Alike":
+        """This, and so many times the difference between two others."""
+        rows = zip(*(vars(one).values() for one in (self, here, there)), strict=True)
+        return _Alike(*(own + steps * (b - a) for own, a, b in rows))
 
 
 class Profile:
@@ -86,7 +92,7 @@ class Profile:
         self.blocks = Blocks(program, gather_again)
         self.count = len(self.blocks.blocks)
         self.known: dict[Mix, Trial] = {}
-        shorter = self._shorter(gather_again)
+        self._shorter = shorter = self._short_steps(gather_again)
         self.is_deep = bool(shorter)
         short = shorter[0] if shorter else self.blocks
         many = not shorter and len(program.graph.nodes) > MANY
@@ -115,27 +121,58 @@ class Profile:
         """All blocks on one level."""
         return (number,) * self.count
 
+    def with_head(self, simulate: Simulate, both: bool) -> "Profile":
+        """The same of a deep step whose head is computed otherwise: what blocks cost is what it is.
+
+        What it differs in is seen with one level, and with one that offloads, whose copies it hides.
+
+        Args:
+            simulate: with the other head.
+            both: short steps are simulated, not only the longer one.
+        """
+        other = copy.copy(self)
+        other.simulate, other.known, other._ends = simulate, {}, {}
+        moved: dict[bool, tuple[_Alike, _Alike]] = {}
+        for offloads, (level, few, more) in self._ends.items():
+            longer = other._of_short(level, self._shorter[1])
+            moved[offloads] = more, longer
+            if both:
+                few = other._of_short(level, self._shorter[0])
+                before = self.alike[self.levels.index(level)]
+                moved[offloads] = before, few.further(longer, self._steps)
+            other._ends[offloads] = level, few, longer
+        pairs = zip(self.levels, self.alike, strict=True)
+        other.alike = [alike.moved(*moved[level.offloads]) for level, alike in pairs]
+        return other
+
     def estimate(self, mix: Mix) -> Estimate:
         """What a step takes under a mix, by the steps whose blocks are alike."""
-        levels = np.array(mix)
-        every = np.arange(self.count)
-        base = self.alike[0].seconds
-        more = np.array([alike.seconds - base for alike in self.alike])
-        seconds = base + float((more[levels] * self._shares[levels, every]).sum())
-        held = self._bytes[levels, every]
-        last = self.alike[mix[-1]]
-        saved = held.sum() - self._bytes[mix[-1]].sum()
-        peaks = [last.forward + saved, last.head + saved, self.alike[mix[0]].behind]
-        before = np.cumsum(held)
-        edges = np.append(np.flatnonzero(np.diff(levels)), self.count - 1)
-        for edge in edges:  # the last block of a stretch on one level finds most
-            alike, level = self.alike[mix[edge]], mix[edge]
-            done = self.count - 1 - edge
-            gradients = done / self.count * alike.gradients
-            peaks.append(alike.blocks - self._bytes[level].sum() + before[edge] + gradients)
-        return Estimate(seconds, float(max(peaks)))
+        ((seconds, peak),) = self.estimates([mix])
+        return Estimate(seconds, peak)
 
-    def _shorter(self, gather_again: bool) -> list[Blocks]:
+    def estimates(self, mixes: Sequence[Mix]) -> list[tuple[float, float]]:
+        """Seconds and peaks of :meth:`estimate`, of many mixes at once."""
+        levels, every = np.array(mixes), np.arange(self.count)
+        alike = np.array([[*vars(one).values()] for one in self.alike])
+        seconds, forward, head, blocks, behind, gradients = alike.T
+        more = seconds - seconds[0]
+        taken = seconds[0] + (more[levels] * self._shares[levels, every]).sum(1)
+        held, of_level = self._bytes[levels, every], self._bytes.sum(1)
+        last = levels[:, -1]
+        saved = held.sum(1) - of_level[last]
+        # The last block of a stretch on one level finds most.
+        at = blocks[levels] - of_level[levels] + held.cumsum(1)
+        at += (self.count - 1 - every) / self.count * gradients[levels]
+        at[:, :-1][levels[:, :-1] == levels[:, 1:]] = -np.inf
+        rows = (forward[last] + saved, head[last] + saved, behind[levels[:, 0]], at.max(1))
+        taken = taken.round(12)  # the same in whatever order it is added up
+        return [*zip(taken.tolist(), np.max(rows, 0).tolist(), strict=True)]
+
+    def kept_bytes(self, level: int) -> float:
+        """Bytes that all blocks keep on a level."""
+        return float(self._bytes[level].sum())
+
+    def _short_steps(self, gather_again: bool) -> list[Blocks]:
         """Two steps of few layers of a deep one; none where it is not, or its blocks are not its layers."""
         nodes = len(self.program.graph.nodes)
         if nodes <= MANY or len(set(self.blocks.kinds)) > 1:
@@ -150,16 +187,29 @@ class Profile:
 
     def _by_shorter(self, found: Mapping[Level, Costs], few: Blocks, more: Blocks) -> list[_Alike]:
         """By two steps of few layers; the longer of levels alone that a mix of others does not replace."""
-        first = {level: self._of_short(level, few) for level in found}
-        points = [(sum(found[level].bytes), alike.seconds) for level, alike in first.items()]
-        worth = {self.levels[place] for place in _lower_hull(points)}
+        first: dict[Level, _Alike] = {}
+        points: list[
+            tuple[float, float]
+        ] = []  # bytes that a level keeps, and seconds that it takes
+        for level in sorted(found, key=_may_be_replaced):
+            costs = found[level]
+            if _may_be_replaced(level):  # by what its operations take
+                again = _SURELY * sum(costs.seconds) * len(few.blocks)
+                point = sum(costs.bytes), first[self.levels[0]].seconds + again
+                if len(points) not in _lower_hull([*points, point]):
+                    continue
+            first[level] = self._of_short(level, few)
+            points.append((sum(costs.bytes), first[level].seconds))
+        worth = {[*first][place] for place in _lower_hull(points)}
         worth.add(min(first, key=lambda level: first[level].peak))
         self.levels = [one for one in self.levels if one in worth or one.name in POLICIES]
         longer = {level: self._of_short(level, more) for level in self.levels}
         apart = len(more.blocks) - len(few.blocks)
         self._slopes = [(longer[one].head - first[one].head) / apart for one in self.levels]
-        steps = (self.count - len(more.blocks)) / apart
-        return [first[level].further(longer[level], steps) for level in self.levels]
+        self._steps = (self.count - len(more.blocks)) / apart
+        known = {one.offloads: one for one in reversed(self.levels)}
+        self._ends = {offloads: (one, first[one], longer[one]) for offloads, one in known.items()}
+        return [first[level].further(longer[level], self._steps) for level in self.levels]
 
     def _of_short(self, level: Level, blocks: Blocks) -> _Alike:
         decision = blocks.decision("", [level] * len(blocks.blocks))
@@ -170,8 +220,9 @@ class Profile:
         line = trial.memory
         totals = [sum(alive.values()) for alive in line.at]
         inside = self._places(line.operations, blocks)
-        behind = [i for i, node in enumerate(line.operations) if meta(node)["phase"] != FORWARD]
-        end = behind[0] if behind else len(totals)
+        end = next(
+            (i for i, node in enumerate(line.operations) if self._is_behind(node)), len(totals)
+        )
         first, last = (inside[0], inside[-1] + 1) if inside else (end, end)
         forward, head, blocks_too, behind_them = (
             float(max(totals[start:stop], default=0))
@@ -180,9 +231,18 @@ class Profile:
         gradients = line.at[min(last, len(totals) - 1)]["gradients"] if totals else 0
         return _Alike(trial.seconds, forward, head, blocks_too, behind_them, gradients)
 
+    def _is_behind(self, node: fx.Node) -> bool:
+        """Whether the forward is over; what is computed again of a deep step may come early."""
+        again = self.is_deep and "recomputed_from" in meta(node)
+        return meta(node)["phase"] != FORWARD and not again
+
     def _places(self, operations: Sequence[fx.Node], blocks: Blocks) -> list[int]:
-        """Where the backward of blocks runs: what is computed again, and what reads their values."""
-        names = {meta(node)["name"] for block in blocks.blocks for node in block}
+        """Where the backward of blocks runs: what reads their values; and what is computed again.
+
+        Of a deep step the first is known to be their backward, and enough.
+        """
+        inside = (node for block in blocks.blocks for node in block if not self.is_deep)
+        names = {meta(node)["name"] for node in inside}
         behind = self._behind if blocks is not self.blocks else _readers(blocks)
         return [
             place
@@ -203,6 +263,11 @@ class Profile:
         seconds = np.array([[c.seconds[kind] for kind in kinds] for c in costs])
         sums = seconds.sum(1, keepdims=True)
         self._shares = np.where(sums > 0, seconds / np.where(sums > 0, sums, 1.0), 1 / self.count)
+
+
+def _may_be_replaced(level: Level) -> bool:
+    """Whether a level differs in nothing but what it computes again: what that takes is known."""
+    return not (level.name in POLICIES or level.gathered or level.offloads or level.communicates)
 
 
 def _lower_hull(points: Sequence[tuple[float, float]]) -> list[int]:

@@ -8,7 +8,8 @@ estimate put right by what it really takes, until none is left that is faster.
 """
 
 import itertools
-from collections.abc import Iterator
+import sys
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -19,39 +20,65 @@ from stepgraph.memory.solver.levels import POLICIES
 from stepgraph.memory.solver.profile import Mix, Profile
 from stepgraph.planning.decisions import FrontierPoint
 
-_TRIALS, _TRIALS_IN_DEPTH = 40, 5  # mixes that are simulated for one budget
+_TRIALS = 40  # mixes that are simulated for one budget
+_OPERATIONS, _FEWEST = (
+    45_000,
+    2,
+)  # and of a deep step: that have so many together, but so many at least
+_HOPE = 0.1  # part of a step's time, over its blocks
 _SMALLEST = 3  # and to find the smallest peak, where none of those fits
 _PERIODS = (2, 3, 4)  # of ``layers:N``
 
 
 @dataclass(frozen=True)
 class _Candidate:
+    """A mix; ``levels``: what those whose estimates are off alike have in common.
+
+    ``early``: bytes of the level of the first blocks; of two that are as fast, the one with less is first.
+    """
+
+    profile: Profile
     mix: Mix
     seconds: float
     peak: float
+    levels: Hashable
+    early: float
+
+    def trial(self) -> Trial:
+        """What it really takes."""
+        return self.profile.trial(self.mix)
+
+    def order(self) -> tuple:
+        """The fastest first."""
+        return self.seconds, self.peak, self.early, self.mix
 
 
 class _Off:
-    """By how much estimates are off: of mixes of the same levels by what one of them really took."""
+    """By how much estimates are off: of mixes of the same levels by what one of them really took.
 
-    def __init__(self) -> None:
-        self._seconds: dict[frozenset[int], float] = {}
-        self._peaks: dict[frozenset[int], float] = {}
+    Args:
+        deep: steps whose blocks are alike are estimates as well. Where levels of a mix meet, communication
+            overlaps otherwise than within either: what has not been tried may be faster by this.
+        blocks: how many there are, to which that is shared out.
+    """
+
+    def __init__(self, deep: bool, blocks: int) -> None:
+        self.deep, self.hope = deep, _HOPE / blocks if deep else 0.0
+        self._known: dict[tuple[Profile, Hashable], tuple[float, float]] = {}
         self._usual = (0.0, 0.0)
 
     def learn(self, candidate: _Candidate, trial: Trial) -> None:
         """What a candidate really takes."""
-        levels = frozenset(candidate.mix)
-        self._seconds[levels] = trial.seconds - candidate.seconds
-        self._peaks[levels] = trial.memory.peak() - candidate.peak
-        self._usual = self._seconds[levels], self._peaks[levels]
+        off = trial.seconds - candidate.seconds, trial.memory.peak() - candidate.peak
+        self._known[candidate.profile, candidate.levels] = self._usual = off
 
-    def right(self, candidate: _Candidate) -> tuple[float, float]:
-        """Seconds and peak of a candidate, put right; where all blocks are alike, it is so."""
-        levels = frozenset(candidate.mix)
-        usual = self._usual if len(levels) > 1 else (0.0, 0.0)
-        seconds, peak = self._seconds.get(levels, usual[0]), self._peaks.get(levels, usual[1])
-        return candidate.seconds + seconds, candidate.peak + peak
+    def right(self, candidate: _Candidate, hopeful: bool = True) -> tuple[float, float]:
+        """Its seconds and peak, put right; where all blocks are alike, only of a deep step."""
+        known = self._known.get((candidate.profile, candidate.levels))
+        if known is None:
+            seconds, peak = self._usual if self.deep or len(set(candidate.mix)) > 1 else (0.0, 0.0)
+            known = seconds - self.hope * hopeful * candidate.seconds, peak
+        return candidate.seconds + known[0], candidate.peak + known[1]
 
 
 class Search:
@@ -59,49 +86,39 @@ class Search:
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        found = {mix: profile.estimate(mix) for mix in self._mixes()}
-        candidates = (_Candidate(mix, e.seconds, e.peak) for mix, e in found.items())
-        self.candidates = sorted(candidates, key=lambda one: (one.seconds, one.peak, one.mix))
+        mixes = [*dict.fromkeys(self._mixes())]
+        alike = dict.fromkeys if profile.is_deep else frozenset  # in which order counts, or not
+        self.candidates = sorted(
+            (
+                _Candidate(profile, mix, *estimate, (*alike(mix),), profile.kept_bytes(mix[0]))
+                for mix, estimate in zip(mixes, profile.estimates(mixes), strict=True)
+            ),
+            key=_Candidate.order,
+        )
 
     def within(self, budget: int) -> tuple[Mix | None, int]:
         """The fastest mix whose simulated peak fits, and the smallest peak that is known."""
-        profile, off = self.profile, _Off()
-        best: Mix | None = None
-        tried: set[Mix] = set()
-        for _ in range(_TRIALS_IN_DEPTH if profile.is_deep else _TRIALS):
-            limit = inf if best is None else profile.trial(best).seconds * (1 - SAME)
-            left = ((c, *off.right(c)) for c in self.candidates if c.mix not in tried)
-            fits = (c for c, time, peak in left if time < limit and peak <= budget)
-            candidate = next(fits, None)
-            if candidate is None:
-                break
-            tried.add(candidate.mix)
-            trial = profile.trial(candidate.mix)
-            off.learn(candidate, trial)
-            if trial.memory.peak() <= budget and trial.seconds < limit:
-                best = candidate.mix
-        self._simulate_named(budget, best)
-        known = profile.known
-        if not any(trial.memory.peak() <= budget for trial in known.values()):
-            self._simulate_leanest()
-        fitting = [mix for mix, trial in known.items() if trial.memory.peak() <= budget]
-        best = min(fitting, key=lambda mix: (known[mix].seconds, mix), default=None)
-        return best, min(trial.memory.peak() for trial in known.values())
+        found = fastest([self], budget)
+        return found and found[1], self.smallest()
 
-    def _simulate_named(self, budget: int, best: Mix | None) -> None:
-        """Named policies that may be faster than the best that was found, if any of it was."""
+    def smallest(self) -> int:
+        """The smallest peak that is known; more than there can be where none is."""
+        known = self.profile.known.values()
+        return min((trial.memory.peak() for trial in known), default=sys.maxsize)
+
+    def fitting(self, budget: int) -> list[Mix]:
+        """What was simulated and fits."""
+        known = self.profile.known
+        return [mix for mix, trial in known.items() if trial.memory.peak() <= budget]
+
+    def named(self) -> list[_Candidate]:
+        """What named policies do."""
         profile = self.profile
         named = {profile.uniform(n) for n, one in enumerate(profile.levels) if one.name in POLICIES}
         named |= {self._every(period) for period in _PERIODS if period <= profile.count}
-        for candidate in self.candidates:
-            limit = inf if best is None else profile.trial(best).seconds * (1 - SAME)
-            if candidate.seconds >= limit:
-                break
-            may_fit = candidate.mix in named and candidate.peak <= budget
-            if may_fit and profile.trial(candidate.mix).memory.peak() <= budget:
-                best = candidate.mix
+        return [candidate for candidate in self.candidates if candidate.mix in named]
 
-    def _simulate_leanest(self) -> None:
+    def simulate_leanest(self) -> None:
         """Mixes that are estimated to take least memory, each another size."""
         least: dict[float, Mix] = {}
         for candidate in sorted(self.candidates, key=lambda c: (c.peak, c.seconds, c.mix)):
@@ -129,7 +146,7 @@ class Search:
             return spread(best_of([*(point_of | self._known()).values()]))
         for point in spread(best_of([*mix_of])):
             profile.trial(mix_of[point])
-        self._simulate_leanest()
+        self.simulate_leanest()
         return spread(best_of([*self._known().values()]))
 
     def _known(self) -> dict[Mix, FrontierPoint]:
@@ -174,3 +191,44 @@ class Search:
         return tuple(
             full if block % period == period - 1 else none for block in range(self.profile.count)
         )
+
+
+def fastest(searches: Sequence[Search], budget: int) -> tuple[Search, Mix] | None:
+    """The fastest mix whose simulated peak fits, of one Program with its head computed in several ways.
+
+    None: nothing was found to fit; what takes least memory was simulated.
+    """
+    profile = searches[0].profile
+    deep, nodes = profile.is_deep, len(profile.program.graph.nodes)
+    off = _Off(deep, profile.count)
+    left = [candidate for search in searches for candidate in search.candidates]
+    limit = inf
+    for _ in range(max(_FEWEST, _OPERATIONS // nodes) if deep else _TRIALS):
+        righted = ((*off.right(candidate), candidate) for candidate in left)
+        fits = (row for row in righted if row[1] <= budget and row[0] < limit * (1 - SAME))
+        best = min(fits, key=lambda row: (*row[:2], row[2].early, row[2].mix), default=None)
+        if best is None:
+            break
+        candidate = best[2]
+        left.remove(candidate)
+        trial = candidate.trial()
+        off.learn(candidate, trial)
+        if trial.memory.peak() <= budget:
+            limit = min(limit, trial.seconds)
+    # Named policies are no part of what may be left out.
+    for candidate in sorted((c for s in searches for c in s.named()), key=_Candidate.order):
+        seconds, peak = candidate.seconds, candidate.peak
+        if deep:
+            seconds, peak = off.right(candidate, hopeful=False)
+        if peak <= budget and seconds < limit * (1 - SAME):
+            trial = candidate.trial()
+            if trial.memory.peak() <= budget:
+                limit = min(limit, trial.seconds)
+    if not any(search.fitting(budget) for search in searches):
+        # Simulating a deep step takes long: only with the head that leaves least.
+        least = min(searches, key=lambda search: min(c.peak for c in search.candidates))
+        for search in [least] if deep else searches:
+            search.simulate_leanest()
+    found = [(s.profile.trial(mix).seconds, mix, s) for s in searches for mix in s.fitting(budget)]
+    best = min(found, key=lambda row: row[:2], default=None)
+    return best and (best[2], best[1])

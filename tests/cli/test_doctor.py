@@ -53,6 +53,7 @@ def test_the_eager_lowering_is_tried():
     assert check.status == OK and "agrees with plain PyTorch" in check.found
 
 
+@pytest.mark.slow
 def test_ranks_are_tried_whatever_launched_this_process():
     check = try_out("ranks", environment={"PYTHONWARNINGS": "ignore"})
     assert check.status == OK, check.found

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 import stepgraph
 from stepgraph.analysis.blocks import find_blocks
 from stepgraph.program.metadata import meta
+from tests.sampling import sampled
 from tests.support import captured, tiny_llama, token_batch
 
 ROWS, WIDTH = 8, 16
@@ -121,7 +122,7 @@ def graph_by_graph(how):
     return [engine.step(batch(step)).item() for step in range(2)], engine.programs
 
 
-@pytest.mark.parametrize("how", [REENTRANT, NOT_REENTRANT])
+@pytest.mark.parametrize("how", sampled([REENTRANT, NOT_REENTRANT]))
 def test_graph_by_graph_names_and_masks_are_the_same_too(how):
     plain, programs = graph_by_graph(PLAIN)
     with_regions, others = graph_by_graph(how)

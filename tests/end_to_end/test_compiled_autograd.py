@@ -56,6 +56,7 @@ def hooked():
     return seen
 
 
+@pytest.mark.slow
 def test_hooks_that_run_after_a_gradient_is_added_run_once_and_with_it():
     """torch clones what they are given by its storage, which a DTensor refuses: mostly, not always."""
     assert hooked() == [False]

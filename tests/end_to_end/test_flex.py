@@ -152,6 +152,7 @@ def test_it_trains_as_by_hand_divided_by_rows_and_heads(mesh, plan, parts, memor
         assert len(queries(run)) == (4 if memory == "none" else 6)
 
 
+@pytest.mark.slow
 def test_the_search_places_it_too():
     plan = stepgraph.plan(
         make(), example=batch(), mesh="dp=2,tp=2", placement="auto", device="h100",

@@ -15,7 +15,6 @@ from tests.end_to_end.graph_by_graph import (
     plain,
     trained,
 )
-from tests.sampling import sampled
 
 # Every pair of settings occurs.
 EAGER = [
@@ -58,7 +57,8 @@ def test_some_of_the_matrix_under_the_eager_lowering(cells):
     check_cells(cells)
 
 
-@pytest.mark.parametrize("cell", sampled(INDUCTOR[::-1], every=3), ids=lambda cell: cell.name)
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", INDUCTOR, ids=lambda cell: cell.name)
 def test_cells_under_inductor(cell):
     check_cells([cell])
 

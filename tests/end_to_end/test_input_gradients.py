@@ -103,6 +103,7 @@ def adversaries_and_gradients():
     return found
 
 
+@pytest.mark.slow
 def test_two_modules_against_each_other_train_as_in_one_process():
     g, d = adversarial(generator(), critic(), lambda x: x)
     for rank, results in enumerate(launch(adversaries_and_gradients, ranks=2)):

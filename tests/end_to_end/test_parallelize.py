@@ -133,6 +133,7 @@ def train_llamas():
     return [train_llama("zero3", "dp=2", True), train_llama("zero1", "dp=2", False)]
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_transformer_is_that_of_the_global_batch():
     model = tiny_llama()
     expected = loop(model, adamw(model.parameters()), lambda step: model(**llama_batch(step)).loss)

@@ -155,6 +155,7 @@ def parts_of_an_engine():
     return found
 
 
+@pytest.mark.slow
 def test_an_engines_parts_train_as_in_one_process_between_its_steps():
     plain = Net()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -266,6 +267,7 @@ def converted():
     return found
 
 
+@pytest.mark.slow
 def test_a_module_may_be_converted_after_it_was_placed():
     for captured_whole, dtype, values, seen in launch(converted, ranks=2)[0]:
         assert {value.dtype for value in values.values()} == {dtype} == {seen.dtype}

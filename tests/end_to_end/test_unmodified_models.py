@@ -166,7 +166,7 @@ def qwen2():
 
 
 LOWERED = sampled([("eager", name) for name in MODELS]) + [
-    ("inductor", "qwen2"),
+    pytest.param("inductor", "qwen2", marks=pytest.mark.slow),
     ("inductor", "convolutional"),
 ]
 LOWERED += [

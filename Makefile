@@ -24,8 +24,7 @@ demo: venv
 		--ranks 2 --plan zero3 --lowering inductor --steps 400 --batch-per-rank 2 --seq 128 \
 		--max-grad-norm 1 --metrics runs/demo.jsonl --sample 300
 
-# Three at once on two cores: a test of ranks waits for its slowest.
-TESTS := $(BIN)/pytest -n 3 --dist loadgroup -m "not slow" --durations 25
+TESTS := $(BIN)/pytest -n 2 --dist loadgroup -m "not slow" --durations 25
 
 ifdef TORCH
 test: venv

@@ -59,6 +59,7 @@ def some(cuda_library):
     return traces(cuda_library, SOME)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("traces for CUDA")
 @pytest.mark.parametrize("asked", SOME, ids=" ".join)
 def test_our_program_for_cuda_is_what_torch_traces_there(some, asked):

@@ -18,7 +18,7 @@ from tests.support import HOST, tiny_llama, token_batch
 
 WIDTH = 640  # first.weight: 2560 elements, second.weight: 1280, first.bias: 640
 # On one worker: what takes time is made once.
-pytestmark = pytest.mark.xdist_group(__name__)
+pytestmark = [pytest.mark.xdist_group(__name__), pytest.mark.slow]
 
 
 LOOP = re.compile(

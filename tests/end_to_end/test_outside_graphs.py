@@ -85,8 +85,8 @@ def run(cells, folder):
 @pytest.mark.parametrize(
     "cells",
     [
-        [("zero3", 1, False), ("ddp", 2, True)],
-        pytest.param([("zero2", 1, True)], marks=pytest.mark.slow),
+        [("zero3", 1, False)],
+        pytest.param([("ddp", 2, True), ("zero2", 1, True)], marks=pytest.mark.slow),
     ],
 )
 def test_training_is_that_of_plain_pytorch(cells, tmp_path):

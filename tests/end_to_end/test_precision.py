@@ -154,10 +154,8 @@ def train(plan, lowering):
     return losses, parameters
 
 
-@pytest.mark.parametrize(
-    ("plan", "lowering"),
-    [("zero3", "eager"), pytest.param("zero1", "inductor", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "lowering"), [("zero3", "eager"), ("zero1", "inductor")])
 def test_real_ranks_train_as_plain_pytorch_does(plan, lowering):
     expected_losses, expected = reference()
     for losses, parameters in launch(train, plan, lowering, ranks=2):

@@ -165,15 +165,8 @@ def qwen2():
     return Brought(Qwen2ForCausalLM(config), {"input_ids": ids, "labels": ids})
 
 
-LOWERED = sampled([("eager", name) for name in MODELS]) + [
-    pytest.param("inductor", "qwen2", marks=pytest.mark.slow),
-    ("inductor", "convolutional"),
-]
-LOWERED += [
-    pytest.param("inductor", name, marks=pytest.mark.slow)
-    for name in MODELS
-    if name != "convolutional"
-]
+LOWERED = sampled([("eager", name) for name in MODELS])
+LOWERED += [pytest.param("inductor", name, marks=pytest.mark.slow) for name in ("qwen2", *MODELS)]
 
 
 @pytest.mark.parametrize(("lowering", "name"), LOWERED)

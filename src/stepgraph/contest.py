@@ -24,7 +24,7 @@ from stepgraph.placement.presets.named import SharedWalks, check_preset
 from stepgraph.placement.solver.constraints import Constraints
 from stepgraph.planning.decisions import Decisions, PlacementDecision, Reason, Table
 from stepgraph.planning.plan import Plan
-from stepgraph.planning.request import AUTO, is_searched
+from stepgraph.planning.request import AUTO, Request, is_searched
 from stepgraph.planning.target import Target
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.layout import MeshShape, Placements, show
@@ -108,11 +108,16 @@ def make_best(
     return taken(compete(own, names, contest), contest.budget).made
 
 
+def room_of(request: Request) -> int:
+    """The bytes of predictions that a rank has room for."""
+    budget = budget_of(request.memory, request.memory_budget)
+    return request.counted(budget or request.costs().capacity)
+
+
 def _placed(programs: Mapping[str, Program], plan: Plan, target: Target, strict: bool) -> Plan:
     """A plan with the placements that are best where all is kept, or else where blocks are recomputed."""
     request = plan.request
-    budget = budget_of(request.memory, request.memory_budget)
-    most = request.counted(budget or request.costs().capacity)
+    budget, most = budget_of(request.memory, request.memory_budget), room_of(request)
     found = plan
     for policy in candidates(request.memory):
         asked = plan.under(memory=policy, memory_budget=budget)

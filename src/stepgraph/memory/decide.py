@@ -220,9 +220,8 @@ def _fewest(
     program: Program, decision: MemoryDecision, means: Means, budget: int, trial: Trial
 ) -> tuple[Mapping[str, int], Trial]:
     """As few pieces as fit and are faster so, and what the Program takes with them."""
-    pieces = decision.pieces or {}
-    while max(pieces.values()) > 2:
-        fewer = {name: max(many // 2, 2) for name, many in pieces.items()}
+    pieces, *more = _fewer_and_fewer(decision.pieces or {})
+    for fewer in more:
         other = means.simulate(program, replace(decision, pieces=fewer))
         if other.memory.peak() > budget or other.seconds >= trial.seconds:
             break

@@ -10,12 +10,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from stepgraph.contest import make_best
+from stepgraph.contest import make_best, room_of
 from stepgraph.cost.correction import Correction, Measured, correct, corrected
 from stepgraph.cost.devices import find_device
 from stepgraph.cost.predict import Prediction, predict
 from stepgraph.errors import PlanError, StepgraphError
-from stepgraph.memory.presets import budget_of
 from stepgraph.pipeline import as_executed, foresee
 from stepgraph.planning.plan import Plan
 from stepgraph.planning.request import Request
@@ -156,14 +155,14 @@ def _decide(
         why = f"{told}, under which there is none ({error.what})"
         return replace(verdict, correction=None, why=why), plan
     verdict = replace(verdict, step_ms=(now.step_ms, then.step_ms))
-    room = _room(best.request)
+    most = room_of(best.request)
     gain = f"{now.step_ms:.4g} -> {then.step_ms:.4g} ms predicted"
-    over = now.peak_bytes > room
+    over = now.peak_bytes > most
     if over and then.peak_bytes < now.peak_bytes:
         fits = show_bytes(int(now.peak_bytes * found.memory))
         why = f"{told}; its peak of {fits} was over the budget; {gain}"
         return replace(verdict, changed=True, why=why), replace(best, predicted=then)
-    if now.step_ms < WORTH * then.step_ms or (then.peak_bytes > room and not over):
+    if now.step_ms < WORTH * then.step_ms or (then.peak_bytes > most and not over):
         # What is decided stays, and the correction counts for programs that come.
         kept = replace(plan, request=best.request, predicted=now)
         return replace(verdict, why=f"{told}; another would not pay ({gain})"), kept
@@ -192,9 +191,3 @@ def _best(compiler: Compiler, batch: LocalBatch, plan: Plan) -> tuple[Plan, Pred
     request = made.plan.request
     steps = request.step.micro_batches
     return made.plan, foresee(made.programs, request.costs(), request.lowering, steps, keep=False)
-
-
-def _room(request: Request) -> int:
-    """The bytes of predictions that there is room for."""
-    budget = budget_of(request.memory, request.memory_budget)
-    return request.counted(budget or request.costs().capacity)

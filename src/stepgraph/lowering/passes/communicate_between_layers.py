@@ -145,14 +145,14 @@ class _Moves:
             there.insert(0 if later else len(there), node)
             self.moved = True
 
-    def touches(self, node: fx.Node) -> "_Touched":
+    def touches(self, node: fx.Node) -> _Touched:
         """The memory that an operation reads and changes."""
         found = self.touched.get(node)
         if found is None:
             found = self.touched[node] = self._touches(node)
         return found
 
-    def _touches(self, node: fx.Node) -> "_Touched":
+    def _touches(self, node: fx.Node) -> _Touched:
         reads = {self.root[source] for source in node.all_input_nodes}
         if node.target is torch_internals.WAIT:  # until then it reads what it sends
             reads |= {self.root[s] for start in node.all_input_nodes for s in start.all_input_nodes}

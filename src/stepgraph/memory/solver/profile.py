@@ -188,9 +188,7 @@ class Profile:
     def _by_shorter(self, found: Mapping[Level, Costs], few: Blocks, more: Blocks) -> list[_Alike]:
         """By two steps of few layers; the longer of levels alone that a mix of others does not replace."""
         first: dict[Level, _Alike] = {}
-        points: list[
-            tuple[float, float]
-        ] = []  # bytes that a level keeps, and seconds that it takes
+        points: list[tuple[float, float]] = []  # bytes that a level keeps, seconds that it takes
         for level in sorted(found, key=_may_be_replaced):
             costs = found[level]
             if _may_be_replaced(level):  # by what its operations take

@@ -21,10 +21,8 @@ from stepgraph.memory.solver.profile import Mix, Profile
 from stepgraph.planning.decisions import FrontierPoint
 
 _TRIALS = 40  # mixes that are simulated for one budget
-_OPERATIONS, _FEWEST = (
-    45_000,
-    2,
-)  # and of a deep step: that have so many together, but so many at least
+# And of a deep step: that have so many operations together, but so many at least.
+_OPERATIONS, _FEWEST = 45_000, 2
 _HOPE = 0.1  # part of a step's time, over its blocks
 _SMALLEST = 3  # and to find the smallest peak, where none of those fits
 _PERIODS = (2, 3, 4)  # of ``layers:N``

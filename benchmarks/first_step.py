@@ -3,7 +3,8 @@
     python benchmarks/first_step.py --json benchmarks/results/first_step.json
 
 Each contestant is two processes of one thread each with an empty compiler cache, imports aside; they take
-turns. ``first_step_s`` is the slower rank's, building the engine or wrapping the model included; ``step_s``
+turns. Empty is all of it: the C++ header that inductor precompiles once on a machine, in its folder for
+temporary files, too; "header there" are the same where that is there already. ``first_step_s`` is the slower rank's, building the engine or wrapping the model included; ``step_s``
 the median of the following; ``resident_gib`` the larger rank's peak. ``fsdp2_compile`` compiles each block.
 """
 
@@ -75,14 +76,15 @@ def serve(name: str, steps: int) -> None:
     dist.destroy_process_group()
 
 
-def run(name: str, steps: int) -> dict[str, float]:
-    """Both ranks of a contestant; the larger of what they say."""
+def run(name: str, steps: int, header: bool = False) -> dict[str, float]:
+    """Both ranks of a contestant; the larger of what they say. ``header``: the machine has it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     with tempfile.TemporaryDirectory() as cache:
         world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(RANKS)}
         world |= {"LOCAL_WORLD_SIZE": str(RANKS), "TORCHINDUCTOR_CACHE_DIR": cache}
+        world |= {} if header else {"TMPDIR": cache}
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-W", "ignore", __file__, "--serve", name, "--steps", str(steps)],
@@ -106,21 +108,25 @@ def main() -> None:
     if given.serve:
         serve(given.serve, given.steps)
         return
-    rows: dict[str, list[dict[str, float]]] = {name: [] for name in CONTESTANTS}
+    rows: dict[str, list[dict[str, float]]] = {}
     for _ in range(given.rounds):
-        for name in CONTESTANTS:
-            rows[name].append(run(name, given.steps))
-            print(name, rows[name][-1], flush=True)
+        for header in (False, True):
+            for name in CONTESTANTS[: 2 if header else None]:
+                row = run(name, given.steps, header)
+                name += ", header there" if header else ""
+                rows.setdefault(name, []).append(row)
+                print(name, row, flush=True)
     found: dict[str, Any] = {
         "about": __doc__.split("\n\n", 2)[2].strip(),
         "machine": platform.machine(),
     }
     for name, several in rows.items():
         found[name] = {key: statistics.median(r[key] for r in several) for key in several[0]}
-    first = found["stepgraph"]["first_step_s"] / found["fsdp2_compile"]["first_step_s"]
-    later = found["stepgraph"]["step_s"] / found["fsdp2_compile"]["step_s"]
-    found["to fsdp2_compile"] = {"first_step": first, "step": later}
-    print(found["to fsdp2_compile"])
+    for header in ("", ", header there"):
+        ours, theirs = (found[name + header] for name in CONTESTANTS[:2])
+        ratios = {key[:-2]: ours[key] / theirs[key] for key in ("first_step_s", "step_s")}
+        found[f"to fsdp2_compile{header}"] = ratios
+        print(ratios, header)
     if given.json:
         given.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -167,3 +167,15 @@ def test_constants_of_the_code_reach_what_is_compiled(layers):
         engine = stepgraph.Engine(model, optimizer=optimizer, lowering=lowering)
         results.append([engine.step(torch.ones(2, 4)) for _ in range(3)])
     torch.testing.assert_close(*results)
+
+
+def test_what_is_one_operation_is_not_compiled():
+    """A sum between two collectives is a piece of its own: the compiler would make that sum."""
+    made = compiled(bring("gpt2").model, bring("gpt2").batch, ranks=2, plan="zero3")
+    pieces = pieces_of(bound(made.programs["step"])[0])
+    computed = [
+        (body.plain, [n.target for n in body.graph.nodes if n.op == "call_function"])
+        for body in pieces.bodies
+    ]
+    assert all(plain or len(targets) > 1 for plain, targets in computed)
+    assert (True, [torch.ops.aten.add.Tensor]) in computed

@@ -28,6 +28,11 @@ def apply(
     return driver.through(passes, program, groups=groups, fuses=LOWERINGS[name].fuses)
 
 
+def prepare(name: str, target: Target) -> None:
+    """Begins what a lowering can do before there is a Program, beside whatever comes next."""
+    LOWERINGS[name].prepare(target)
+
+
 def lower(program: Program, decision: LoweringDecision, target: Target) -> Executable:
     """Makes a Program executable: a callable from local inputs to local results.
 

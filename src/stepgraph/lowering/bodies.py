@@ -8,7 +8,7 @@ is called between them as it is.
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -124,6 +124,12 @@ def in_pieces(program: Program) -> Pieces | None:
     members: dict[Piece, list[fx.Node]] = {}
     for node in operations:
         members.setdefault(holder[node], []).append(node)
+    # Of one operation the compiler makes what there is already, and takes a second for it.
+    members = {
+        replace(piece, plain=True) if len(nodes) == 1 else piece: nodes
+        for piece, nodes in members.items()
+    }
+    holder = {node: piece for piece, nodes in members.items() for node in nodes}
     number = {piece: i for i, piece in enumerate(members)}
     piece_of = {node: number[holder[node]] for node in operations}
     anew = computed_anew(operations, piece_of, {number[piece] for piece in members if piece.plain})

@@ -24,7 +24,7 @@ from stepgraph.program.program import Program
 from stepgraph.program.randomness import RANDOM, fused_random
 from stepgraph.torch_internals import host_device
 from stepgraph.torch_internals.code import generate_code
-from stepgraph.torch_internals.compiler import look_at_machine
+from stepgraph.torch_internals.compiler import look_at_machine, precompile_headers
 from stepgraph.torch_internals.inductor.whole_step import compile_with_inductor, digest_of_passes
 from stepgraph.torch_internals.recording import TORCHS_NAMESPACES, below_autograd
 
@@ -93,5 +93,10 @@ def _recording_nothing(program: Program, run: Executable) -> Executable:
     return below_autograd(run) if own else torch.no_grad()(run)
 
 
-INDUCTOR = Lowering("inductor", no_obstacles, _make, fuses=True)
-WHOLE = Lowering("inductor_whole", no_obstacles, _make_whole, fuses=True)
+def _prepare(target: Target) -> None:
+    if target.device_type == host_device().type:
+        precompile_headers()
+
+
+INDUCTOR = Lowering("inductor", no_obstacles, _make, fuses=True, prepare=_prepare)
+WHOLE = Lowering("inductor_whole", no_obstacles, _make_whole, fuses=True, prepare=_prepare)

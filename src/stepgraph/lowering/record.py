@@ -45,6 +45,7 @@ class Lowering:
         inner: of one that captures: the lowering that makes what is captured. Where only some operations
             are obstacles it captures the rest, in pieces.
         make: from a Program of one rank, written in place, to a callable of local tensors.
+        prepare: begins what takes a while and needs no Program.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Lowering:
     make: Callable[[Program, Target], Executable]
     fuses: bool = False
     inner: str = ""
+    prepare: Callable[[Target], object] = lambda target: None
 
 
 def no_obstacles(program: Program, target: Target) -> list[Obstacle]:

@@ -14,6 +14,7 @@ from stepgraph.capture.refusals import check_hooks, check_parameter_hooks
 from stepgraph.capture.step import Capture, Captured, Source
 from stepgraph.contest import make_best
 from stepgraph.errors import ChangingValueError, StepgraphError, StrictError
+from stepgraph.lowering.apply import prepare
 from stepgraph.lowering.decide import check_target
 from stepgraph.pipeline import Made, capture_of
 from stepgraph.placement.decide import reduces_each_micro_batch
@@ -320,6 +321,7 @@ class Compiler:
     ) -> tuple[dict[str, LoweredProgram], Captured]:
         """Captures, decides, applies and lowers; ``in_two``: forward and backward each by itself."""
         driver = PassDriver()
+        prepare(self.plan.lowering, self.ranks.target)
         captured, made = self._decided(capture, driver)
         self.plan = made.plan
         notes = [note for program in made.programs.values() for note in program.notes]

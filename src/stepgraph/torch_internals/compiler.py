@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import platform
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -138,6 +139,54 @@ def look_at_machine() -> None:
         with _remembering_what_loads(), ThreadPoolExecutor(len(possible) + 1) as trials:
             [*trials.map(bool, possible)]
     cpu_vec_isa.pick_vec_isa()
+
+
+def _likely_instructions() -> Any | None:
+    """The vector instructions that :func:`look_at_machine` will find, unless their trial fails."""
+    from torch._inductor import cpu_vec_isa
+
+    if platform.machine() not in ("x86_64", "AMD64") or _inductor_config.cpp.simdlen is not None:
+        return None
+    offered = cpu_vec_isa.x86_isa_checker()
+    known = cpu_vec_isa.supported_vec_isa_list
+    return next((isa for isa in known if all(flag in offered for flag in str(isa).split())), None)
+
+
+def precompile_headers() -> threading.Thread | None:
+    """Begins to compile the header that all C++ kernels include, where this machine has none yet.
+
+    Inductor would begin when it has its first kernel, and take half as long for it as for all kernels of a
+    small model; here it happens while the step's code is captured. Whatever goes wrong, inductor will say.
+
+    Returns:
+        what is at it; None: there is nothing to do.
+    """
+    from torch._inductor import codecache, cpp_builder
+
+    with contextlib.suppress(AttributeError):  # a torch that does it otherwise
+        isa = _likely_instructions()
+        there = any(Path(codecache._HEADER_DIR).glob("*.gch"))
+        if isa is None or there or not _inductor_config.cpp_cache_precompile_headers:
+            return None
+        kernels = codecache.CppPythonBindingsCodeCache
+        options: dict[str, Any] = {**kernels.cpp_compile_command_flags, "device_type": "cpu"}
+        options |= {"extra_flags": (), "use_relative_path": False, "vec_isa": isa}
+        build = cpp_builder.CppTorchDeviceOptions(
+            compile_only=False, min_optimize=False, **options
+        )
+        command = cpp_builder.CppBuilder(name="o", sources="i", BuildOption=build)
+        header = kernels._get_uncompiled_header("cpu")
+
+        def compile_it() -> None:
+            with contextlib.suppress(Exception):
+                codecache._precompile_header(
+                    header, command.get_command_line(), min_optimize=False, **options
+                )
+
+        thread = threading.Thread(target=compile_it, name="stepgraph: C++ header")
+        thread.start()
+        return thread
+    return None
 
 
 def settings() -> tuple:

@@ -4,8 +4,9 @@
 
 Each contestant is two processes of one thread each with an empty compiler cache, imports aside; they take
 turns. Empty is all of it: the C++ header that inductor precompiles once on a machine, in its folder for
-temporary files, too; "header there" are the same where that is there already. ``first_step_s`` is the slower rank's, building the engine or wrapping the model included; ``step_s``
-the median of the following; ``resident_gib`` the larger rank's peak. ``fsdp2_compile`` compiles each block.
+temporary files, too; "header there" are the same where that is there already. ``first_step_s`` is the
+slower rank's, building the engine or wrapping the model included; ``step_s`` the median of the following;
+``resident_gib`` the larger rank's peak. ``fsdp2_compile`` compiles each block.
 """
 
 import argparse

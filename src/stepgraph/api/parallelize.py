@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from stepgraph.program import roles
 from stepgraph.runtime.batches import LocalBatch, flatten_batch
 from stepgraph.runtime.compiler import MAX_SHAPES, Compiled, Compiler
 from stepgraph.runtime.ranks import join_ranks
+from stepgraph.runtime.replay import Replay, can_be_replayed, flat_batch
 from stepgraph.runtime.state import State
 from stepgraph.runtime.watch import watch_over
 from stepgraph.torch_internals import pytree
@@ -136,10 +138,42 @@ class ParallelForward:
         self.parts = Parts(compiler, whole=True)
         self._calls = 0
         compiler.capturing = self._own_forward
+        self.replays: list[Replay] = []
+
+        @torch.compiler.assume_constant_result  # called while torch.compile traces; not in its graph
+        def prepare_replays() -> int:
+            return self._prepare_replays()
+
+        self.prepare_replays = prepare_replays
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs on this rank's part of a batch; under torch.compile its programs are part of the graph."""
+        if torch.compiler.is_compiling() and torch.is_grad_enabled():
+            paths, leaves = flat_batch(self._batch(args, kwargs))
+            self.prepare_replays()
+            for replay in self.replays:
+                if replay.is_for(self.compiler.model.training, paths, leaves):
+                    return replay.run(leaves)
+        return self._call(args, kwargs)
+
+    def _prepare_replays(self) -> int:
+        """Of all that was compiled for training so far."""
+        known = [replay.compiled for replay in self.replays]
+        for key, compiled in self.compiler.made_for("gradients"):
+            if not any(compiled is one for one in known) and can_be_replayed(key, compiled):
+                begin = functools.partial(self._begin, key, compiled)
+                self.replays.append(Replay(key, compiled, begin, self.compiler.as_module))
+        return len(self.replays)
+
+    def _begin(self, key: tuple, compiled: Compiled) -> None:
+        """Before each call that torch.compile has traced."""
+        self.compiler.check_again("gradients", key, compiled)
+        self.compiler.state.seed_random_operations(self.seed, self._calls, 0)
+        self._calls += 1
+        compiled.values.replay()
 
     @torch_internals.disable_compiler  # what runs is compiled: torch.compile would bind it once more
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs on this rank's part of a batch."""
+    def _call(self, args: Any, kwargs: Any) -> Any:
         compiler, state = self.compiler, self.compiler.state
         local = flatten_batch(self._batch(args, kwargs), state.device)
         training = torch.is_grad_enabled() and any(

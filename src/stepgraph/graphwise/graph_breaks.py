@@ -378,7 +378,7 @@ class GraphRunner:
         if reason is not None:
             before_compiling(self.compiler, self._entry, reason)
         seen, made = len(self.graphs.notes), len(self.graphs.programs)
-        with self.compiler.counting(f"{self._entry}: {reason}" if reason else None):
+        with self.compiler.stats.counting(f"{self._entry}: {reason}" if reason else None):
             try:
                 with doing(f"compiling graph {made + 1} of {self._entry}"):
                     compiled = self.graphs(graph, examples, backward)

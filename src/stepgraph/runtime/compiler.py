@@ -2,9 +2,7 @@
 
 import contextlib
 import logging
-import time
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,7 +11,7 @@ from stepgraph.capture.module import BatchSpec, LossFunction
 from stepgraph.capture.refusals import check_hooks, check_parameter_hooks
 from stepgraph.capture.step import Capture, Captured, Source
 from stepgraph.contest import make_best
-from stepgraph.errors import ChangingValueError, StepgraphError, StrictError
+from stepgraph.errors import StepgraphError, StrictError, UsageError
 from stepgraph.lowering.apply import prepare
 from stepgraph.lowering.decide import check_target
 from stepgraph.pipeline import Made, capture_of
@@ -26,6 +24,7 @@ from stepgraph.program.driver import PassDriver
 from stepgraph.program.program import Program
 from stepgraph.runtime.assigned_data import AssignedData
 from stepgraph.runtime.batches import KindsOfBatch, LocalBatch, global_spec
+from stepgraph.runtime.calls import Calls
 from stepgraph.runtime.compiled import Compiled, SameProgram
 from stepgraph.runtime.executor import LoweredProgram, SplitProgram, lower_for_rank
 from stepgraph.runtime.host_memory import check_host_memory
@@ -34,7 +33,13 @@ from stepgraph.runtime.names import check_names
 from stepgraph.runtime.outside import OutsideTensors
 from stepgraph.runtime.progress import doing
 from stepgraph.runtime.ranks import from_first_rank
-from stepgraph.runtime.recompiles import Stats, before_compiling, count_call, recompilation_reason
+from stepgraph.runtime.recompiles import (
+    Stats,
+    before_compiling,
+    changed_value,
+    count_call,
+    recompilation_reason,
+)
 from stepgraph.runtime.state import State
 from stepgraph.runtime.watch import Watch
 from stepgraph.torch_internals import hooks, pytree
@@ -92,21 +97,11 @@ class Compiler:
         self._digest = 0  # of what was captured last
         self._others: list[Compiled] = []  # of the kind of call that is being compiled
         self._last: dict[tuple, int] = {}  # what each kind of call has run last
-        self._calls: dict[tuple[str, int], tuple[str, int]] = {}  # what it is, and its digest
-        self._number = self.watch.made if self.watch is not None else 0
+        self._calls = Calls(self.watch, self.kinds) if self.watch is not None else None
 
     def call(self, name: str, batch: LocalBatch | None = None) -> AbstractContextManager:
         """One call of an entry point, of which every rank makes the same."""
-        if self.watch is None:
-            return contextlib.nullcontext()
-        kind = 0 if batch is None else self.kinds.number(name, batch)
-        if (name, kind) not in self._calls:
-            shown = name if batch is None else f"{name} on a batch of {batch.shapes()}"
-            digest = zlib.crc32(repr((self._number, name, kind)).encode())
-            if not kind and batch is not None:
-                return self.watch.call(shown, digest)  # of any new shape: ranks will agree on one
-            self._calls[name, kind] = shown, digest
-        return self.watch.call(*self._calls[name, kind])
+        return contextlib.nullcontext() if self._calls is None else self._calls.one(name, batch)
 
     def entry(self, name: str, batch: LocalBatch) -> Compiled:
         """The programs of an entry point (step, gradients, evaluate) for a batch like this one."""
@@ -118,10 +113,7 @@ class Compiler:
         self._check_tensors(now)
         if any(map(hooks.gradient_hooks, self._parameters)):
             check_parameter_hooks(self.model)
-        flags = tuple(parameter.requires_grad for parameter in self._parameters)
-        in_mode = name != "evaluate" or self.as_module
-        modes = now.training if in_mode else None
-        key = (batch.key, flags, (modes, now.forward_hooks, now.structure))
+        key = (batch.key, *self._model_as(name, now))
         self._drop_outdated()
         self.kinds.meet(name, batch)
         known = self._compiled.setdefault(name, {})
@@ -132,7 +124,8 @@ class Compiler:
         if self.needs_values:
             self.state.check_filled()
         if key in known:
-            reason = self._changed_value(name, known[key])
+            with self.capturing():
+                reason = changed_value(name, known[key], self.max_shapes)
         else:
             reason = recompilation_reason(name, known, batch, key, self.model)
         self._others = known.get(key, [])
@@ -143,6 +136,37 @@ class Compiler:
         known.setdefault(key, []).append(compiled)
         return self._chosen(compiled, name, key)
 
+    def _model_as(self, name: str, now: Look) -> tuple:
+        """How the model is, as far as a program of an entry point depends on it."""
+        flags = tuple(parameter.requires_grad for parameter in self._parameters)
+        modes = now.training if name != "evaluate" or self.as_module else None
+        return flags, (modes, now.forward_hooks, now.structure)
+
+    def made_for(self, name: str) -> list[tuple[tuple, Compiled]]:
+        """The programs of an entry point, each with what it was made for."""
+        known = self._compiled.get(name, {})
+        return [(key, compiled) for key, several in known.items() for compiled in several]
+
+    def check_again(self, name: str, key: tuple, compiled: Compiled) -> None:
+        """Before a call of programs that somebody else chose, for all that :meth:`entry` looks at.
+
+        Raises:
+            UsageError: the model is not what they were made for.
+        """
+        now = self._watched.look()
+        self._check_tensors(now)
+        with self.capturing():
+            changed = "" if compiled.values.hold() else compiled.values.broken()
+        if not changed and key[1:] != self._model_as(name, now):
+            changed = "which parameters are trained, modes, hooks or modules"
+        if changed or not any(one is compiled for _, one in self.made_for(name)):
+            raise UsageError(
+                f"the module has changed since torch.compile traced it: {changed or 'its types'}",
+                do="torch.compiler.reset() after such a change, or call it without torch.compile",
+            )
+        self.state.check_filled()
+        self._outside.bring(compiled.values.tensors)
+
     def _chosen(self, compiled: Compiled, name: str, key: tuple) -> Compiled:
         """Of several for one kind of batch, every rank takes the same; what it reads outside is brought."""
         self._outside.bring(compiled.values.tensors)
@@ -152,24 +176,6 @@ class Compiler:
                 self.watch.changes_to(compiled.digest)
             self.watch.runs(compiled.digest)
         return compiled
-
-    def _changed_value(self, name: str, compiled: list[Compiled]) -> str:
-        """Which of the values that the code reads is another one than in all that was compiled.
-
-        Raises:
-            ChangingValueError: it was another one too often.
-        """
-        with self.capturing():
-            found = [one.values.broken() for one in compiled]
-        if len(compiled) < self.max_shapes:
-            return f"{name}: a value that the code reads has changed: no longer {found[-1]}"
-        raise ChangingValueError(
-            "a value that the model's code reads from Python changes again and again",
-            where=f"engine.{name}, compiled {len(compiled)} times: {'; '.join(dict.fromkeys(found))}",
-            why="a program holds it as a constant, so each value is another program",
-            do="make it a buffer (register_buffer) and change it in place, or pass it as a tensor in the "
-            "batch: both are inputs of the program. For a few more values: a larger max_shapes",
-        )
 
     def _check_tensors(self, now: Look) -> None:
         """Programs take the tensors that the model had when it was given, whatever it holds now.
@@ -215,7 +221,7 @@ class Compiler:
             reason = f"{name}: {_COUNTED_APART}"
         if reason is not None:
             before_compiling(self, name, reason)
-        with self.counting(reason), self.capturing():
+        with self.stats.counting(reason), self.capturing():
             compiled = compile_()
             compiled.digest = self._digest
             return compiled
@@ -267,16 +273,6 @@ class Compiler:
             for lowered in compiled.programs.values()
             for role in lowered.program.inputs
         )
-
-    @contextlib.contextmanager
-    def counting(self, reason: str | None) -> Iterator[None]:
-        """One compilation; ``reason`` says why another was needed."""
-        start = time.perf_counter()
-        yield
-        self.stats.compiles += 1
-        self.stats.compile_seconds += time.perf_counter() - start
-        if reason is not None:
-            self.stats.recompiles.append(reason)
 
     def _capture(self, spec: BatchSpec, step: StepSettings | None = None) -> Capture:
         where = self.state.device.type

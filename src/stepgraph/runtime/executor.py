@@ -120,7 +120,7 @@ class SplitProgram:
         self.learned = {r.index: v for r, v in values.items() if isinstance(r, roles.InputGrad)}
         kinds = (roles.Loss, roles.ModuleResult)
         self.results = [role for role in program.outputs if isinstance(role, kinds)]
-        self.shares = [self._share(values[role]) for role in self.results]
+        self.means = [self._mean(role, values[role]) for role in self.results]
         own = {role.name for role in program.outputs if isinstance(role, roles.NewBuffer)}
         buffers = self.backward.buffers.items()
         self._read_again = [buffer for name, buffer in buffers if name not in own]
@@ -137,36 +137,55 @@ class SplitProgram:
         given = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         return list(_Call.apply(self, given, *(leaves[i] for i in self.learned), *parameters))
 
-    def input_gradient(self, index: int, found: torch.Tensor) -> torch.Tensor:
-        """What the caller gets of what the backward computes, which is the mean over ranks."""
-        return found / self._share(self.learned[index])
+    def counts_for(self, index: int) -> int:
+        """Of how many ranks' losses the gradient of a leaf of the batch is the mean: a caller wants one's."""
+        return self.state.ranks.shape.data_size if _is_own(self.learned[index]) else 1
 
-    def _share(self, result: Value) -> float:
-        """What a tangent counts for: a rank's own rows for one rank of many."""
-        own = any(isinstance(placement, Shard) for placement in result.placements or ())
-        return 1.0 / self.state.ranks.shape.data_size if own else 1.0
-
-    def mean_tangent(
-        self, result: roles.Output, tangent: torch.Tensor, share: float
-    ) -> torch.Tensor:
-        """What the backward takes: the mean over data-parallel ranks of their losses' gradients."""
-        if share != 1.0:
-            return tangent * share
+    def _mean(self, role: roles.Output, result: Value) -> "Mean":
         ranks = self.state.ranks
-        alone = ranks.shape.data_size == 1 or not tangent.is_floating_point()
-        if alone or not isinstance(result, roles.ModuleResult):
-            return tangent
+        if _is_own(result):
+            return Mean(ranks.shape.data_size)
+        if not isinstance(role, roles.ModuleResult):
+            return Mean(1)
         # A result that every rank has may be used in losses that differ from rank to rank.
-        total = tangent.contiguous()
-        for name, group in ranks.groups.items():
-            if role_of(name).divides_batch:
-                total = torch_internals.sum_over_group(total, group)
-        return total / ranks.shape.data_size
+        named = ranks.groups.items() if ranks.shape.data_size > 1 else ()
+        groups = tuple(group for name, group in named if role_of(name).divides_batch)
+        return Mean(ranks.shape.data_size, groups)
 
     def versions(self) -> list[int]:
         """How often what the backward reads was written, to find that it was in between."""
         named = map(self.state.parameters.__getitem__, self.gradients)
         return [tensor._version for tensor in (*named, *self._read_again)]
+
+
+def _is_own(value: Value) -> bool:
+    """Whether a data-parallel rank has rows of its own of it."""
+    return any(isinstance(placement, Shard) for placement in value.placements or ())
+
+
+def tangent_of(result: roles.Output) -> roles.Input:
+    """What the backward takes for a result."""
+    is_modules = isinstance(result, roles.ModuleResult)
+    return roles.ResultTangent(result.index) if is_modules else roles.Tangent()
+
+
+@dataclass(frozen=True)
+class Mean:
+    """What a backward takes of a tangent: the mean over data-parallel ranks of their losses' gradients.
+
+    ``ranks``: how many there are; ``groups``: over which a tangent of what all have is summed.
+    """
+
+    ranks: int
+    groups: tuple[str, ...] = ()
+
+    def of(self, tangent: torch.Tensor) -> torch.Tensor:
+        """That of one rank's tangent; called by all ranks."""
+        if not tangent.is_floating_point():
+            return tangent
+        for group in self.groups:
+            tangent = torch_internals.sum_over_group(tangent.contiguous(), group)
+        return tangent if self.ranks == 1 else tangent / self.ranks
 
 
 CHANGED_BETWEEN = (
@@ -204,15 +223,13 @@ class _Call(torch.autograd.Function):
         brought: dict[roles.Input, torch.Tensor] = {
             roles.Saved(index): value for index, value in enumerate(ctx.saved_tensors)
         }
-        for role, tangent, share in zip(split.results, tangents, split.shares, strict=True):
-            of_module = isinstance(role, roles.ModuleResult)
-            taken = roles.ResultTangent(role.index) if of_module else roles.Tangent()
-            brought[taken] = split.mean_tangent(role, tangent, share)
+        for role, tangent, mean in zip(split.results, tangents, split.means, strict=True):
+            brought[tangent_of(role)] = mean.of(tangent)
         found = split.backward.run((), brought)
         state = split.state
         gradients = split.gradients.items()
         return [
-            *(split.input_gradient(i, found[roles.InputGrad(i)]) for i in split.learned),
+            *(found[roles.InputGrad(i)] * split.counts_for(i) for i in split.learned),
             *(state.as_dtensor(found[roles.Grad(n)], value) for n, value in gradients),
         ]
 

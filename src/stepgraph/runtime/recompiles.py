@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from stepgraph.errors import RecompilationError
+from stepgraph.errors import ChangingValueError, RecompilationError
 from stepgraph.runtime.batches import LocalBatch
+from stepgraph.runtime.compiled import Compiled
 
 
 @dataclass
@@ -28,6 +30,16 @@ class Stats:
     recompiles: list[str] = field(default_factory=list)
     compile_seconds: float = 0.0
     replans: list[Any] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def counting(self, reason: str | None) -> Iterator[None]:
+        """One compilation; ``reason`` says why another was needed."""
+        start = time.perf_counter()
+        yield
+        self.compiles += 1
+        self.compile_seconds += time.perf_counter() - start
+        if reason is not None:
+            self.recompiles.append(reason)
 
 
 # Of each block that is entered: how many calls are its warm-up, and the calls so far.
@@ -91,3 +103,25 @@ def recompilation_reason(
     if key[2][2] != last[2][2]:
         return f"{entry}: modules were moved, added or removed"
     return f"{entry}: train/eval mode or forward hooks changed"
+
+
+def changed_value(name: str, compiled: Sequence[Compiled], at_most: int) -> str:
+    """Which of the values that the code reads is another one than in all that was compiled.
+
+    Args:
+        name: of the entry point; the model is as it is captured.
+        compiled: so far, for one kind of batch, ``at_most`` so many.
+
+    Raises:
+        ChangingValueError: it was another one too often.
+    """
+    found = [one.values.broken() for one in compiled]
+    if len(compiled) < at_most:
+        return f"{name}: a value that the code reads has changed: no longer {found[-1]}"
+    raise ChangingValueError(
+        "a value that the model's code reads from Python changes again and again",
+        where=f"engine.{name}, compiled {len(compiled)} times: {'; '.join(dict.fromkeys(found))}",
+        why="a program holds it as a constant, so each value is another program",
+        do="make it a buffer (register_buffer) and change it in place, or pass it as a tensor in the "
+        "batch: both are inputs of the program. For a few more values: a larger max_shapes",
+    )

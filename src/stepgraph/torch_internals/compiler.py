@@ -171,9 +171,7 @@ def precompile_headers() -> threading.Thread | None:
         kernels = codecache.CppPythonBindingsCodeCache
         options: dict[str, Any] = {**kernels.cpp_compile_command_flags, "device_type": "cpu"}
         options |= {"extra_flags": (), "use_relative_path": False, "vec_isa": isa}
-        build = cpp_builder.CppTorchDeviceOptions(
-            compile_only=False, min_optimize=False, **options
-        )
+        build = cpp_builder.CppTorchDeviceOptions(compile_only=False, min_optimize=False, **options)
         command = cpp_builder.CppBuilder(name="o", sources="i", BuildOption=build)
         header = kernels._get_uncompiled_header("cpu")
 

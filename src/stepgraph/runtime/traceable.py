@@ -1,0 +1,182 @@
+"""A placed module as torch.compile may trace it: the operations of its programs, forward and backward.
+
+Compiled once more, a module's graph gets the forward and the backward that were decided for it, collectives
+included, and nothing is decided again. What has to happen at every call and in no graph (seeds move on,
+what code read from Python is compared) is one operation in front of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from stepgraph.lowering.partition import forward_and_backward
+from stepgraph.pipeline import GRAPH_LOWERED
+from stepgraph.program import roles
+from stepgraph.program.driver import PassDriver
+from stepgraph.program.program import Program
+from stepgraph.runtime.executor import SplitProgram, tangent_of
+from stepgraph.torch_internals import dtensors
+from stepgraph.torch_internals.code import generate_code
+
+_NUMBERS = itertools.count(1)
+_MADE: weakref.WeakValueDictionary[int, Traceable] = weakref.WeakValueDictionary()
+_MOVED = (roles.Seed, roles.HostSeed, roles.Outside)  # inputs that are written before a call
+
+
+@torch.library.custom_op("stepgraph::begin_call", mutates_args=("written",))
+def begin_call(written: Sequence[torch.Tensor], number: int) -> None:
+    """What a call of a module does outside of its graph.
+
+    Args:
+        written: what random operations draw from, what comes from outside; a count of calls.
+        number: of a :class:`Traceable`.
+    """
+    written[-1].add_(1)  # for torch to see that it is needed
+    _MADE[number].begin()
+
+
+@begin_call.register_fake
+def _(written: Sequence[torch.Tensor], number: int) -> None:
+    return None
+
+
+class Traceable:
+    """A training call of a module for one kind of batch.
+
+    Args:
+        split: its programs.
+        begin: called before each call.
+    """
+
+    def __init__(self, split: SplitProgram, begin: Callable[[], None]) -> None:
+        self.number, self.begin = next(_NUMBERS), begin
+        _MADE[self.number] = self
+        state = split.state
+        program = split.forward.program.copy()
+        program = PassDriver().through(GRAPH_LOWERED, program, groups=state.ranks.groups)
+        sides = forward_and_backward(program)
+        inputs = list(dict.fromkeys(role for side in sides for role in side.inputs))
+        batch = [role for role in inputs if isinstance(role, roles.UserInput)]
+        parameters = [role for role in inputs if isinstance(role, roles.Param)]
+        fixed = [r for r in inputs if not isinstance(r, (roles.Param, *roles.BROUGHT))]
+        self.leaves = [role.index for role in batch]
+        self.parameters = [state.parameters[role.name] for role in parameters]
+        self.fixed = [state.tensors[role] for role in fixed]
+        moved = [state.tensors[role] for role in fixed if isinstance(role, _MOVED)]
+        self.moved = [*moved, torch.zeros((), dtype=torch.int64, device=state.device)]
+        self.results = len(split.results)
+        new = [role for role in sides[0].outputs if isinstance(role, roles.NewBuffer)]
+        self.buffers = [fixed.index(roles.Buffer(role.name)) for role in new]
+        given = [*batch, *fixed, *parameters]
+        self.function = _function(split, *sides, given, new)
+
+    def __call__(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
+        """The results on this rank's rows, by the flattened batch; for dynamo to trace."""
+        begin_call(self.moved, self.number)
+        parts = [parameter.to_local() for parameter in self.parameters]
+        found = self.function.apply(*[leaves[i] for i in self.leaves], *self.fixed, *parts)
+        with torch.no_grad():
+            for place, value in zip(self.buffers, found[self.results :], strict=True):
+                self.fixed[place].copy_(value)
+        return list(found[: self.results])
+
+
+def _function(
+    split: SplitProgram,
+    first: Program,
+    second: Program,
+    given: Sequence[roles.Input],
+    new: Sequence[roles.NewBuffer],
+) -> type[torch.autograd.Function]:
+    """Both sides as one function that autograd knows.
+
+    Args:
+        first, second: forward and backward.
+        given: what the function takes.
+        new: what the forward makes besides results.
+    """
+    run_first, run_second = first.module, second.module
+    for side in (run_first, run_second):
+        generate_code(side)  # it is what dynamo reads
+    place = {role: i for i, role in enumerate(given)}
+    returned = [first.outputs.index(role) for role in (*split.results, *new)]
+    integers = [
+        i for i, at in enumerate(returned) if not first.output_values[at].dtype.is_floating_point
+    ]
+    saved = [i for i, role in enumerate(first.outputs) if isinstance(role, roles.Saved)]
+    again = [place[role] for role in second.inputs if role in place]
+    overwritten = {place.get(roles.Buffer(role.name)) for role in new}
+    taken = [place[role] for role in first.inputs]
+    brought: list[Any] = [*(first.outputs[i] for i in saved), *(given[i] for i in again)]
+    brought += map(tangent_of, split.results)
+    order = [brought.index(role) for role in second.inputs]
+    sizes = [_sizes(split, role) for role in given]
+    gradients = [_gradient_of(split, second, role) for role in given]
+    means = split.means
+
+    class Placed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *tensors):
+            whole = [_padded(x, *sizes[i]) for i, x in enumerate(tensors)]
+            found = run_first(*[whole[i] for i in taken])
+            kept = [whole[i].clone() if i in overwritten else whole[i] for i in again]
+            ctx.save_for_backward(*[found[i] for i in saved], *kept)
+            results = tuple(found[i] for i in returned)
+            ctx.mark_non_differentiable(*[results[i] for i in integers])
+            return results
+
+        @staticmethod
+        def backward(ctx, *tangents):
+            own = [mean.of(tangents[i]) for i, mean in enumerate(means)]
+            values = [*ctx.saved_tensors, *own]
+            found = run_second(*[values[i] for i in order])
+            return tuple(
+                None if at is None else _narrowed(found[at] * counts, sizes[i][0])
+                for i, (at, counts) in enumerate(gradients)
+            )
+
+    return Placed
+
+
+_Sizes = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _sizes(split: SplitProgram, role: roles.Input) -> _Sizes:
+    """Of a parameter: of this rank's part, and of that with its padding; of anything else, nothing."""
+    if not isinstance(role, roles.Param):
+        return (), ()
+    part = dtensors.own_part(split.state.parameters[role.name])  # type: ignore[arg-type]
+    return tuple(part.shape), tuple(split.state.tensors[role].shape)
+
+
+def _gradient_of(
+    split: SplitProgram, backward: Program, role: roles.Input
+) -> tuple[int | None, int]:
+    """Which of the backward's results is the gradient of an input, and what that is multiplied by."""
+    match role:
+        case roles.Param(name) if roles.Grad(name) in backward.outputs:
+            return backward.outputs.index(roles.Grad(name)), 1
+        case roles.UserInput(index=index) if index in split.learned:
+            return backward.outputs.index(roles.InputGrad(index)), split.counts_for(index)
+    return None, 1
+
+
+def _padded(tensor: torch.Tensor, own: tuple[int, ...], whole: tuple[int, ...]) -> torch.Tensor:
+    """A part of a parameter, as large as every rank's."""
+    if own == whole:
+        return tensor
+    missing = [size - there for size, there in zip(whole, own, strict=True)]
+    return torch.nn.functional.pad(tensor, [n for more in reversed(missing) for n in (0, more)])
+
+
+def _narrowed(gradient: torch.Tensor, own: tuple[int, ...]) -> torch.Tensor:
+    """A gradient, as large as this rank's part."""
+    for dim, size in enumerate(own):
+        if gradient.shape[dim] != size:
+            gradient = gradient.narrow(dim, 0, size)
+    return gradient

@@ -45,7 +45,7 @@ from stepgraph.placement.presets.walk import (
 from stepgraph.placement.rules import blocks
 from stepgraph.placement.rules.vocabulary import STRATEGIES
 from stepgraph.program import roles
-from stepgraph.program.layout import InnerShard, blocks_of
+from stepgraph.program.layout import InnerShard
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import BACKWARD, FORWARD, OPTIMIZER, Program, tensor_arguments
 
@@ -310,13 +310,12 @@ def find_layout(
             in_blocks |= split
         elif new:
             whole |= new
+            in_blocks = {name: parts for name, parts in in_blocks.items() if name not in new}
         else:
             return layout | fixed
 
 
-def _given_up(
-    walk: Walk, made_of: Mapping[fx.Node, set[str]]
-) -> tuple[set[str], dict[str, int]]:
+def _given_up(walk: Walk, made_of: Mapping[fx.Node, set[str]]) -> tuple[set[str], dict[str, int]]:
     """Follows every shard from the weights that began it; those of what is gathered on its way.
 
     And of those that a split into equal parts gathers, how many parts.

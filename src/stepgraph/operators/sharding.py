@@ -65,6 +65,7 @@ class Rules:
             shard it as well.
         others: ranks along all other mesh dimensions: they may shard the blocks of an InnerShard.
         extra: strategies beside those of DTensor and the table, by operator.
+        apart: numbers of blocks of an InnerShard that other mesh dimensions never shard.
     """
 
     def __init__(
@@ -73,12 +74,14 @@ class Rules:
         unit: int | None = None,
         others: int = 1,
         extra: Mapping[Any, Entry] | None = None,
+        apart: frozenset[int] = frozenset(),
     ) -> None:
         self.size, self.unit, self.others, self.extra = size, unit or size, others, extra or {}
+        self.apart = apart
         self._mesh = torch_internals.planning_mesh((size,))
         self._answers: dict[Any, list[Strategy]] = {}
         kinds = tuple(sorted((str(op), id(entry)) for op, entry in self.extra.items()))
-        self._shared = _answers_of(size, self.unit, others, kinds)
+        self._shared = _answers_of(size, self.unit, others, kinds, apart)
         self.without_rule: set[str] = set()
 
     def strategies(self, node: fx.Node, placements: tuple[Placement, ...]) -> list[Strategy]:
@@ -212,7 +215,7 @@ class Rules:
                 and isinstance(value, torch.Tensor)
                 and placement.dim < value.dim()
                 and value.shape[placement.dim] % (blocks * self.unit) == 0
-                and (blocks == 1 or blocks % self.others == 0)
+                and (blocks == 1 or blocks in self.apart or blocks % self.others == 0)
             )
         if isinstance(placement, Partial):
             # Masked and norm partials carry state that a plain local program does not have.

@@ -19,6 +19,7 @@ from stepgraph.operators import table as operators
 from stepgraph.operators.own import replicated_note
 from stepgraph.operators.views import NAMES_A_SHAPE
 from stepgraph.placement.passes.draw_by_global_row import local_part_of
+from stepgraph.placement.rules.blocks import is_split, local_sizes
 from stepgraph.placement.rules.redistribution import redistribute_over
 from stepgraph.placement.rules.vocabulary import LOCAL_FORMS, Rows, rows_sharded, share_traffic
 from stepgraph.planning.decisions import PlacementDecision
@@ -160,6 +161,8 @@ class _Placer:
         placed = (*choice.inputs, *choice.outputs)
         if not any(isinstance(p, Shard) for placements in placed for p in placements or ()):
             return target, args
+        if is_split(node):
+            return target, local_sizes(node, args, choice.outputs, self.mesh)
         if target is RANDOM:
             return target, local_part_of(node, args, choice.outputs[0], self.mesh)
         if adjuster := torch_internals.scalar_shape_adjuster(target):

@@ -148,11 +148,19 @@ def walk_along(
 
 
 def _sharded_by_rows(walk: Walk) -> frozenset:
-    """Parameters whose rows a walk shards, and gradients on their way into the update."""
+    """Parameters whose rows a walk shards, and gradients on their way into the update.
+
+    And those whose rows are read in blocks: rows of other ranks would lie across these.
+    """
     inputs = [role for role, placement in walk.inputs.items() if placement == Shard(0)]
     names = {role.name for role in inputs if isinstance(role, roles.Param)}
-    nodes = {node for node in walk.chosen if walk.now[node] == (Shard(0),)}
-    return frozenset(names | {node for node in nodes if meta(node)["phase"] != OPTIMIZER})
+    nodes = {
+        node
+        for node in walk.chosen
+        if len(walk.now[node]) == 1 and isinstance(p := walk.now[node][0], Shard) and p.dim == 0
+    }
+    gradients = {node for node in nodes if meta(node)["phase"] != OPTIMIZER}
+    return frozenset(names | gradients | walk.rows_in_blocks)
 
 
 def record(program: Program, walks: Sequence[Walk], decision: PlacementDraft) -> None:

@@ -6,6 +6,10 @@ by rows, whose result is a pending sum. What would have to be gathered on its wa
 weight that began it stays on every rank (heads that do not divide, a projection that is split unevenly).
 Embedding and loss are sharded by the vocabulary.
 
+A fused projection, which is split into queries, keys and values, is divided too: each rank reads a slice of
+each of these blocks. Such a weight is stored whole, and its gradient gathered: checkpoints and torch's
+DTensors know no shards of blocks.
+
 With sequence-parallel norms a pending sum is not added up on every rank: each rank gets a slice of the
 sequence, does the norm's and the residual's share of the work on it, and keeps no more than that.
 
@@ -38,8 +42,10 @@ from stepgraph.placement.presets.walk import (
     shapes_of,
     with_repeated_work,
 )
+from stepgraph.placement.rules import blocks
 from stepgraph.placement.rules.vocabulary import STRATEGIES
 from stepgraph.program import roles
+from stepgraph.program.layout import InnerShard
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import BACKWARD, FORWARD, OPTIMIZER, Program, tensor_arguments
 
@@ -59,12 +65,15 @@ _SLICE_THEIR_INPUTS = {*ATTENTIONS, *FLEXES}
 
 _NEVER = float("inf")
 
+_BESIDE_RULES = {**STRATEGIES, **blocks.STRATEGIES}
+
 
 @dataclass(frozen=True)
 class TensorParallel:
     """What tensor parallelism knows of a Program, and decides by it.
 
-    ``layout``: how each sharded parameter is, by name; ``shapes``: of all of them. ``made_of``: the
+    ``layout``: how each sharded parameter is read, by name, and stored, but for shards of blocks;
+    ``blocks``: of those that are read so, how many. ``shapes``: of all parameters. ``made_of``: the
     parameters that go into a value that no row of the batch goes into. ``sequence``: the dimension along
     which an activation may be sharded beside the pairs. ``whole``: while a layout is looked for, the
     parameters that have to stay whole; any other is sharded as its readers like. None: it is found.
@@ -73,16 +82,19 @@ class TensorParallel:
     layout: Mapping[str, Placement]
     shapes: Mapping[str, tuple[int, ...]]
     made_of: Mapping[fx.Node, set[str]]
+    blocks: Mapping[str, int] = field(default_factory=dict)
     sequence: Mapping[fx.Node, int] = field(default_factory=dict)
     whole: set[str] | None = None
 
     def walk(self, program: Program, ranks: int, others: int) -> Walk:
         """A walk that has placed the inputs."""
         kind = Kind(self._stored, self._laid_out, as_sharded, self._cost, offers=self._offers)
-        return Walk(program, kind, Rules(ranks, ranks, others, STRATEGIES))
+        # Data parallelism divides rows of the batch, and a fused weight along another dimension.
+        apart = frozenset(self.blocks.values())
+        return Walk(program, kind, Rules(ranks, ranks, others, _BESIDE_RULES, apart))
 
     def _laid_out(self, parameter: str, shape: tuple[int, ...]) -> Placement:
-        alike = self.shapes.get(parameter) == shape
+        alike = self.shapes.get(parameter) == shape and parameter not in self.blocks
         return self.layout.get(parameter, REPLICATE) if alike else REPLICATE
 
     def _stored(self, role: roles.Input, shape: tuple[int, ...]) -> Placement:
@@ -112,20 +124,28 @@ class TensorParallel:
         for position, argument in enumerate(arguments):
             if placements[position] == REPLICATE and self._may_shard_weight(walk, node, argument):
                 for dim in range(meta(argument)["val"].dim()):
-                    asked = (*placements[:position], Shard(dim), *placements[position + 1 :])
+                    shard = blocks.shard_of(dim, self._blocks_in(argument))
+                    asked = (*placements[:position], shard, *placements[position + 1 :])
                     found = [*found, *walk.rules.strategies(node, asked)]
         return list(dict.fromkeys(found))
 
     def _may_shard_weight(self, walk: Walk, node: fx.Node, argument: fx.Node) -> bool:
         """Whether a value is made of weights alone that are free, for an operation on activations."""
-        if self.whole is None or argument not in self.made_of:
-            return False
         # Elementwise work on a weight alone is no product to divide.
-        return node in walk.from_batch and not self.made_of[argument] & self.whole
+        if argument not in self.made_of or node not in walk.from_batch:
+            return False
+        if self._blocks_in(argument) > 1:
+            return meta(node)["phase"] != OPTIMIZER
+        return self.whole is not None and not self.made_of[argument] & self.whole
+
+    def _blocks_in(self, argument: fx.Node) -> int:
+        """Of how many blocks a value that is made of weights is, each of which ranks have slices of."""
+        found = {self.blocks.get(name, 1) for name in self.made_of[argument]}
+        return found.pop() if len(found) == 1 else 1
 
     def _may_slice(self, walk: Walk, node: fx.Node, argument: fx.Node) -> bool:
         """Whether an operation may read a slice of what every rank has."""
-        if self.whole is not None and argument in self.made_of:
+        if argument in self.made_of and (self.whole is not None or self._blocks_in(argument) > 1):
             return self._may_shard_weight(walk, node, argument)
         if node.target in _SLICE_THEIR_INPUTS:
             return True
@@ -240,8 +260,10 @@ def walk_tensor_parallel(
         others: ranks along other mesh dimensions, which may shard the blocks of an InnerShard.
         layout, sequence: of :class:`TensorParallel`.
     """
-    kind = TensorParallel(layout, shapes_of(program), _made_of(program), sequence)
+    in_blocks = {name: p.outer for name, p in layout.items() if isinstance(p, InnerShard)}
+    kind = TensorParallel(layout, shapes_of(program), _made_of(program), in_blocks, sequence)
     walk = kind.walk(program, ranks, others)
+    walk.rows_in_blocks |= {name for name in in_blocks if layout[name].dim == 0}  # type: ignore[attr-defined]
     walk.place_operations()
     for node in program.operations():
         if any(kind.joins_sequence(walk, argument) for argument in tensor_arguments(node)):
@@ -256,35 +278,50 @@ def find_layout(
     """How tensor parallelism shards each parameter of a Program.
 
     The forward alone is walked, with weights free to be sharded as their readers like; those that began
-    what had to be gathered are made to stay whole, and it is walked again.
+    what had to be gathered are made to stay whole, and it is walked again. Where a split would gather what
+    they began, they are sharded in its blocks first.
 
     Args:
         ranks, others: along the mesh dimension, and along all others together.
         known: parameters that another program has placed; all of them, or none.
 
     Returns:
-        placements of the parameters that are sharded; the others stay whole.
+        how the parameters that are sharded are read; the others stay whole. Shards of blocks are of
+        parameters that are stored whole.
     """
     shapes = shapes_of(program)
     fixed = {n: p for n, p in known.items() if n in shapes and isinstance(p, Shard)}
-    if shapes.keys() <= known.keys():
-        return fixed
+    if known and shapes.keys() <= known.keys():
+        found = find_layout(program, ranks, others, {}) if len(fixed) < len(shapes) else {}
+        in_blocks = {n: p for n, p in found.items() if isinstance(p, InnerShard)}
+        return in_blocks | fixed
     made_of = _made_of(program)
     whole = {name for name, placement in known.items() if isinstance(placement, Replicate)}
+    in_blocks: dict[str, int] = {}
     while True:
-        kind = TensorParallel({}, shapes, made_of, whole=whole)
+        kind = TensorParallel({}, shapes, made_of, in_blocks, whole=whole)
         walk = kind.walk(program, ranks, others)
         walk.place_operations([FORWARD])
         layout, blamed = _wanted_layout(walk, made_of)
-        new = (blamed | _given_up(walk, made_of)) - whole
-        if not new:
+        given_up, split = _given_up(walk, made_of)
+        split = {name: parts for name, parts in split.items() if name not in in_blocks}
+        new = (blamed | given_up) - whole
+        if split:  # what follows may then be sharded otherwise, and is not to blame yet
+            in_blocks |= split
+        elif new:
+            whole |= new
+            in_blocks = {name: parts for name, parts in in_blocks.items() if name not in new}
+        else:
             return layout | fixed
-        whole |= new
 
 
-def _given_up(walk: Walk, made_of: Mapping[fx.Node, set[str]]) -> set[str]:
-    """Follows every shard from the weights that began it; those of what is gathered on its way."""
+def _given_up(walk: Walk, made_of: Mapping[fx.Node, set[str]]) -> tuple[set[str], dict[str, int]]:
+    """Follows every shard from the weights that began it; those of what is gathered on its way.
+
+    And of those that a split into equal parts gathers, how many parts.
+    """
     blamed: set[str] = set()
+    split: dict[str, int] = {}
     began: dict[fx.Node, set[str]] = {}
     for node, strategy in walk.chosen.items():
         here: set[str] = set()
@@ -296,9 +333,12 @@ def _given_up(walk: Walk, made_of: Mapping[fx.Node, set[str]]) -> set[str]:
                 here |= began.get(argument, set())
                 if have != want:
                     blamed |= began.get(argument, set())
+                    parts = blocks.parts_of_split(node)
+                    if parts is not None and have == Shard(parts[0]):
+                        split |= dict.fromkeys(began.get(argument, set()), parts[1])
         if any(isinstance(placement, Shard) for placement in walk.now[node]):
             began[node] = here
-    return blamed
+    return blamed, split
 
 
 def _wanted_layout(

@@ -17,12 +17,13 @@ from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph.cost.work import size_in_bytes
 from stepgraph.operators.entries import Strategy
+from stepgraph.operators.every_way import of_kind
 from stepgraph.operators.own import is_own
 from stepgraph.operators.sharding import Rules
 from stepgraph.placement.presets.whole_matrices import whole_in_update
 from stepgraph.program import roles
 from stepgraph.program.build import freeze
-from stepgraph.program.layout import InnerShard
+from stepgraph.program.layout import InnerShard, blocks_of
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import FORWARD, OPTIMIZER, PHASES, Program, tensor_arguments
 
@@ -97,6 +98,9 @@ class Walk:
         self.from_batch: set[fx.Node] = set()
         self.sharded_for_some: dict[fx.Node, Placement] = {}  # constants of the batch's shape
         self.casts: dict[fx.Node, Placement] = {}
+        self.rows_in_blocks: set[str] = (
+            set()
+        )  # parameters of whose rows, in blocks, slices are read
         self._known: dict[tuple, tuple[Strategy, bool]] = {}
         self.whole = whole_in_update(program)
         for role, node, value in program.input_rows:
@@ -222,9 +226,11 @@ class Walk:
         if len(arguments) != 1 or not isinstance(meta(arguments[0])["val"], torch.Tensor):
             return []
         for dim in range(meta(arguments[0])["val"].dim()):
-            wanted = Strategy((Shard(dim),), (target,))
-            if wanted in self.rules.strategies(node, wanted.inputs):
-                return [(arguments[0], wanted.inputs[0])]
+            # As a view turns it: in as many blocks, or in one.
+            for blocks in dict.fromkeys((blocks_of(target), 1)):
+                wanted = Strategy((of_kind(Shard(dim), blocks),), (target,))
+                if wanted in self.rules.strategies(node, wanted.inputs):
+                    return [(arguments[0], wanted.inputs[0])]
         return []
 
     def finish(self) -> None:

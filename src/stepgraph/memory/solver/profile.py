@@ -8,7 +8,7 @@ the blocks before it keep. What is found so is simulated before it is taken.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import fx
@@ -261,6 +261,29 @@ class Profile:
         seconds = np.array([[c.seconds[kind] for kind in kinds] for c in costs])
         sums = seconds.sum(1, keepdims=True)
         self._shares = np.where(sums > 0, seconds / np.where(sums > 0, sums, 1.0), 1 / self.count)
+
+
+def between(
+    simulate: Simulate, many: int, one: tuple[int, Profile], other: tuple[int, Profile]
+) -> Profile:
+    """Of a deep step whose head is computed in so many pieces, by two with more and with fewer.
+
+    Each piece takes time of its own, and as many bytes as there are fewer of them.
+
+    Args:
+        simulate: with so many pieces.
+        one, other: numbers of pieces, and the step with a head of so many.
+    """
+    (most, first), (fewest, last) = one, other
+    found = copy.copy(first)
+    found.simulate, found.known = simulate, {}
+    time = (many - most) / (fewest - most)
+    bytes = (1 / many - 1 / most) / (1 / fewest - 1 / most)
+    found.alike = [
+        replace(here.moved(here, there, bytes), seconds=here.moved(here, there, time).seconds)
+        for here, there in zip(first.alike, last.alike, strict=True)
+    ]
+    return found
 
 
 def _may_be_replaced(level: Level) -> bool:

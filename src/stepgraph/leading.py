@@ -1,0 +1,124 @@
+"""Under a search for what is kept, only placements are asked of a contest: nothing whole is made for it.
+
+Where the layers of a deep step repeat, two steps of few layers say what it takes under the solver's answer
+and under presets; what leads is the placement that a search begins with, and what that finds is simulated
+whole. Where short steps do not say surely which answer leads, nothing is said here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from stepgraph.contest import (
+    MANY,
+    Contest,
+    Entrant,
+    ShortSteps,
+    in_rank,
+    predicted,
+    promising,
+    rivals,
+    sends_layers_apart,
+    short_steps,
+    surely,
+    taken,
+)
+from stepgraph.cost.predict import Prediction
+from stepgraph.errors import StepgraphError
+from stepgraph.pipeline import Made, form, in_order, make, place
+from stepgraph.planning.decisions import Decisions, PlacementDecision, Table
+from stepgraph.planning.plan import Plan, named_values
+from stepgraph.planning.request import AUTO
+from stepgraph.program.driver import PassDriver
+from stepgraph.program.program import Program
+
+
+def placed(programs: Mapping[str, Program], plan: Plan, limit: int | None = None) -> Plan:
+    """A plan with the placements of programs, which stay as they are, and no other decision.
+
+    Args:
+        limit: bytes that a solver may hold; by default, what the request gives it.
+    """
+    for name, program in in_order(programs):
+        formed = form(program.copy(), plan, PassDriver())
+        where = place(formed, plan, limit)
+        plan = plan.with_decisions(plan.new_key(name), Decisions(where))
+    return plan
+
+
+def leader(contest: Contest, own: Plan) -> Entrant | None:
+    """What takes least time of those that fit, by short steps; None: they do not surely say.
+
+    Args:
+        own: has the solver's placements.
+    """
+    asked = contest.plan.request.constraints  # of values that a short step may not have
+    names = [] if asked else rivals(contest.programs, contest.plan)
+    deep = len(contest.programs["step"].graph.nodes) > MANY
+    short = short_steps(contest.programs) if names and deep else None
+    solved = short and _foreseen(own, short, contest)
+    if solved is None:
+        return None
+    whole, exact = solved
+    solver = Entrant(AUTO, Made(own), whole)
+    others = promising(solver, names, contest)
+    entrants = [Entrant(o.name, Made(contest.plan), o.whole) for o in others if o.whole]
+    if len(entrants) < len(others):
+        return None
+    sure = {AUTO: exact, **{other.name: other.exact for other in others}}
+    best, *rest = in_rank([solver, *entrants], contest.budget)
+    least = (e.predicted.step_ms / surely(False) for e in rest if not sure[e.name])
+    if not sure[best.name] or min(least, default=best.predicted.step_ms) < best.predicted.step_ms:
+        return None
+    if best is not solver and not _place(best, contest):
+        return None
+    return taken([solver, *entrants], contest.budget)
+
+
+def _place(entrant: Entrant, contest: Contest) -> bool:
+    """Gives a preset's answer its placements; whether that can be."""
+    request = contest.plan.request
+    preset = replace(contest.plan, request=replace(request, placement=entrant.name))
+    try:
+        preset = placed(contest.programs, preset)
+    except StepgraphError:
+        return False
+    entrant.made.plan = replace(preset, request=request)
+    return True
+
+
+def _foreseen(plan: Plan, short: ShortSteps, contest: Contest) -> tuple[Prediction, bool] | None:
+    """What a step takes under placements, and whether short ones say that surely; None: they cannot say."""
+    found = []
+    for programs in short.programs:
+        of_short = _of_short(plan, programs)
+        if of_short is None:
+            return None
+        try:
+            made = make(programs, of_short, contest.target, contest.rank, strict=contest.strict)
+        except StepgraphError:
+            return None
+        found.append(predicted(made, contest.device, keep=False))
+    return short.whole(*found), sends_layers_apart(*found)
+
+
+def _of_short(plan: Plan, programs: Mapping[str, Program]) -> Plan | None:
+    """Placements of a deep step for one of few of its layers; None where that has other values."""
+    decisions = {}
+    for key, decided in plan.decisions.items():
+        formed = form(programs[key].copy(), plan, PassDriver())
+        where = _some(decided.placement, named_values(formed))
+        if where is None:
+            return None
+        decisions[key] = Decisions(where)
+    return replace(plan, decisions=Table(decisions))
+
+
+def _some(decision: PlacementDecision, names: set[str]) -> PlacementDecision | None:
+    """A placement decision for some of the values that it names; None where it lacks one."""
+    tables = {
+        what: {name: one for name, one in getattr(decision, what).items() if name in names}
+        for what in ("inputs", "outputs", "operations")
+    }
+    if not names <= {name for table in tables.values() for name in table}:
+        return None
+    return replace(decision, **tables, reasons={})

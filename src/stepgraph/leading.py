@@ -5,13 +5,15 @@ and under presets; what leads is the placement that a search begins with, and wh
 whole. Where short steps do not say surely which answer leads, nothing is said here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import inf
 
 from stepgraph.contest import (
     MANY,
     Contest,
     Entrant,
+    Foreseen,
     ShortSteps,
     in_rank,
     predicted,
@@ -31,47 +33,77 @@ from stepgraph.planning.request import AUTO
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.program import Program
 
+_CLOSE = 0.01  # a gap that a solver is content with where a memory limit binds
 
-def placed(programs: Mapping[str, Program], plan: Plan, limit: int | None = None) -> Plan:
+
+def placed(
+    programs: Mapping[str, Program], plan: Plan, limit: int | None = None, hasty: bool = False
+) -> Plan:
     """A plan with the placements of programs, which stay as they are, and no other decision.
 
     Args:
         limit: bytes that a solver may hold; by default, what the request gives it.
+        hasty: a solver's first answer within a limit will do.
     """
     for name, program in in_order(programs):
         formed = form(program.copy(), plan, PassDriver())
-        where = place(formed, plan, limit)
+        where = place(formed, plan, limit, hasty)
         plan = plan.with_decisions(plan.new_key(name), Decisions(where))
     return plan
 
 
-def leader(contest: Contest, own: Plan) -> Entrant | None:
-    """What takes least time of those that fit, by short steps; None: they do not surely say.
+def leader(contest: Contest, limit: int | None) -> tuple[Plan, Entrant | None]:
+    """A solver's placements, and what takes least time of those that fit, by short steps.
+
+    None: they do not surely say. A solver's first answer is looked at, and is improved only where all that
+    it has not certified could make it the best.
 
     Args:
-        own: has the solver's placements.
+        limit: bytes that a solver may hold.
     """
     asked = contest.plan.request.constraints  # of values that a short step may not have
     names = [] if asked else rivals(contest.programs, contest.plan)
     deep = len(contest.programs["step"].graph.nodes) > MANY
     short = short_steps(contest.programs) if names and deep else None
-    solved = short and _foreseen(own, short, contest)
-    if solved is None:
-        return None
-    whole, exact = solved
-    solver = Entrant(AUTO, Made(own), whole)
-    others = promising(solver, names, contest)
+    own = placed(contest.programs, contest.plan, limit, hasty=short is not None)
+    solver = short and _solver(own, short, contest)
+    if short is None or solver is None:
+        return own, None
+    others = promising(solver[0], names, contest)
+    gap = max(decided.placement.optimality_gap or 0.0 for decided in own.decisions.values())
+    if gap > _CLOSE and not _beaten(solver[0], gap, others, contest.budget):
+        own = placed(contest.programs, contest.plan, limit)
+        solver = _solver(own, short, contest)
+    return own, solver and _leads(*solver, others, contest)
+
+
+def _solver(own: Plan, short: ShortSteps, contest: Contest) -> tuple[Entrant, bool] | None:
+    """A solver's answer by short steps, and whether they say surely what it takes."""
+    found = _foreseen(own, short, contest)
+    return found and (Entrant(AUTO, Made(own), found[0]), found[1])
+
+
+def _beaten(own: Entrant, gap: float, others: Sequence[Foreseen], budget: int) -> bool:
+    """Whether a preset that fits takes less than a solver's answer without its gap."""
+    fitting = (o.step_ms for o in others if o.exact and o.whole and o.whole.peak_bytes <= budget)
+    return min(fitting, default=inf) < own.predicted.step_ms * (1 - gap)
+
+
+def _leads(
+    own: Entrant, exact: bool, others: Sequence[Foreseen], contest: Contest
+) -> Entrant | None:
+    """The best, with its placements; None where another may be better, or it cannot be placed."""
     entrants = [Entrant(o.name, Made(contest.plan), o.whole) for o in others if o.whole]
     if len(entrants) < len(others):
         return None
     sure = {AUTO: exact, **{other.name: other.exact for other in others}}
-    best, *rest = in_rank([solver, *entrants], contest.budget)
+    best, *rest = in_rank([own, *entrants], contest.budget)
     least = (e.predicted.step_ms / surely(False) for e in rest if not sure[e.name])
-    if not sure[best.name] or min(least, default=best.predicted.step_ms) < best.predicted.step_ms:
+    if not sure[best.name] or min(least, default=inf) < best.predicted.step_ms:
         return None
-    if best is not solver and not _place(best, contest):
+    if best is not own and not _place(best, contest):
         return None
-    return taken([solver, *entrants], contest.budget)
+    return taken([own, *entrants], contest.budget)
 
 
 def _place(entrant: Entrant, contest: Contest) -> bool:

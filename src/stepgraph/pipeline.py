@@ -305,7 +305,9 @@ def form(program: Program, plan: Plan, driver: PassDriver) -> Program:
     return driver.through(FORMED, program, mesh=plan.mesh, views_apart=views_apart)
 
 
-def place(program: Program, plan: Plan, limit: int | None) -> PlacementDecision:
+def place(
+    program: Program, plan: Plan, limit: int | None, hasty: bool = False
+) -> PlacementDecision:
     """Where the values of a formed Program live."""
     request, policy = plan.request, plan.decides
     device = request.costs() if policy == AUTO else None
@@ -316,15 +318,10 @@ def place(program: Program, plan: Plan, limit: int | None) -> PlacementDecision:
         limit = limit or first_limit(room, request.counted(device.capacity))
         recomputed = decide_memory(program, leanest(request.memory)).recompute
     return decide_placement(
-        program,
-        request.mesh,
-        policy,
-        known_inputs=plan.inputs(),
-        device=device,
-        constraints=request.constraints,
-        memory_limit=limit,
-        recomputed=recomputed,
-    )
+        program, request.mesh, policy,
+        known_inputs=plan.inputs(), device=device, constraints=request.constraints,
+        memory_limit=limit, recomputed=recomputed, hasty=hasty,
+    )  # fmt: skip
 
 
 def simulation(plan: Plan, target: Target) -> Callable[[Program, MemoryDecision], Trial]:

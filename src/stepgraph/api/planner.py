@@ -18,7 +18,7 @@ from stepgraph.capture.step import Captured, Source
 from stepgraph.contest import Contest, Entrant, compete, predicted, rivals, taken
 from stepgraph.cost.device import Device
 from stepgraph.errors import BatchError, BudgetError, MemoryPolicyError, UsageError, near_misses
-from stepgraph.leading import leader, placed
+from stepgraph.leading import leader
 from stepgraph.lowering.graphs.obstacles import find_obstacles
 from stepgraph.memory.decide import candidates, decide
 from stepgraph.memory.presets import FULL, NONE, budget_of
@@ -293,9 +293,11 @@ class Planner:
         for _ in range(MOST_SOLUTIONS):
             self.stage("solve")
             try:
-                where = placed(programs, plan, limit) if only_placed else plan
-                if only_placed and (found := self._leader(where, plan, programs, budget)):
-                    return found
+                where = plan
+                if only_placed:
+                    where, found = self._leader(plan, programs, budget, limit)
+                    if found is not None:
+                        return found
                 made = make(
                     programs,
                     where,
@@ -328,16 +330,15 @@ class Planner:
         return self._best_of(best, plan, programs, budget)
 
     def _leader(
-        self, own: Plan, plan: Plan, programs: Mapping[str, Program], budget: int
-    ) -> Attempt | None:
-        """Placements that short steps say lead, a solver's own among them, where they fit."""
-        self.stage("simulation")
-        best = leader(Contest(programs, plan, self.target, self.device), own)
+        self, plan: Plan, programs: Mapping[str, Program], budget: int, limit: int | None
+    ) -> tuple[Plan, Attempt | None]:
+        """A solver's placements, and those that short steps say lead, where they fit."""
+        own, best = leader(Contest(programs, plan, self.target, self.device), limit)
         if best is None or best.predicted.peak_bytes > budget:
-            return None
+            return own, None
         largest = max(best.predicted.bytes_by_category.items(), key=lambda row: row[1])
         peak = math.ceil(best.predicted.peak_bytes)
-        return Attempt(best.made.plan, best.made, peak, budget, largest)
+        return own, Attempt(best.made.plan, best.made, peak, budget, largest)
 
     def _best_of(
         self,

@@ -27,6 +27,7 @@ from stepgraph.contest import (
 from stepgraph.cost.predict import Prediction
 from stepgraph.errors import StepgraphError
 from stepgraph.pipeline import Made, form, in_order, make, place
+from stepgraph.placement.presets.beside_data import SEQUENCE_PARALLEL
 from stepgraph.planning.decisions import Decisions, PlacementDecision, Table
 from stepgraph.planning.plan import Plan, named_values
 from stepgraph.planning.request import AUTO
@@ -69,12 +70,22 @@ def leader(contest: Contest, limit: int | None) -> tuple[Plan, Entrant | None]:
     solver = short and _solver(own, short, contest)
     if short is None or solver is None:
         return own, None
-    others = promising(solver[0], names, contest)
+    others = promising(solver[0], _lean(names), contest) or promising(solver[0], names, contest)
     gap = max(decided.placement.optimality_gap or 0.0 for decided in own.decisions.values())
     if gap > _CLOSE and not _beaten(solver[0], gap, others, contest.budget):
         own = placed(contest.programs, contest.plan, limit)
         solver = _solver(own, short, contest)
     return own, solver and _leads(*solver, others, contest)
+
+
+def _lean(names: Sequence[str]) -> list[str]:
+    """Presets without those that keep whole sequences where another divides them.
+
+    That sends as many bytes, and never holds more: where memory is short the others do not lead.
+    """
+    beside = f"+{SEQUENCE_PARALLEL}"
+    whole = {name.replace(beside, "", 1) for name in names if beside in name}
+    return [name for name in names if name not in whole]
 
 
 def _solver(own: Plan, short: ShortSteps, contest: Contest) -> tuple[Entrant, bool] | None:

@@ -64,53 +64,47 @@ class _Off:
         blocks: how many there are, to which that is shared out.
 
     Where a short step has shown two levels that meet, it is that, and what a deep step of the same levels
-    took beyond it, in whichever order.
+    took beyond it, in whichever order and with whichever head.
     """
 
     def __init__(self, deep: bool, blocks: int) -> None:
         self.deep, self.hope = deep, _HOPE / blocks if deep else 0.0
         self._known: dict[tuple[Profile, Hashable], tuple[float, float]] = {}
-        self._rehearsed: dict[tuple[Profile, Hashable], tuple[float, float]] = {}
-        self._beyond: dict[tuple[Profile, Hashable], tuple[float, float]] = {}
+        self._rehearsed: dict[Hashable, tuple[float, float]] = {}
+        self._beyond: dict[frozenset[int], tuple[float, float]] = {}
         self._usual = (0.0, 0.0)
         self.rehearsals = _REHEARSALS
 
     def rehearse(self, candidate: _Candidate) -> bool:
         """Whether a short step had to tell how far off an estimate is: of a deep one, of two levels."""
-        key = candidate.profile, candidate.levels
         levels = [*dict.fromkeys(candidate.mix)]
-        seen = key in self._known or key in self._rehearsed
+        known = (candidate.profile, candidate.levels) in self._known
+        seen = known or candidate.levels in self._rehearsed
         if not self.deep or len(levels) != 2 or seen or not self.rehearsals:
             return False
         self.rehearsals -= 1
-        self._rehearsed[key] = candidate.profile.rehearsed(*levels)
+        self._rehearsed[candidate.levels] = candidate.profile.rehearsed(*levels)
         return True
 
     def learn(self, candidate: _Candidate, trial: Trial) -> None:
         """What a candidate really takes."""
         off = trial.seconds - candidate.seconds, trial.memory.peak() - candidate.peak
-        key = candidate.profile, candidate.levels
-        self._known[key] = self._usual = off
-        if key in self._rehearsed:
-            seconds, peak = self._rehearsed[key]
-            self._beyond[_both_ways(candidate)] = off[0] - seconds, off[1] - peak
+        self._known[candidate.profile, candidate.levels] = self._usual = off
+        if candidate.levels in self._rehearsed:
+            seconds, peak = self._rehearsed[candidate.levels]
+            self._beyond[frozenset(candidate.mix)] = off[0] - seconds, off[1] - peak
 
     def right(self, candidate: _Candidate, hopeful: bool = True) -> tuple[float, float]:
         """Its seconds and peak, put right; where all blocks are alike, only of a deep step."""
-        key = candidate.profile, candidate.levels
-        known = self._known.get(key)
-        if known is None and key in self._rehearsed:
-            beyond = self._beyond.get(_both_ways(candidate), (0.0, 0.0))
-            known = tuple(a + b for a, b in zip(self._rehearsed[key], beyond, strict=True))
+        known = self._known.get((candidate.profile, candidate.levels))
+        if known is None and candidate.levels in self._rehearsed:
+            seconds, peak = self._rehearsed[candidate.levels]
+            beyond = self._beyond.get(frozenset(candidate.mix), (0.0, 0.0))
+            known = seconds + beyond[0], peak + beyond[1]
         if known is None:
             seconds, peak = self._usual if self.deep or len(set(candidate.mix)) > 1 else (0.0, 0.0)
             known = seconds - self.hope * hopeful * candidate.seconds, peak
         return candidate.seconds + known[0], candidate.peak + known[1]
-
-
-def _both_ways(candidate: _Candidate) -> tuple[Profile, Hashable]:
-    """What candidates of the same levels have in common, whichever are first."""
-    return candidate.profile, frozenset(candidate.mix)
 
 
 class Search:

@@ -96,10 +96,7 @@ class _Search:
         highs.setOptionValue("time_limit", np.inf)  # a busy machine must not decide otherwise
         limit = self.problem.memory_limit
         highs.setOptionValue("simplex_iteration_limit", _DOUBTFUL if limit else highspy.kHighsIInf)
-        if self.hasty:
-            highs.setOptionValue("solver", "ipm")
         highs.run()
-        highs.setOptionValue("solver", "choose")
         if highs.getModelStatus() == highspy.HighsModelStatus.kIterationLimit:
             least = self._least_memory()
             if limit is not None and least.bound > limit:

@@ -68,8 +68,10 @@ def leader(contest: Contest, limit: int | None) -> tuple[Plan, Entrant | None]:
     short = short_steps(contest.programs) if names and deep else None
     own = placed(contest.programs, contest.plan, limit, hasty=short is not None)
     solver = short and _solver(own, short, contest)
-    if short is None or solver is None:
+    if short is None:
         return own, None
+    if solver is None:
+        return placed(contest.programs, contest.plan, limit), None
     others = promising(solver[0], _lean(names), contest) or promising(solver[0], names, contest)
     gap = max(decided.placement.optimality_gap or 0.0 for decided in own.decisions.values())
     if gap > _CLOSE and not _beaten(solver[0], gap, others, contest.budget):

@@ -82,9 +82,9 @@ def planned(model: str, layers: int, mesh: str, budget: int | None = None) -> di
     found: dict[str, Any] = {}
     solve = solver.solve
 
-    def counted(problem: Any, *arguments: Any) -> Any:
+    def counted(problem: Any, *arguments: Any, **more: Any) -> Any:
         before = cpu_seconds()
-        solution = solve(problem, *arguments)
+        solution = solve(problem, *arguments, **more)
         found.update(variables=solution.variables, solve_s=cpu_seconds() - before)
         return solution
 

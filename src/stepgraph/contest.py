@@ -77,11 +77,16 @@ class Entrant:
 
 @dataclass(frozen=True)
 class Foreseen:
-    """A preset that may be the best: the ms that a step takes by what short ones do, and at least."""
+    """A preset that may be the best: the ms that a step takes by what short ones do, and at least.
+
+    ``whole``: what they say of the whole, where they say anything; ``exact``: that is what it takes.
+    """
 
     name: str
     step_ms: float = 0.0
     least_ms: float = 0.0
+    whole: Prediction | None = None
+    exact: bool = False
 
 
 def make_best(
@@ -151,21 +156,17 @@ def promising(own: Entrant, names: Sequence[str], contest: Contest) -> list[Fore
     Those that take more bytes than there are, and than a solver's answer, are left out. Where layers do not
     repeat, or a preset cannot place the short steps, nothing is foreseen: 0 ms.
     """
-    found = {name: find_layers(program) for name, program in contest.programs.items()}
-    layers = {name: known for name, known in found.items() if known is not None}
-    most = min((known.most for known in layers.values()), default=0)
-    if len(layers) < len(found) or most < 2 * _APART:
+    found = short_steps(contest.programs)
+    if found is None:
         return [Foreseen(name) for name in names]
-    short, longer = (
-        _short(contest, {name: known.without(count) for name, known in layers.items()})
-        for count in (most, most - _APART)
-    )
+    short, longer = (_short(contest, programs) for programs in found.programs)
     fits = own.predicted.peak_bytes <= contest.budget
     room = max(contest.budget, own.predicted.peak_bytes) * _SURELY
     hopeless = own.predicted.step_ms * _SURELY * _NORMS
     roomy: set[str] = set()
     times: dict[str, float] = {}
     peaks: dict[str, float] = {}
+    wholes: dict[str, Prediction] = {}
     apart: set[str] = set()
     for name in sorted(names, key=lambda name: not name.endswith(_KEEPS)):
         plain = name.replace(f"+{SEQUENCE_PARALLEL}", "", 1)
@@ -183,19 +184,17 @@ def promising(own: Entrant, names: Sequence[str], contest: Contest) -> list[Fore
             more = _foreseen(name, longer)
         times[name] = peaks[name] = 0.0
         if few is not None and more is not None:
-            times[name], peaks[name] = (
-                getattr(few, what) + (getattr(more, what) - getattr(few, what)) * most / _APART
-                for what in ("step_ms", "peak_bytes")
-            )
+            whole = wholes[name] = found.whole(few, more)
+            times[name], peaks[name] = whole.step_ms, whole.peak_bytes
             if peaks[name] * _SURELY <= contest.budget:
                 roomy.add(name)
-            if _sends_layers_apart(few, more):
+            if sends_layers_apart(few, more):
                 apart.add(name)
     if fits or roomy & peaks.keys():  # nothing larger is asked for
         room = contest.budget * _SURELY
     kept = [
         Foreseen(
-            name, times[name], times[name] / (_APART_SURELY if name in apart else _MERGED_SURELY)
+            name, times[name], times[name] / surely(name in apart), wholes.get(name), name in apart
         )
         for name, peak in peaks.items()
         if peak <= room
@@ -203,7 +202,12 @@ def promising(own: Entrant, names: Sequence[str], contest: Contest) -> list[Fore
     return sorted(kept, key=lambda foreseen: foreseen.step_ms)
 
 
-def _sends_layers_apart(few: Prediction, more: Prediction) -> bool:
+def surely(exact: bool) -> float:
+    """By so much a step may take less than what short ones say."""
+    return _APART_SURELY if exact else _MERGED_SURELY
+
+
+def sends_layers_apart(few: Prediction, more: Prediction) -> bool:
     """Whether each further layer has collectives of its own, of every kind that has its bytes."""
     none = {"count": 0, "bytes": 0}
     grown = [
@@ -211,6 +215,36 @@ def _sends_layers_apart(few: Prediction, more: Prediction) -> bool:
         for key, row in more.collectives_by_dim.items()
     ]
     return all(row["count"] >= _APART for row in grown if row["bytes"])
+
+
+@dataclass(frozen=True)
+class ShortSteps:
+    """Two steps of few layers of a deep one, and how many of their difference it has beyond the first."""
+
+    programs: tuple[dict[str, Program], dict[str, Program]]
+    steps: float
+
+    def whole(self, few: Prediction, more: Prediction) -> Prediction:
+        """What the deep step takes by what the two do: its time and its peak."""
+        time, peak = (
+            getattr(few, what) + (getattr(more, what) - getattr(few, what)) * self.steps
+            for what in ("step_ms", "peak_bytes")
+        )
+        return replace(more, step_ms=time, peak_bytes=peak)
+
+
+def short_steps(programs: Mapping[str, Program]) -> ShortSteps | None:
+    """Steps of as few layers as there can be, and of some more; None where layers do not repeat."""
+    found = {name: find_layers(program) for name, program in programs.items()}
+    layers = {name: known for name, known in found.items() if known is not None}
+    most = min((known.most for known in layers.values()), default=0)
+    if len(layers) < len(found) or most < 2 * _APART:
+        return None
+    few, more = (
+        {name: known.without(count) for name, known in layers.items()}
+        for count in (most, most - _APART)
+    )
+    return ShortSteps((few, more), most / _APART)
 
 
 def _short(contest: Contest, programs: Mapping[str, Program]) -> Contest:
@@ -316,14 +350,7 @@ def taken(entrants: Sequence[Entrant], budget: int) -> Entrant:
     Args:
         budget: bytes of a rank; where nothing fits, the smallest peak counts.
     """
-    own = entrants[0]
-
-    def rank(entrant: Entrant) -> tuple[int, float]:
-        handicap = 1 + _SAME * (entrant is not own)
-        over = max(0, entrant.predicted.peak_bytes - budget)
-        return over, entrant.predicted.step_ms * handicap
-
-    ranked = sorted(entrants, key=rank)
+    own, ranked = entrants[0], in_rank(entrants, budget)
     best = ranked[0]
     if len(ranked) == 1:
         return best
@@ -338,6 +365,17 @@ def taken(entrants: Sequence[Entrant], budget: int) -> Entrant:
         decisions = Table({key: _with_reasons(key, d, best, own) for key, d in decisions.items()})
     best.made.plan = replace(plan, decisions=decisions, notes=(*plan.notes, note))
     return best
+
+
+def in_rank(entrants: Sequence[Entrant], budget: int) -> list[Entrant]:
+    """The best first; as :func:`taken` has it."""
+
+    def rank(entrant: Entrant) -> tuple[int, float]:
+        handicap = 1 + _SAME * (entrant is not entrants[0])
+        over = max(0, entrant.predicted.peak_bytes - budget)
+        return over, entrant.predicted.step_ms * handicap
+
+    return sorted(entrants, key=rank)
 
 
 def _with_reasons(key: str, decided: Decisions, best: Entrant, own: Entrant) -> Decisions:

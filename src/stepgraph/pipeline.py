@@ -261,7 +261,7 @@ def _through_rooms(
     key = plan.key_of(program)
     if key is None:
         key = plan.new_key(program.name)
-        where = _decide_placement(program, plan, limit)
+        where = place(program, plan, limit)
         plan = plan.with_decisions(key, Decisions(where))
     decided = plan.decisions[key]
     formed = program
@@ -305,9 +305,11 @@ def form(program: Program, plan: Plan, driver: PassDriver) -> Program:
     return driver.through(FORMED, program, mesh=plan.mesh, views_apart=views_apart)
 
 
-def _decide_placement(program: Program, plan: Plan, limit: int | None) -> PlacementDecision:
-    request = plan.request
-    policy = plan.decides
+def place(
+    program: Program, plan: Plan, limit: int | None, hasty: bool = False
+) -> PlacementDecision:
+    """Where the values of a formed Program live."""
+    request, policy = plan.request, plan.decides
     device = request.costs() if policy == AUTO else None
     recomputed: Mapping[str, int] = {}
     if device is not None:
@@ -316,15 +318,10 @@ def _decide_placement(program: Program, plan: Plan, limit: int | None) -> Placem
         limit = limit or first_limit(room, request.counted(device.capacity))
         recomputed = decide_memory(program, leanest(request.memory)).recompute
     return decide_placement(
-        program,
-        request.mesh,
-        policy,
-        known_inputs=plan.inputs(),
-        device=device,
-        constraints=request.constraints,
-        memory_limit=limit,
-        recomputed=recomputed,
-    )
+        program, request.mesh, policy,
+        known_inputs=plan.inputs(), device=device, constraints=request.constraints,
+        memory_limit=limit, recomputed=recomputed, hasty=hasty,
+    )  # fmt: skip
 
 
 def simulation(plan: Plan, target: Target) -> Callable[[Program, MemoryDecision], Trial]:

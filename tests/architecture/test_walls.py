@@ -18,6 +18,7 @@ FLOORS = (
     ROOMS,
     {"pipeline"},
     {"contest"},
+    {"leading"},
     {"graphwise", "runtime", "report"},
     {"equivalence"},
     {"api"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +18,7 @@ from stepgraph.capture.step import Captured, Source
 from stepgraph.contest import Contest, Entrant, compete, predicted, rivals, taken
 from stepgraph.cost.device import Device
 from stepgraph.errors import BatchError, BudgetError, MemoryPolicyError, UsageError, near_misses
+from stepgraph.leading import leader
 from stepgraph.lowering.graphs.obstacles import find_obstacles
 from stepgraph.memory.decide import candidates, decide
 from stepgraph.memory.presets import FULL, NONE, budget_of
@@ -236,7 +238,9 @@ class Planner:
                 continue
             try:
                 once = last and policies == (policy,) and not first.request.memory_budget
-                attempt = self._try(first.under(memory=policy), programs, budget, once, given_up)
+                asked_of = first.under(memory=policy), programs, budget
+                lean = is_searched(asked) and not given_up and first.request.searches
+                attempt = self._try(*asked_of, once, given_up, lean)
             except (MemoryPolicyError, BudgetError) as error:
                 if not is_searched(asked) or (best is None and policy == policies[-1]):
                     raise
@@ -274,12 +278,14 @@ class Planner:
         budget: int,
         once: bool,
         given_up: bool,
+        only_placed: bool,
     ) -> Attempt:
         """One memory policy; a solver is given less room until what it does not count fits as well.
 
         Args:
             once: the programs are not needed again.
             given_up: as soon as it is seen that it does not fit: there is another policy.
+            only_placed: placements are all that is asked for: nothing whole is made where that can be.
         """
         limits, limit = Limits(budget), None
         best: Attempt | None = None
@@ -287,9 +293,14 @@ class Planner:
         for _ in range(MOST_SOLUTIONS):
             self.stage("solve")
             try:
+                where = plan
+                if only_placed:
+                    where, found = self._leader(plan, programs, budget, limit)
+                    if found is not None:
+                        return found
                 made = make(
                     programs,
-                    plan,
+                    where,
                     self.target,
                     driver=self.driver,
                     limit=limit,
@@ -317,6 +328,17 @@ class Planner:
             assert too_small is not None
             raise too_small
         return self._best_of(best, plan, programs, budget)
+
+    def _leader(
+        self, plan: Plan, programs: Mapping[str, Program], budget: int, limit: int | None
+    ) -> tuple[Plan, Attempt | None]:
+        """A solver's placements, and those that short steps say lead, where they fit."""
+        own, best = leader(Contest(programs, plan, self.target, self.device), limit)
+        if best is None or best.predicted.peak_bytes > budget:
+            return own, None
+        largest = max(best.predicted.bytes_by_category.items(), key=lambda row: row[1])
+        peak = math.ceil(best.predicted.peak_bytes)
+        return own, Attempt(best.made.plan, best.made, peak, budget, largest)
 
     def _best_of(
         self,

@@ -13,7 +13,7 @@ from stepgraph.memory.pieces import find_pieces
 from stepgraph.memory.presets import FULL, NONE, budget_of, parse_policy
 from stepgraph.memory.solver.blocks import Blocks
 from stepgraph.memory.solver.frontiers import best_of, spread
-from stepgraph.memory.solver.profile import MANY, Profile, Simulate
+from stepgraph.memory.solver.profile import MANY, Profile, Simulate, between
 from stepgraph.memory.solver.search import Search, fastest
 from stepgraph.planning.decisions import FrontierPoint, MemoryDecision
 from stepgraph.planning.request import AUTO, is_searched
@@ -98,9 +98,11 @@ class Means:
         if pieces and len(program.graph.nodes) > MANY:
             whole = self.search(program, gather_again).profile
             if whole.is_deep:
-                known = (s.profile for key, s in self._searches.items() if key)
-                divided = next(known, None)
-                return (divided or whole).with_head(simulate, both=divided is None)
+                known = [(_many(dict(key)), s.profile) for key, s in self._searches.items() if key]
+                if len(known) > 1:  # of most and of fewest pieces
+                    return between(simulate, _many(pieces), *known[:2])
+                divided = known[0][1] if known else whole
+                return divided.with_head(simulate, both=not known)
         return Profile(program, gather_again, simulate, self.device, self.fused)
 
 
@@ -195,7 +197,7 @@ def _search(program: Program, policy: str, gather_again: bool, means: Means) -> 
 def _ways(
     program: Program, gather_again: bool, means: Means, budget: int, pieces: Mapping[str, int]
 ) -> tuple[Mapping[str, int] | None, ...]:
-    """Logits whole and in pieces; of a deep step in fewer and fewer, which takes little to look at.
+    """Logits whole and in pieces; of a deep step in fewer and fewer, the fewest second: others are between.
 
     Else what is in vain is not searched: that takes as long as all the rest.
     """
@@ -203,7 +205,8 @@ def _ways(
         return (None,)
     deep = len(program.graph.nodes) > MANY and means.search(program, gather_again).profile.is_deep
     if deep:
-        return (None, *_fewer_and_fewer(pieces))
+        most, *fewer = _fewer_and_fewer(pieces)
+        return (None, most, *fewer[-1:], *fewer[:-1])
     least = means.simulate(program, decide_by_policy(program, FULL, gather_again)).memory.peak()
     return (pieces,) if least > _ROOM * budget else (None, pieces)
 
@@ -211,9 +214,13 @@ def _ways(
 def _fewer_and_fewer(pieces: Mapping[str, int]) -> Iterator[Mapping[str, int]]:
     """Pieces, half as many, and so on, to two."""
     yield pieces
-    while max(pieces.values()) > 2:
+    while _many(pieces) > 2:
         pieces = {name: max(many // 2, 2) for name, many in pieces.items()}
         yield pieces
+
+
+def _many(pieces: Mapping[str, int]) -> int:
+    return max(pieces.values())
 
 
 def _fewest(

@@ -30,6 +30,7 @@ def decide(
     memory_limit: int | None = None,
     recomputed: Collection[str] = (),
     shared: SharedWalks | None = None,
+    hasty: bool = False,
 ) -> PlacementDecision:
     """Where every value of a global Program lives; it stays as it is.
 
@@ -38,7 +39,7 @@ def decide(
         policy: a preset, or ``auto``.
         known_inputs: where other programs of the step store inputs, by label.
         device: whose costs count, for ``auto``.
-        constraints, memory_limit, recomputed: of :func:`decide_automatically`.
+        constraints, memory_limit, recomputed, hasty: of :func:`decide_automatically`.
         shared: of :func:`decide_by_preset`.
     """
     if policy != AUTO:
@@ -46,7 +47,7 @@ def decide(
     else:
         assert device is not None, "a plan that is to be found says for which device"
         decision = decide_automatically(
-            program, mesh, device, known_inputs, constraints, memory_limit, recomputed
+            program, mesh, device, known_inputs, constraints, memory_limit, recomputed, hasty
         )
     return replace(decision, batch_dims=_find_batch_dims(program, decision, mesh))
 

@@ -140,7 +140,7 @@ class Plan(Frozen):
         Raises:
             PlanError: the plan is final, and what it says of this program does not fit.
         """
-        wanted = _named_values(program)
+        wanted = named_values(program)
         problem = ""
         for key, decided in self.decisions.items():
             if key.split("#")[0] != program.name:
@@ -203,7 +203,7 @@ def preset_plan(placement: str, mesh: MeshShape, **policies: Any) -> Plan:
     return Plan(Request(placement, mesh, **policies))
 
 
-def _named_values(program: Program) -> set[str]:
+def named_values(program: Program) -> set[str]:
     """Everything in a Program that a placement decision names."""
     return {
         *(roles.label(role) for role in program.inputs),

@@ -25,6 +25,7 @@ KINDS: dict[Any, str] = {
     torch_internals.ALL_REDUCE: "all_reduce",
     torch_internals.ALL_TO_ALL: "all_to_all",
 }
+_IDENTITIES = {id(target) for target in KINDS}  # torch hashes its operators in Python
 
 
 @torch.library.custom_op("stepgraph::shard_of", mutates_args=())
@@ -63,7 +64,7 @@ ON_FIRST = torch.ops.stepgraph.on_first.default
 
 def is_collective(node: fx.Node) -> bool:
     """Whether a node starts communication between ranks."""
-    return node.op == "call_function" and node.target in KINDS
+    return node.op == "call_function" and id(node.target) in _IDENTITIES
 
 
 def communicates(node: fx.Node) -> bool:

@@ -8,7 +8,7 @@ the blocks before it keep. What is found so is simulated before it is taken.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import fx
@@ -143,6 +143,10 @@ class Profile:
             other._ends[offloads] = level, few, longer
         pairs = zip(self.levels, self.alike, strict=True)
         other.alike = [alike.moved(*moved[level.offloads]) for level, alike in pairs]
+        other._longer = [
+            longer.moved(self._ends[level.offloads][2], other._ends[level.offloads][2])
+            for level, longer in zip(self.levels, self._longer, strict=True)
+        ]
         return other
 
     def estimate(self, mix: Mix) -> Estimate:
@@ -171,6 +175,21 @@ class Profile:
     def kept_bytes(self, level: int) -> float:
         """Bytes that all blocks keep on a level."""
         return float(self._bytes[level].sum())
+
+    def rehearsed(self, first: int, last: int) -> tuple[float, float]:
+        """By how many seconds and bytes the estimate is off where blocks of two levels meet.
+
+        That happens once in a mix, however many blocks are on each of them, so a short step shows it.
+        """
+        blocks = self._shorter[1]
+        count = len(blocks.blocks)
+        mix = (first,) * (count // 2) + (last,) * (count - count // 2)
+        short = copy.copy(self)
+        short.count, short.alike, short._bytes = count, self._longer, self._bytes[:, :count]
+        short._shares = np.full_like(short._bytes, 1 / count)
+        decision = blocks.decision("", [self.levels[number] for number in mix])
+        trial, estimate = self.simulate(blocks.program, decision), short.estimate(mix)
+        return trial.seconds - estimate.seconds, trial.memory.peak() - estimate.peak
 
     def _short_steps(self, gather_again: bool) -> list[Blocks]:
         """Two steps of few layers of a deep one; none where it is not, or its blocks are not its layers."""
@@ -202,6 +221,7 @@ class Profile:
         worth.add(min(first, key=lambda level: first[level].peak))
         self.levels = [one for one in self.levels if one in worth or one.name in POLICIES]
         longer = {level: self._of_short(level, more) for level in self.levels}
+        self._longer = [longer[one] for one in self.levels]
         apart = len(more.blocks) - len(few.blocks)
         self._slopes = [(longer[one].head - first[one].head) / apart for one in self.levels]
         self._steps = (self.count - len(more.blocks)) / apart
@@ -261,6 +281,32 @@ class Profile:
         seconds = np.array([[c.seconds[kind] for kind in kinds] for c in costs])
         sums = seconds.sum(1, keepdims=True)
         self._shares = np.where(sums > 0, seconds / np.where(sums > 0, sums, 1.0), 1 / self.count)
+
+
+def between(
+    simulate: Simulate, many: int, one: tuple[int, Profile], other: tuple[int, Profile]
+) -> Profile:
+    """Of a deep step whose head is computed in so many pieces, by two with more and with fewer.
+
+    Each piece takes time of its own, and as many bytes as there are fewer of them.
+
+    Args:
+        simulate: with so many pieces.
+        one, other: numbers of pieces, and the step with a head of so many.
+    """
+    (most, first), (fewest, last) = one, other
+    found = copy.copy(first)
+    found.simulate, found.known = simulate, {}
+    time = (many - most) / (fewest - most)
+    bytes = (1 / many - 1 / most) / (1 / fewest - 1 / most)
+    found.alike, found._longer = (
+        [
+            replace(here.moved(here, there, bytes), seconds=here.moved(here, there, time).seconds)
+            for here, there in zip(*pair, strict=True)
+        ]
+        for pair in ((first.alike, last.alike), (first._longer, last._longer))
+    )
+    return found
 
 
 def _may_be_replaced(level: Level) -> bool:

@@ -23,6 +23,10 @@ from stepgraph.planning.decisions import FrontierPoint
 _TRIALS = 40  # mixes that are simulated for one budget
 # And of a deep step: that have so many operations together, but so many at least.
 _OPERATIONS, _FEWEST = 45_000, 2
+_REHEARSALS = (
+    8  # short steps that show what is off where levels meet, before a deep one is simulated
+)
+_WORTH = 0.003  # part of its time for which, once something fits, another one is
 _HOPE = 0.1  # part of a step's time, over its blocks
 _SMALLEST = 3  # and to find the smallest peak, where none of those fits
 _PERIODS = (2, 3, 4)  # of ``layers:N``
@@ -58,21 +62,45 @@ class _Off:
         deep: steps whose blocks are alike are estimates as well. Where levels of a mix meet, communication
             overlaps otherwise than within either: what has not been tried may be faster by this.
         blocks: how many there are, to which that is shared out.
+
+    Where a short step has shown two levels that meet, it is that, and what a deep step of the same levels
+    took beyond it, in whichever order and with whichever head.
     """
 
     def __init__(self, deep: bool, blocks: int) -> None:
         self.deep, self.hope = deep, _HOPE / blocks if deep else 0.0
         self._known: dict[tuple[Profile, Hashable], tuple[float, float]] = {}
+        self._rehearsed: dict[Hashable, tuple[float, float]] = {}
+        self._beyond: dict[frozenset[int], tuple[float, float]] = {}
         self._usual = (0.0, 0.0)
+        self.rehearsals = _REHEARSALS
+
+    def rehearse(self, candidate: _Candidate) -> bool:
+        """Whether a short step had to tell how far off an estimate is: of a deep one, of two levels."""
+        levels = [*dict.fromkeys(candidate.mix)]
+        known = (candidate.profile, candidate.levels) in self._known
+        seen = known or candidate.levels in self._rehearsed
+        if not self.deep or len(levels) != 2 or seen or not self.rehearsals:
+            return False
+        self.rehearsals -= 1
+        self._rehearsed[candidate.levels] = candidate.profile.rehearsed(*levels)
+        return True
 
     def learn(self, candidate: _Candidate, trial: Trial) -> None:
         """What a candidate really takes."""
         off = trial.seconds - candidate.seconds, trial.memory.peak() - candidate.peak
         self._known[candidate.profile, candidate.levels] = self._usual = off
+        if candidate.levels in self._rehearsed:
+            seconds, peak = self._rehearsed[candidate.levels]
+            self._beyond[frozenset(candidate.mix)] = off[0] - seconds, off[1] - peak
 
     def right(self, candidate: _Candidate, hopeful: bool = True) -> tuple[float, float]:
         """Its seconds and peak, put right; where all blocks are alike, only of a deep step."""
         known = self._known.get((candidate.profile, candidate.levels))
+        if known is None and candidate.levels in self._rehearsed:
+            seconds, peak = self._rehearsed[candidate.levels]
+            beyond = self._beyond.get(frozenset(candidate.mix), (0.0, 0.0))
+            known = seconds + beyond[0], peak + beyond[1]
         if known is None:
             seconds, peak = self._usual if self.deep or len(set(candidate.mix)) > 1 else (0.0, 0.0)
             known = seconds - self.hope * hopeful * candidate.seconds, peak
@@ -200,14 +228,18 @@ def fastest(searches: Sequence[Search], budget: int) -> tuple[Search, Mix] | Non
     deep, nodes = profile.is_deep, len(profile.program.graph.nodes)
     off = _Off(deep, profile.count)
     left = [candidate for search in searches for candidate in search.candidates]
-    limit = inf
-    for _ in range(max(_FEWEST, _OPERATIONS // nodes) if deep else _TRIALS):
+    limit, enough = inf, _WORTH if deep else SAME
+    trials = max(_FEWEST, _OPERATIONS // nodes) if deep else _TRIALS
+    while trials:
         righted = ((*off.right(candidate), candidate) for candidate in left)
-        fits = (row for row in righted if row[1] <= budget and row[0] < limit * (1 - SAME))
+        fits = (row for row in righted if row[1] <= budget and row[0] < limit * (1 - enough))
         best = min(fits, key=lambda row: (*row[:2], row[2].early, row[2].mix), default=None)
         if best is None:
             break
         candidate = best[2]
+        if off.rehearse(candidate):
+            continue
+        trials -= 1
         left.remove(candidate)
         trial = candidate.trial()
         off.learn(candidate, trial)
@@ -218,7 +250,7 @@ def fastest(searches: Sequence[Search], budget: int) -> tuple[Search, Mix] | Non
         seconds, peak = candidate.seconds, candidate.peak
         if deep:
             seconds, peak = off.right(candidate, hopeful=False)
-        if peak <= budget and seconds < limit * (1 - SAME):
+        if peak <= budget and seconds < limit * (1 - enough):
             trial = candidate.trial()
             if trial.memory.peak() <= budget:
                 limit = min(limit, trial.seconds)

@@ -51,6 +51,7 @@ def decide_automatically(
     constraints: Mapping[str, str] | None = None,
     memory_limit: int | None = None,
     recomputed: Collection[str] = (),
+    hasty: bool = False,
 ) -> PlacementDecision:
     """Places every value of a Program so that a step takes least time.
 
@@ -62,6 +63,7 @@ def decide_automatically(
         memory_limit: bytes of one rank for parameters, gradients, optimizer states and what is kept for the
             backward together.
         recomputed: stable names of forward operations that are not kept for the backward.
+        hasty: of :func:`stepgraph.placement.solver.optimise.solve`.
 
     Returns:
         the decision, with the reason of each choice and the gap that is certified.
@@ -86,7 +88,7 @@ def decide_automatically(
                 do="drop one of them; what an operation can do is in its rules",
             )
     try:
-        solution = solve(model.problem, SECONDS, GAP)
+        solution = solve(model.problem, SECONDS, GAP, hasty=hasty)
     except InfeasibleError as error:
         if math.isinf(error.least):
             raise UsageError(

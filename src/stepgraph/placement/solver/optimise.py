@@ -35,7 +35,11 @@ class InfeasibleError(Exception):
 
 
 def solve(
-    problem: Problem, seconds: float = 60.0, goal: float = 1e-3, enough: float = 5e-3
+    problem: Problem,
+    seconds: float = 60.0,
+    goal: float = 1e-3,
+    enough: float = 5e-3,
+    hasty: bool = False,
 ) -> Solution:
     """Finds a cheap choice and a bound.
 
@@ -43,16 +47,19 @@ def solve(
         seconds: time after which the best found so far is returned.
         goal: gap that is looked for while that is cheap.
         enough: gap that is looked for as long as there is time.
+        hasty: the first choice that is found will do, whatever its gap, where the memory limit binds.
 
     Raises:
         InfeasibleError: nothing fits the memory limit.
     """
-    return _Search(problem, seconds, goal, enough).run()
+    return _Search(problem, seconds, goal, enough, hasty).run()
 
 
 class _Search:
-    def __init__(self, problem: Problem, seconds: float, goal: float, enough: float) -> None:
-        self.problem, self.goal, self.enough = problem, goal, enough
+    def __init__(
+        self, problem: Problem, seconds: float, goal: float, enough: float, hasty: bool = False
+    ) -> None:
+        self.problem, self.goal, self.enough, self.hasty = problem, goal, enough, hasty
         self.deadline = time.monotonic() + seconds
         formulation = Formulation(problem)
         self.program, self.options = formulation.program, formulation.options
@@ -110,6 +117,8 @@ class _Search:
         closed = np.inf  # the lowest bound of what is not looked at further
         while waiting:
             bound, _, below, values, basis = waiting[0]
+            if self.hasty and self.binds and np.isfinite(best):
+                break
             if min(bound, closed) >= self._bound_of(best, left <= hasty):
                 break
             heapq.heappop(waiting)

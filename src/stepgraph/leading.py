@@ -1,0 +1,169 @@
+"""Under a search for what is kept, only placements are asked of a contest: nothing whole is made for it.
+
+Where the layers of a deep step repeat, two steps of few layers say what it takes under the solver's answer
+and under presets; what leads is the placement that a search begins with, and what that finds is simulated
+whole. Where short steps do not say surely which answer leads, nothing is said here.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import inf
+
+from stepgraph.contest import (
+    MANY,
+    Contest,
+    Entrant,
+    Foreseen,
+    ShortSteps,
+    in_rank,
+    predicted,
+    promising,
+    rivals,
+    sends_layers_apart,
+    short_steps,
+    surely,
+    taken,
+)
+from stepgraph.cost.predict import Prediction
+from stepgraph.errors import StepgraphError
+from stepgraph.pipeline import Made, form, in_order, make, place
+from stepgraph.placement.presets.beside_data import SEQUENCE_PARALLEL
+from stepgraph.planning.decisions import Decisions, PlacementDecision, Table
+from stepgraph.planning.plan import Plan, named_values
+from stepgraph.planning.request import AUTO
+from stepgraph.program.driver import PassDriver
+from stepgraph.program.program import Program
+
+_CLOSE = 0.01  # a gap that a solver is content with where a memory limit binds
+
+
+def placed(
+    programs: Mapping[str, Program], plan: Plan, limit: int | None = None, hasty: bool = False
+) -> Plan:
+    """A plan with the placements of programs, which stay as they are, and no other decision.
+
+    Args:
+        limit: bytes that a solver may hold; by default, what the request gives it.
+        hasty: a solver's first answer within a limit will do.
+    """
+    for name, program in in_order(programs):
+        formed = form(program.copy(), plan, PassDriver())
+        where = place(formed, plan, limit, hasty)
+        plan = plan.with_decisions(plan.new_key(name), Decisions(where))
+    return plan
+
+
+def leader(contest: Contest, limit: int | None) -> tuple[Plan, Entrant | None]:
+    """A solver's placements, and what takes least time of those that fit, by short steps.
+
+    None: they do not surely say. A solver's first answer is looked at, and is improved only where all that
+    it has not certified could make it the best.
+
+    Args:
+        limit: bytes that a solver may hold.
+    """
+    asked = contest.plan.request.constraints  # of values that a short step may not have
+    names = [] if asked else rivals(contest.programs, contest.plan)
+    deep = len(contest.programs["step"].graph.nodes) > MANY
+    short = short_steps(contest.programs) if names and deep else None
+    own = placed(contest.programs, contest.plan, limit, hasty=short is not None)
+    solver = short and _solver(own, short, contest)
+    if short is None:
+        return own, None
+    if solver is None:
+        return placed(contest.programs, contest.plan, limit), None
+    others = promising(solver[0], _lean(names), contest) or promising(solver[0], names, contest)
+    gap = max(decided.placement.optimality_gap or 0.0 for decided in own.decisions.values())
+    if gap > _CLOSE and not _beaten(solver[0], gap, others, contest.budget):
+        own = placed(contest.programs, contest.plan, limit)
+        solver = _solver(own, short, contest)
+    return own, solver and _leads(*solver, others, contest)
+
+
+def _lean(names: Sequence[str]) -> list[str]:
+    """Presets without those that keep whole sequences where another divides them.
+
+    That sends as many bytes, and never holds more: where memory is short the others do not lead.
+    """
+    beside = f"+{SEQUENCE_PARALLEL}"
+    whole = {name.replace(beside, "", 1) for name in names if beside in name}
+    return [name for name in names if name not in whole]
+
+
+def _solver(own: Plan, short: ShortSteps, contest: Contest) -> tuple[Entrant, bool] | None:
+    """A solver's answer by short steps, and whether they say surely what it takes."""
+    found = _foreseen(own, short, contest)
+    return found and (Entrant(AUTO, Made(own), found[0]), found[1])
+
+
+def _beaten(own: Entrant, gap: float, others: Sequence[Foreseen], budget: int) -> bool:
+    """Whether a preset that fits takes less than a solver's answer without its gap."""
+    fitting = (o.step_ms for o in others if o.exact and o.whole and o.whole.peak_bytes <= budget)
+    return min(fitting, default=inf) < own.predicted.step_ms * (1 - gap)
+
+
+def _leads(
+    own: Entrant, exact: bool, others: Sequence[Foreseen], contest: Contest
+) -> Entrant | None:
+    """The best, with its placements; None where another may be better, or it cannot be placed."""
+    entrants = [Entrant(o.name, Made(contest.plan), o.whole) for o in others if o.whole]
+    if len(entrants) < len(others):
+        return None
+    sure = {AUTO: exact, **{other.name: other.exact for other in others}}
+    best, *rest = in_rank([own, *entrants], contest.budget)
+    least = (e.predicted.step_ms / surely(False) for e in rest if not sure[e.name])
+    if not sure[best.name] or min(least, default=inf) < best.predicted.step_ms:
+        return None
+    if best is not own and not _place(best, contest):
+        return None
+    return taken([own, *entrants], contest.budget)
+
+
+def _place(entrant: Entrant, contest: Contest) -> bool:
+    """Gives a preset's answer its placements; whether that can be."""
+    request = contest.plan.request
+    preset = replace(contest.plan, request=replace(request, placement=entrant.name))
+    try:
+        preset = placed(contest.programs, preset)
+    except StepgraphError:
+        return False
+    entrant.made.plan = replace(preset, request=request)
+    return True
+
+
+def _foreseen(plan: Plan, short: ShortSteps, contest: Contest) -> tuple[Prediction, bool] | None:
+    """What a step takes under placements, and whether short ones say that surely; None: they cannot say."""
+    found = []
+    for programs in short.programs:
+        of_short = _of_short(plan, programs)
+        if of_short is None:
+            return None
+        try:
+            made = make(programs, of_short, contest.target, contest.rank, strict=contest.strict)
+        except StepgraphError:
+            return None
+        found.append(predicted(made, contest.device, keep=False))
+    return short.whole(*found), sends_layers_apart(*found)
+
+
+def _of_short(plan: Plan, programs: Mapping[str, Program]) -> Plan | None:
+    """Placements of a deep step for one of few of its layers; None where that has other values."""
+    decisions = {}
+    for key, decided in plan.decisions.items():
+        formed = form(programs[key].copy(), plan, PassDriver())
+        where = _some(decided.placement, named_values(formed))
+        if where is None:
+            return None
+        decisions[key] = Decisions(where)
+    return replace(plan, decisions=Table(decisions))
+
+
+def _some(decision: PlacementDecision, names: set[str]) -> PlacementDecision | None:
+    """A placement decision for some of the values that it names; None where it lacks one."""
+    tables = {
+        what: {name: one for name, one in getattr(decision, what).items() if name in names}
+        for what in ("inputs", "outputs", "operations")
+    }
+    if not names <= {name for table in tables.values() for name in table}:
+        return None
+    return replace(decision, **tables, reasons={})

@@ -138,7 +138,7 @@ class SplitProgram:
         return list(_Call.apply(self, given, *(leaves[i] for i in self.learned), *parameters))
 
     def counts_for(self, index: int) -> int:
-        """Of how many ranks' losses the gradient of a leaf of the batch is the mean: a caller wants one's."""
+        """Of how many ranks' losses a leaf's gradient is the mean; a caller wants its own."""
         return self.state.ranks.shape.data_size if _is_own(self.learned[index]) else 1
 
     def _mean(self, role: roles.Output, result: Value) -> "Mean":

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch._inductor.config as _inductor_config
 
+from stepgraph import torch_internals
+
 
 def cpp_compiler() -> str:
     """The C++ compiler that inductor calls.
@@ -169,11 +171,12 @@ def precompile_headers() -> threading.Thread | None:
         if isa is None or there or not _inductor_config.cpp_cache_precompile_headers:
             return None
         kernels = codecache.CppPythonBindingsCodeCache
-        options: dict[str, Any] = {**kernels.cpp_compile_command_flags, "device_type": "cpu"}
+        host = torch_internals.host_device().type
+        options: dict[str, Any] = {**kernels.cpp_compile_command_flags, "device_type": host}
         options |= {"extra_flags": (), "use_relative_path": False, "vec_isa": isa}
         build = cpp_builder.CppTorchDeviceOptions(compile_only=False, min_optimize=False, **options)
         command = cpp_builder.CppBuilder(name="o", sources="i", BuildOption=build)
-        header = kernels._get_uncompiled_header("cpu")
+        header = kernels._get_uncompiled_header(host)
 
         def compile_it() -> None:
             with contextlib.suppress(Exception):

@@ -98,9 +98,7 @@ class Walk:
         self.from_batch: set[fx.Node] = set()
         self.sharded_for_some: dict[fx.Node, Placement] = {}  # constants of the batch's shape
         self.casts: dict[fx.Node, Placement] = {}
-        self.rows_in_blocks: set[str] = (
-            set()
-        )  # parameters of whose rows, in blocks, slices are read
+        self.rows_in_blocks: set[str] = set()  # parameters whose rows are read in slices of blocks
         self._known: dict[tuple, tuple[Strategy, bool]] = {}
         self.whole = whole_in_update(program)
         for role, node, value in program.input_rows:

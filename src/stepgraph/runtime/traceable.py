@@ -33,11 +33,11 @@ def begin_call(written: Sequence[torch.Tensor], number: int) -> None:
     """What a call of a module does outside of its graph.
 
     Args:
-        written: what random operations draw from, what comes from outside; a count of calls.
+        written: what random operations draw from, what comes from outside; a count of calls, for torch
+            to see that this is needed.
         number: of a :class:`Traceable`.
     """
-    written[-1].add_(1)  # for torch to see that it is needed
-    _MADE[number].begin()
+    _MADE[number].begin_call(written)
 
 
 @begin_call.register_fake
@@ -54,7 +54,7 @@ class Traceable:
     """
 
     def __init__(self, split: SplitProgram, begin: Callable[[], None]) -> None:
-        self.number, self.begin = next(_NUMBERS), begin
+        self.number, self._begin = next(_NUMBERS), begin
         _MADE[self.number] = self
         state = split.state
         program = split.forward.program.copy()
@@ -74,6 +74,14 @@ class Traceable:
         self.buffers = [fixed.index(roles.Buffer(role.name)) for role in new]
         given = [*batch, *fixed, *parameters]
         self.function = _function(split, *sides, given, new)
+
+    def begin_call(self, written: Sequence[torch.Tensor]) -> None:
+        """What is written before a call; torch may want that in copies of its own."""
+        self._begin()
+        self.moved[-1].add_(1)
+        for tensor, own in zip(written, self.moved, strict=True):
+            if tensor.data_ptr() != own.data_ptr():
+                tensor.copy_(own)
 
     def __call__(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
         """The results on this rank's rows, by the flattened batch; for dynamo to trace."""

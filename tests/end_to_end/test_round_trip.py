@@ -1,0 +1,162 @@
+"""A parallelized module compiled once more: its graph has the programs that were decided, both sides."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections import Counter
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+
+import stepgraph
+from stepgraph.cli.launcher import launch
+from stepgraph.errors import UsageError
+from stepgraph.program.collectives import is_collective
+from stepgraph.program.program import FORWARD
+from tests.end_to_end.models import bring
+from tests.sampling import sampled
+
+
+class Normed(nn.Module):
+    """Running statistics, dropout, two results, one of which every rank has."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.5)
+        self.scale = 1.0
+
+    def forward(self, x):
+        hidden = self.drop(self.norm(self.first(x)).relu()) * self.scale
+        return self.second(hidden), hidden.mean()
+
+
+class Sides:
+    """A backend that runs the graphs that AOTAutograd hands it, and keeps what they send."""
+
+    def __init__(self):
+        self.sent: list[list[str]] = []
+        self.backend = aot_autograd(fw_compiler=self.keep, bw_compiler=self.keep)
+
+    def keep(self, graph, examples):
+        names = [str(node.target) for node in graph.graph.nodes]
+        sent = [name for name in names if "_c10d_functional" in name and "wait" not in name]
+        self.sent.append([name.split(".")[1] for name in sent])
+        return make_boxed_func(graph.forward)
+
+
+def three_steps(call, module, x):
+    """What three training steps, the second on other rows, compute and leave behind."""
+    found = []
+    for rows in (x, x + 1, x):
+        rows = rows.clone().requires_grad_()
+        result, mean = call(rows)
+        loss = result.square().mean() + mean
+        loss.backward()
+        found += [loss.detach(), rows.grad, *(b.clone() for b in module.buffers())]
+        found += [p.grad.to_local() for p in module.parameters()]
+        module.zero_grad()
+    return found
+
+
+def trained_twice(plan, backend, mesh):
+    """One rank: what it trains as it stands, and compiled again; what that sends, and what was decided."""
+    rank = int(os.environ["RANK"]) // (int(os.environ["WORLD_SIZE"]) // 2)
+    example = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+    part, sides, found = example.chunk(2)[rank], Sides(), []
+    for again in (False, True):
+        torch.manual_seed(0)
+        module = stepgraph.parallelize(
+            Normed(), mesh=mesh, plan=plan, example=(example,), lowering="eager"
+        )
+        module(part.clone().requires_grad_())  # the example's gradient is not wanted: compiled anew
+        chosen = {"backend": backend or sides.backend, "fullgraph": True}
+        call = torch.compile(module, **chosen) if again else module
+        found.append(three_steps(call, module, part))
+    decided = module.forward.compiler.programs["gradients"].operations(FORWARD)
+    return (
+        *found,
+        sides.sent,
+        [kind_of(node) for node in filter(is_collective, decided)],
+    )
+
+
+def kind_of(node):
+    return str(node.target).split(".")[1]
+
+
+CELLS = [
+    ("zero3", "", "dp=2", 2), ("ddp", "", "dp=2", 2), ("zero3", "inductor", "dp=2", 2),
+    ("zero1", "stepgraph", "dp=2", 2), ("tp+zero3", "", "dp=2,tp=2", 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("plan", "backend", "mesh", "ranks"), sampled(CELLS, every=2))
+def test_a_module_compiled_again_trains_alike_and_gathers_the_same(plan, backend, mesh, ranks):
+    """Dropout, running statistics, gradients of inputs and ranks' parts that are padded included."""
+    for first, second, sent, decided in launch(trained_twice, plan, backend, mesh, ranks=ranks):
+        for one, two in zip(first, second, strict=True):
+            if backend:
+                torch.testing.assert_close(one, two)
+            else:
+                assert torch.equal(one, two)
+        if not backend:  # AOTAutograd parts both again, and may compute more of the forward twice
+            forward, backward = sent
+            assert Counter(forward) == Counter(decided)
+            assert {*backward} >= ({"reduce_scatter_tensor"} if "zero3" in plan else {"all_reduce"})
+
+
+def one_process():
+    torch.manual_seed(0)
+    module = stepgraph.parallelize(Normed(), example=(torch.ones(4, 6),), lowering="eager")
+    return module, torch.compile(module, backend="aot_eager", fullgraph=True), torch.ones(4, 6)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda m: setattr(m, "scale", 2.0), "scale == 1.0"),
+        (lambda m: m.drop.eval(), "modes"),
+        (lambda m: m.norm.register_forward_hook(lambda *_: None), "hooks"),
+    ],
+)
+def test_what_changes_behind_a_traced_module_is_an_error(change, what):
+    module, again, x = one_process()
+    again(x)
+    change(module)
+    with pytest.raises(UsageError, match=f"changed since torch.compile traced it: .*{what}"):
+        again(x)
+
+
+def test_other_calls_are_compiled_as_they_come():
+    """Another mode, no gradients, other rows: what is not there yet breaks the graph, and is there then."""
+    module, _, x = one_process()
+    again = torch.compile(module, backend="aot_eager")
+    assert again(x)[0].requires_grad
+    with torch.no_grad():
+        assert not again(x)[0].requires_grad
+    more = torch.ones(8, 6)
+    assert again(more)[0].shape == (8, 3)
+    module.eval()
+    for rows in (x, more):
+        torch.testing.assert_close(again(rows)[0], module(rows)[0])
+
+
+def test_a_language_models_result_is_its_own_class():
+    brought = bring("gpt2")
+    rows = {name: tensor[:2] for name, tensor in brought.batch.items()}
+    found = []
+    for compiled in (False, True):
+        model = copy.deepcopy(brought.model)
+        stepgraph.parallelize(model, example=rows, lowering="eager")
+        call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        result = call(**rows)
+        result.loss.backward()
+        found.append((result, {n: p.grad.to_local() for n, p in model.named_parameters()}))
+    (plain, gradients), (again, theirs) = found
+    assert type(plain) is type(again) and torch.equal(plain.loss, again.loss)
+    assert all(torch.equal(gradients[name], theirs[name]) for name in gradients)

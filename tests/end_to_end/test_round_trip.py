@@ -160,3 +160,21 @@ def test_a_language_models_result_is_its_own_class():
     (plain, gradients), (again, theirs) = found
     assert type(plain) is type(again) and torch.equal(plain.loss, again.loss)
     assert all(torch.equal(gradients[name], theirs[name]) for name in gradients)
+
+
+def test_of_several_programs_for_one_batch_that_which_fits_is_traced():
+    """A frozen parameter, a value of Python: what was compiled for it is taken, and what was before again."""
+    module, _, x = one_process()
+    expected = []
+    for scale, trained in ((1.0, True), (2.0, True), (1.0, False), (1.0, True)):
+        module.scale = scale
+        module.first.weight.requires_grad_(trained)
+        result, _ = module(x)
+        expected.append(bool(result.grad_fn))
+        torch.compiler.reset()
+        again = torch.compile(module, backend="aot_eager", fullgraph=True)
+        again(x)[1].backward()
+        found = module.first.weight.grad
+        assert (found is not None) == trained
+        module.zero_grad()
+    assert all(expected) and len(module.forward.replays) == 2

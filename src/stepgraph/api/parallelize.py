@@ -148,21 +148,24 @@ class ParallelForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs on this rank's part of a batch; under torch.compile its programs are part of the graph."""
-        if torch.compiler.is_compiling() and torch.is_grad_enabled():
+        if torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled():
             paths, leaves = flat_batch(self._batch(args, kwargs))
+            trained = tuple([parameter.requires_grad for parameter in self.compiler.parameters])
             self.prepare_replays()
             for replay in self.replays:
-                if replay.is_for(self.compiler.model.training, paths, leaves):
+                if replay.is_for(self.compiler.model.training, trained, paths, leaves):
                     return replay.run(leaves)
         return self._call(args, kwargs)
 
     def _prepare_replays(self) -> int:
-        """Of all that was compiled for training so far."""
-        known = [replay.compiled for replay in self.replays]
+        """Of all that was compiled for training and may run now."""
+        known, self.replays = self.replays, []
         for key, compiled in self.compiler.made_for("gradients"):
-            if not any(compiled is one for one in known) and can_be_replayed(key, compiled):
+            replay = next((one for one in known if one.compiled is compiled), None)
+            if replay is None and can_be_replayed(key, compiled):
                 begin = functools.partial(self._begin, key, compiled)
-                self.replays.append(Replay(key, compiled, begin, self.compiler.as_module))
+                replay = Replay(key, compiled, begin, self.compiler.as_module)
+            self.replays += [] if replay is None else [replay]
         return len(self.replays)
 
     def _begin(self, key: tuple, compiled: Compiled) -> None:

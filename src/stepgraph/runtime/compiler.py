@@ -84,7 +84,7 @@ class Compiler:
     def __post_init__(self) -> None:
         state = self.state
         self.model, self.optimizer, self.ranks = state.model, state.optimizer, state.ranks
-        self._parameters = list(self.model.parameters())
+        self.parameters = list(self.model.parameters())
         self._watched = Watched(self.model)
         self._parts = self._watched.look().parts
         self.data = AssignedData(self.model)
@@ -111,7 +111,7 @@ class Compiler:
         if now.backward_hooks or (optimizer is not None and hooks.step_hooks(optimizer)):
             check_hooks(self.model, self.optimizer)
         self._check_tensors(now)
-        if any(map(hooks.gradient_hooks, self._parameters)):
+        if any(map(hooks.gradient_hooks, self.parameters)):
             check_parameter_hooks(self.model)
         key = (batch.key, *self._model_as(name, now))
         self._drop_outdated()
@@ -138,14 +138,16 @@ class Compiler:
 
     def _model_as(self, name: str, now: Look) -> tuple:
         """How the model is, as far as a program of an entry point depends on it."""
-        flags = tuple(parameter.requires_grad for parameter in self._parameters)
+        flags = tuple(parameter.requires_grad for parameter in self.parameters)
         modes = now.training if name != "evaluate" or self.as_module else None
         return flags, (modes, now.forward_hooks, now.structure)
 
     def made_for(self, name: str) -> list[tuple[tuple, Compiled]]:
-        """The programs of an entry point, each with what it was made for."""
+        """The programs of an entry point that may run now, each with what it was made for."""
         known = self._compiled.get(name, {})
-        return [(key, compiled) for key, several in known.items() for compiled in several]
+        every = [(key, compiled) for key, several in known.items() for compiled in several]
+        with self.capturing():
+            return [(key, compiled) for key, compiled in every if compiled.values.hold()]
 
     def check_again(self, name: str, key: tuple, compiled: Compiled) -> None:
         """Before a call of programs that somebody else chose, for all that :meth:`entry` looks at.
@@ -159,7 +161,7 @@ class Compiler:
             changed = "" if compiled.values.hold() else compiled.values.broken()
         if not changed and key[1:] != self._model_as(name, now):
             changed = "which parameters are trained, modes, hooks or modules"
-        if changed or not any(one is compiled for _, one in self.made_for(name)):
+        if changed or not any(c is compiled for c in self._compiled.get(name, {}).get(key, ())):
             raise UsageError(
                 f"the module has changed since torch.compile traced it: {changed or 'its types'}",
                 do="torch.compiler.reset() after such a change, or call it without torch.compile",
@@ -186,7 +188,7 @@ class Compiler:
         Raises:
             UsageError: a parameter was replaced, added, removed or moved; a buffer has another shape.
         """
-        same = [*map(id, now.parameters)] == [*map(id, self._parameters)]
+        same = [*map(id, now.parameters)] == [*map(id, self.parameters)]
         if not same or now.parts is not self._parts:
             check_names(self.model, self.state.parameters, self.state.buffers)
             self._parts = now.parts

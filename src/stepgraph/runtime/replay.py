@@ -74,7 +74,7 @@ class Replay:
     ) -> None:
         split = compiled.split
         assert split is not None
-        (self.leaves, self.paths, _), _, (modes, *_) = key
+        (self.leaves, self.paths, _), self.trained, (modes, *_) = key
         self.compiled, self.training, self.as_module = compiled, modes[0], as_module
         self.device = split.state.device
         self.traceable = Traceable(split, begin)
@@ -82,9 +82,21 @@ class Replay:
         self.tree, self.constants = results.tree, results.constants
         self.places = [r.index for r in split.results if isinstance(r, roles.ModuleResult)]
 
-    def is_for(self, training: bool, paths: tuple[str, ...], leaves: Sequence[Any]) -> bool:
-        """Whether a call is of this kind."""
-        if training != self.training or paths != self.paths:
+    def is_for(
+        self,
+        training: bool,
+        trained: tuple[bool, ...],
+        paths: tuple[str, ...],
+        leaves: Sequence[Any],
+    ) -> bool:
+        """Whether a call is of this kind.
+
+        Args:
+            training: the module's mode.
+            trained: which of its parameters require a gradient.
+            paths, leaves: the batch.
+        """
+        if (training, trained, paths) != (self.training, self.trained, self.paths):
             return False
         for leaf, (shape, dtype, *rest) in zip(leaves, self.leaves, strict=True):
             if not isinstance(leaf, torch.Tensor):

@@ -60,7 +60,9 @@ class Traceable:
         program = split.forward.program.copy()
         program = PassDriver().through(GRAPH_LOWERED, program, groups=state.ranks.groups)
         sides = forward_and_backward(program)
-        inputs = list(dict.fromkeys(role for side in sides for role in side.inputs))
+        new = [role for role in sides[0].outputs if isinstance(role, roles.NewBuffer)]
+        read = (role for side in sides for role in side.inputs)
+        inputs = list(dict.fromkeys([*read, *(roles.Buffer(role.name) for role in new)]))
         batch = [role for role in inputs if isinstance(role, roles.UserInput)]
         parameters = [role for role in inputs if isinstance(role, roles.Param)]
         fixed = [r for r in inputs if not isinstance(r, (roles.Param, *roles.BROUGHT))]
@@ -70,7 +72,6 @@ class Traceable:
         moved = [state.tensors[role] for role in fixed if isinstance(role, _MOVED)]
         self.moved = [*moved, torch.zeros((), dtype=torch.int64, device=state.device)]
         self.results = len(split.results)
-        new = [role for role in sides[0].outputs if isinstance(role, roles.NewBuffer)]
         self.buffers = [fixed.index(roles.Buffer(role.name)) for role in new]
         given = [*batch, *fixed, *parameters]
         self.function = _function(split, *sides, given, new)

@@ -166,7 +166,7 @@ def test_a_language_models_result_is_its_own_class():
 
 
 def test_of_several_programs_for_one_batch_that_which_fits_is_traced():
-    """A frozen parameter, a value of Python: what was compiled for it is taken, and what was before again."""
+    """A frozen parameter, a value of Python: what was compiled for it is taken, then what was before."""
     module, _, x = one_process()
     expected = []
     for scale, trained in ((1.0, True), (2.0, True), (1.0, False), (1.0, True)):

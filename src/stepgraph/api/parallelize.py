@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from stepgraph.runtime.ranks import join_ranks
 from stepgraph.runtime.replay import Replay, can_be_replayed, flat_batch
 from stepgraph.runtime.state import State
 from stepgraph.runtime.watch import watch_over
+from stepgraph.torch_internals import graphs as dynamo
 from stepgraph.torch_internals import pytree
 
 HOW_TO_FILL = (
@@ -132,6 +134,12 @@ class ParallelForward:
     ``compiler`` has the plan, the programs, the notes and the statistics.
     """
 
+    def __new__(cls, *args: Any) -> ParallelForward:
+        """One of a class of its own: dynamo keeps few compilations of one piece of code."""
+        call = cls.__call__
+        own = types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__)
+        return super().__new__(type(cls.__name__, (cls,), {"__call__": own}))  # type: ignore[arg-type]
+
     def __init__(self, compiler: Compiler, seed: int, whole_backward: bool) -> None:
         self.compiler, self.seed, self.whole_backward = compiler, seed, whole_backward
         self.graphs: GraphRunner | None = None  # where the module cannot be captured whole
@@ -139,6 +147,7 @@ class ParallelForward:
         self._calls = 0
         compiler.capturing = self._own_forward
         self.replays: list[Replay] = []
+        self.modules = list(compiler.model.modules())
 
         @torch.compiler.assume_constant_result  # called while torch.compile traces; not in its graph
         def prepare_replays() -> int:
@@ -150,16 +159,19 @@ class ParallelForward:
         """Runs on this rank's part of a batch; under torch.compile its programs are part of the graph."""
         if torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled():
             paths, leaves = flat_batch(self._batch(args, kwargs))
-            trained = tuple([parameter.requires_grad for parameter in self.compiler.parameters])
             self.prepare_replays()
+            modes = tuple([module.training for module in self.modules])
+            trained = tuple([parameter.requires_grad for parameter in self.compiler.parameters])
             for replay in self.replays:
-                if replay.is_for(self.compiler.model.training, trained, paths, leaves):
+                if replay.is_for(modes, trained, paths, leaves):
                     return replay.run(leaves)
         return self._call(args, kwargs)
 
     def _prepare_replays(self) -> int:
         """Of all that was compiled for training and may run now."""
         known, self.replays = self.replays, []
+        if dynamo.has_written_modules():  # what it reads of them is not what they are
+            return 0
         for key, compiled in self.compiler.made_for("gradients"):
             replay = next((one for one in known if one.compiled is compiled), None)
             if replay is None and can_be_replayed(key, compiled):

@@ -106,13 +106,7 @@ class Compiler:
     def entry(self, name: str, batch: LocalBatch) -> Compiled:
         """The programs of an entry point (step, gradients, evaluate) for a batch like this one."""
         count_call(self, name)
-        now = self._watched.look()
-        optimizer = self.optimizer
-        if now.backward_hooks or (optimizer is not None and hooks.step_hooks(optimizer)):
-            check_hooks(self.model, self.optimizer)
-        self._check_tensors(now)
-        if any(map(hooks.gradient_hooks, self.parameters)):
-            check_parameter_hooks(self.model)
+        now = self._checked()
         key = (batch.key, *self._model_as(name, now))
         self._drop_outdated()
         self.kinds.meet(name, batch)
@@ -136,6 +130,16 @@ class Compiler:
         known.setdefault(key, []).append(compiled)
         return self._chosen(compiled, name, key)
 
+    def _checked(self) -> Look:
+        """What the model looks like, where programs can run so."""
+        now, optimizer = self._watched.look(), self.optimizer
+        if now.backward_hooks or (optimizer is not None and hooks.step_hooks(optimizer)):
+            check_hooks(self.model, self.optimizer)
+        self._check_tensors(now)
+        if any(map(hooks.gradient_hooks, self.parameters)):
+            check_parameter_hooks(self.model)
+        return now
+
     def _model_as(self, name: str, now: Look) -> tuple:
         """How the model is, as far as a program of an entry point depends on it."""
         flags = tuple(parameter.requires_grad for parameter in self.parameters)
@@ -143,11 +147,11 @@ class Compiler:
         return flags, (modes, now.forward_hooks, now.structure)
 
     def made_for(self, name: str) -> list[tuple[tuple, Compiled]]:
-        """The programs of an entry point that may run now, each with what it was made for."""
-        known = self._compiled.get(name, {})
-        every = [(key, compiled) for key, several in known.items() for compiled in several]
+        """The programs of an entry point that fit the model now, each with what it was made for."""
+        now, known = self._model_as(name, self._checked()), self._compiled.get(name, {})
+        fitting = [(key, one) for key in known if key[1:] == now for one in known[key]]
         with self.capturing():
-            return [(key, compiled) for key, compiled in every if compiled.values.hold()]
+            return [(key, one) for key, one in fitting if one.values.hold()]
 
     def check_again(self, name: str, key: tuple, compiled: Compiled) -> None:
         """Before a call of programs that somebody else chose, for all that :meth:`entry` looks at.
@@ -155,8 +159,7 @@ class Compiler:
         Raises:
             UsageError: the model is not what they were made for.
         """
-        now = self._watched.look()
-        self._check_tensors(now)
+        now = self._checked()
         with self.capturing():
             changed = "" if compiled.values.hold() else compiled.values.broken()
         if not changed and key[1:] != self._model_as(name, now):

@@ -55,6 +55,7 @@ def can_be_replayed(key: tuple, compiled: Compiled) -> bool:
         compiled.split is not None
         and modes is not None
         and not results.numbers
+        and not compiled.values.changes  # torch.compile would not see what the code writes
         and all(isinstance(value, _CONSTANTS) for value in results.constants.values())
         and _is_flat(paths, tree)
     )
@@ -74,8 +75,8 @@ class Replay:
     ) -> None:
         split = compiled.split
         assert split is not None
-        (self.leaves, self.paths, _), self.trained, (modes, *_) = key
-        self.compiled, self.training, self.as_module = compiled, modes[0], as_module
+        (self.leaves, self.paths, _), self.trained, (self.modes, *_) = key
+        self.compiled, self.as_module = compiled, as_module
         self.device = split.state.device
         self.traceable = Traceable(split, begin)
         results = compiled.results
@@ -84,7 +85,7 @@ class Replay:
 
     def is_for(
         self,
-        training: bool,
+        modes: tuple[bool, ...],
         trained: tuple[bool, ...],
         paths: tuple[str, ...],
         leaves: Sequence[Any],
@@ -92,11 +93,11 @@ class Replay:
         """Whether a call is of this kind.
 
         Args:
-            training: the module's mode.
+            modes: of the module and its parts: training?
             trained: which of its parameters require a gradient.
             paths, leaves: the batch.
         """
-        if (training, trained, paths) != (self.training, self.trained, self.paths):
+        if (modes, trained, paths) != (self.modes, self.trained, self.paths):
             return False
         for leaf, (shape, dtype, *rest) in zip(leaves, self.leaves, strict=True):
             if not isinstance(leaf, torch.Tensor):

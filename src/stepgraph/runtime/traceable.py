@@ -19,8 +19,8 @@ from stepgraph.pipeline import GRAPH_LOWERED
 from stepgraph.program import roles
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.program import Program
-from stepgraph.runtime.executor import SplitProgram, tangent_of
-from stepgraph.torch_internals import dtensors
+from stepgraph.runtime.executor import CHANGED_BETWEEN, SplitProgram, tangent_of
+from stepgraph.torch_internals import dtensors, host_device
 from stepgraph.torch_internals.code import generate_code
 
 _NUMBERS = itertools.count(1)
@@ -33,8 +33,8 @@ def begin_call(written: Sequence[torch.Tensor], number: int) -> None:
     """What a call of a module does outside of its graph.
 
     Args:
-        written: what random operations draw from, what comes from outside; a count of calls, for torch
-            to see that this is needed.
+        written: what random operations draw from, what comes from outside; last how often what the
+            backward reads was written so far.
         number: of a :class:`Traceable`.
     """
     _MADE[number].begin_call(written)
@@ -43,6 +43,23 @@ def begin_call(written: Sequence[torch.Tensor], number: int) -> None:
 @begin_call.register_fake
 def _(written: Sequence[torch.Tensor], number: int) -> None:
     return None
+
+
+@torch.library.custom_op("stepgraph::unchanged", mutates_args=())
+def unchanged(tangent: torch.Tensor, writes: torch.Tensor, number: int) -> torch.Tensor:
+    """A copy of a tangent, where what the backward reads was not written since the forward.
+
+    Raises:
+        RuntimeError: it was.
+    """
+    if int(writes) != _MADE[number].writes():
+        raise RuntimeError(CHANGED_BETWEEN)
+    return tangent.clone(memory_format=torch.contiguous_format)
+
+
+@unchanged.register_fake
+def _(tangent: torch.Tensor, writes: torch.Tensor, number: int) -> torch.Tensor:
+    return tangent.new_empty(tangent.shape)
 
 
 class Traceable:
@@ -70,25 +87,31 @@ class Traceable:
         self.parameters = [state.parameters[role.name] for role in parameters]
         self.fixed = [state.tensors[role] for role in fixed]
         moved = [state.tensors[role] for role in fixed if isinstance(role, _MOVED)]
-        self.moved = [*moved, torch.zeros((), dtype=torch.int64, device=state.device)]
+        self.moved = [*moved, torch.zeros((), dtype=torch.int64, device=host_device())]
         self.results = len(split.results)
         self.buffers = [fixed.index(roles.Buffer(role.name)) for role in new]
         given = [*batch, *fixed, *parameters]
-        self.function = _function(split, *sides, given, new)
+        self._split = split
+        self.function = _function(split, *sides, given, new, self.number)
 
     def begin_call(self, written: Sequence[torch.Tensor]) -> None:
         """What is written before a call; torch may want that in copies of its own."""
         self._begin()
-        self.moved[-1].add_(1)
+        self.moved[-1].fill_(self.writes())
         for tensor, own in zip(written, self.moved, strict=True):
             if tensor.data_ptr() != own.data_ptr():
                 tensor.copy_(own)
+
+    def writes(self) -> int:
+        """How often what the backward reads was written so far."""
+        return sum(self._split.versions())
 
     def __call__(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
         """The results on this rank's rows, by the flattened batch; for dynamo to trace."""
         begin_call(self.moved, self.number)
         parts = [parameter.to_local() for parameter in self.parameters]
-        found = self.function.apply(*[leaves[i] for i in self.leaves], *self.fixed, *parts)
+        batch = [leaves[i].contiguous() for i in self.leaves]
+        found = self.function.apply(self.moved[-1], *batch, *self.fixed, *parts)
         with torch.no_grad():
             for place, value in zip(self.buffers, found[self.results :], strict=True):
                 self.fixed[place].copy_(value)
@@ -101,6 +124,7 @@ def _function(
     second: Program,
     given: Sequence[roles.Input],
     new: Sequence[roles.NewBuffer],
+    number: int,
 ) -> type[torch.autograd.Function]:
     """Both sides as one function that autograd knows.
 
@@ -108,6 +132,7 @@ def _function(
         first, second: forward and backward.
         given: what the function takes.
         new: what the forward makes besides results.
+        number: of its :class:`Traceable`.
     """
     run_first, run_second = first.module, second.module
     for side in (run_first, run_second):
@@ -127,24 +152,28 @@ def _function(
     sizes = [_sizes(split, role) for role in given]
     gradients = [_gradient_of(split, second, role) for role in given]
     means = split.means
+    tangents_of = [i for i, r in enumerate(map(tangent_of, split.results)) if r in second.inputs]
+    checked = tangents_of[0]  # of what the backward does read
 
     class Placed(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, *tensors):
+        def forward(ctx, writes, *tensors):
             whole = [_padded(x, *sizes[i]) for i, x in enumerate(tensors)]
             found = run_first(*[whole[i] for i in taken])
             kept = [whole[i].clone() if i in overwritten else whole[i] for i in again]
-            ctx.save_for_backward(*[found[i] for i in saved], *kept)
+            ctx.save_for_backward(writes.clone(), *[found[i] for i in saved], *kept)
             results = tuple(found[i] for i in returned)
             ctx.mark_non_differentiable(*[results[i] for i in integers])
             return results
 
         @staticmethod
         def backward(ctx, *tangents):
-            own = [mean.of(tangents[i]) for i, mean in enumerate(means)]
-            values = [*ctx.saved_tensors, *own]
+            writes, *saved = ctx.saved_tensors
+            own = [tangents[i].contiguous() for i in range(len(means))]
+            own[checked] = unchanged(own[checked], writes, number)
+            values = [*saved, *(mean.of(own[i]) for i, mean in enumerate(means))]
             found = run_second(*[values[i] for i in order])
-            return tuple(
+            return None, *(
                 None if at is None else _narrowed(found[at] * counts, sizes[i][0])
                 for i, (at, counts) in enumerate(gradients)
             )

@@ -31,8 +31,8 @@ from stepgraph.runtime.ranks import join_ranks
 from stepgraph.runtime.replay import Replay, can_be_replayed, flat_batch
 from stepgraph.runtime.state import State
 from stepgraph.runtime.watch import watch_over
-from stepgraph.torch_internals import graphs as dynamo
 from stepgraph.torch_internals import pytree
+from stepgraph.torch_internals.python_values import has_written_modules
 
 HOW_TO_FILL = (
     "before the first call: model.to_empty(device=...), then what fills it in place, as the model's own "
@@ -170,7 +170,7 @@ class ParallelForward:
     def _prepare_replays(self) -> int:
         """Of all that was compiled for training and may run now."""
         known, self.replays = self.replays, []
-        if dynamo.has_written_modules():  # what it reads of them is not what they are
+        if has_written_modules():  # what it reads of them is not what they are
             return 0
         for key, compiled in self.compiler.made_for("gradients"):
             replay = next((one for one in known if one.compiled is compiled), None)

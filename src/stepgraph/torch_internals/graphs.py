@@ -297,23 +297,6 @@ def only_inlined(function: types.FunctionType) -> None:
     skip_code(function.__code__)
 
 
-def has_written_modules() -> bool:
-    """Whether the code that dynamo traces now has written into modules: it does so behind the graph."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    effects = InstructionTranslator.current_tx().output.side_effects
-    graph = effects.output_graph_weakref()
-    scope = {"L": graph.local_scope, "G": graph.global_scope}
-    for variable in effects._get_modified_vars():
-        source = getattr(variable, "source", None)
-        try:
-            if source is not None and isinstance(eval(source.name, scope), torch.nn.Module):
-                return True
-        except Exception:  # what is no expression was made by the code itself, or may be anything
-            continue
-    return False
-
-
 def inner_error(error: BaseException) -> BaseException:
     """What went wrong inside a backend that dynamo called."""
     return getattr(error, "inner_exception", None) or error

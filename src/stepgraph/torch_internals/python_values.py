@@ -225,6 +225,23 @@ def _changes_of(effects: Any) -> Iterator[Change]:
             yield Change(path, holder, "", holder, *_value(variable), source.name in read)
 
 
+def has_written_modules() -> bool:
+    """Whether the code that dynamo traces now has written into modules: it does so behind the graph."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    effects = InstructionTranslator.current_tx().output.side_effects
+    graph = effects.output_graph_weakref()
+    scope = {"L": graph.local_scope, "G": graph.global_scope}
+    for variable in effects._get_modified_vars():
+        source = getattr(variable, "source", None)
+        try:
+            if source is not None and isinstance(eval(source.name, scope), nn.Module):
+                return True
+        except Exception:  # what is no expression was made by the code itself, or may be anything
+            continue
+    return False
+
+
 def is_expression(source: Any) -> bool:
     """Whether what dynamo knows of where a value came from is an expression."""
     try:

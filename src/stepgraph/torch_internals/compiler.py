@@ -123,6 +123,17 @@ def _remembering_what_loads() -> Iterator[None]:
         VecISA._probe_load = probe  # type: ignore[method-assign]
 
 
+def _offered_instructions() -> list[Any]:
+    """The vector instructions that an x86 machine offers and inductor knows, which it tries; best first."""
+    from torch._inductor import cpu_vec_isa
+
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return []
+    offered = cpu_vec_isa.x86_isa_checker()
+    known = cpu_vec_isa.supported_vec_isa_list
+    return [isa for isa in known if all(flag in offered for flag in str(isa).split())]
+
+
 def look_at_machine() -> None:
     """Finds out which vector instructions this machine and its compiler have; once a process.
 
@@ -131,27 +142,10 @@ def look_at_machine() -> None:
     """
     from torch._inductor import cpu_vec_isa
 
-    if platform.machine() in ("x86_64", "AMD64"):
-        offered = cpu_vec_isa.x86_isa_checker()
-        possible = [
-            isa
-            for isa in cpu_vec_isa.supported_vec_isa_list
-            if all(flag in offered for flag in str(isa).split())
-        ]
+    if possible := _offered_instructions():
         with _remembering_what_loads(), ThreadPoolExecutor(len(possible) + 1) as trials:
             [*trials.map(bool, possible)]
     cpu_vec_isa.pick_vec_isa()
-
-
-def _likely_instructions() -> Any | None:
-    """The vector instructions that :func:`look_at_machine` will find, unless their trial fails."""
-    from torch._inductor import cpu_vec_isa
-
-    if platform.machine() not in ("x86_64", "AMD64") or _inductor_config.cpp.simdlen is not None:
-        return None
-    offered = cpu_vec_isa.x86_isa_checker()
-    known = cpu_vec_isa.supported_vec_isa_list
-    return next((isa for isa in known if all(flag in offered for flag in str(isa).split())), None)
 
 
 def precompile_headers() -> threading.Thread | None:
@@ -166,14 +160,16 @@ def precompile_headers() -> threading.Thread | None:
     from torch._inductor import codecache, cpp_builder
 
     with contextlib.suppress(AttributeError):  # a torch that does it otherwise
-        isa = _likely_instructions()
         there = any(Path(codecache._HEADER_DIR).glob("*.gch"))
-        if isa is None or there or not _inductor_config.cpp_cache_precompile_headers:
+        chosen = _inductor_config.cpp.simdlen is not None  # other instructions than the best
+        if there or chosen or not _inductor_config.cpp_cache_precompile_headers:
+            return None
+        if not (likely := _offered_instructions()):
             return None
         kernels = codecache.CppPythonBindingsCodeCache
         host = torch_internals.host_device().type
         options: dict[str, Any] = {**kernels.cpp_compile_command_flags, "device_type": host}
-        options |= {"extra_flags": (), "use_relative_path": False, "vec_isa": isa}
+        options |= {"extra_flags": (), "use_relative_path": False, "vec_isa": likely[0]}
         build = cpp_builder.CppTorchDeviceOptions(compile_only=False, min_optimize=False, **options)
         command = cpp_builder.CppBuilder(name="o", sources="i", BuildOption=build)
         header = kernels._get_uncompiled_header(host)

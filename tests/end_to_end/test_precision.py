@@ -115,10 +115,14 @@ def test_every_pass_keeps_the_result(plan, mesh, micro_batches):
     assert report.ok, str(report)
 
 
-def reference():
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def reference(optimizer_of=adamw):
     """Plain PyTorch: a bf16 copy computes, its gradients update the fp32 masters."""
     masters = tiny_llama()
-    optimizer = adamw(masters.parameters())
+    optimizer = optimizer_of(masters.parameters())
     losses = []
     for step in range(STEPS):
         worker = copy.deepcopy(masters)
@@ -133,13 +137,13 @@ def reference():
     return losses, {name: p.detach() for name, p in masters.named_parameters()}
 
 
-def train(plan, lowering):
+def train(plan, lowering, optimizer_of=adamw):
     """One rank of a run; returns losses and whole parameters."""
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     model = tiny_llama()
     engine = stepgraph.Engine(
         model,
-        optimizer=adamw(model.parameters()),
+        optimizer=optimizer_of(model.parameters()),
         plan=plan,
         lowering=lowering,
         compute_dtype=torch.bfloat16,
@@ -167,8 +171,9 @@ def test_real_ranks_train_as_plain_pytorch_does(plan, lowering):
 
 
 def test_one_process_computes_what_plain_pytorch_does():
-    expected_losses, expected = reference()
-    losses, parameters = train("ddp", "eager")
+    # SGD: Adam divides by what a gradient is large, and an entry that is all rounding weighs as the others.
+    expected_losses, expected = reference(sgd)
+    losses, parameters = train("ddp", "eager", sgd)
     assert losses == pytest.approx(expected_losses, rel=1e-6)
     for name, value in parameters.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)

@@ -117,9 +117,9 @@ def place(
         seen.append(Model(*args))
         return seen[-1]
 
-    def solve(problem: Any, seconds: float, gap: float) -> Solution:
+    def solve(problem: Any, seconds: float, gap: float, **how: Any) -> Solution:
         if chosen is None:
-            seen.append(SOLVE(problem, seconds, 1e-6))
+            seen.append(SOLVE(problem, seconds, 1e-6, **how))
         else:
             cost = problem.cost(chosen)
             seen.append(Solution(chosen, cost, cost, 0))

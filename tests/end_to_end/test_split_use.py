@@ -1,5 +1,6 @@
 """engine(batch), engine.backward, engine.optimizer_step: the run that engine.step makes."""
 
+import copy
 import os
 
 import pytest
@@ -112,6 +113,31 @@ def test_two_forwards_before_a_backward_keep_their_own_values():
     again.backward(again(batch_of(1)))
     for have, parameter in zip(together, again.model.parameters(), strict=True):
         torch.testing.assert_close(have, parameter.grad.to_local())
+
+
+@pytest.mark.parametrize("memory", ["none", "full"])
+def test_running_statistics_are_the_forwards(memory):
+    """As plain PyTorch has them: one update for each forward, whether or not a backward follows."""
+    torch.manual_seed(0)
+    plain = Net()
+    plain.drop.p = 0.0
+    model = copy.deepcopy(plain)
+    optimizer = torch.optim.SGD(model.parameters())
+    engine = stepgraph.Engine(
+        model, loss=loss, optimizer=optimizer, plan="ddp", memory=memory, lowering="eager"
+    )
+    kept = []
+    for step in range(3):
+        kept.append((engine(batch_of(step)), loss(plain, batch_of(step))))
+        for name, value in plain.norm.named_buffers():
+            have = engine.model.get_buffer(f"norm.{name}")
+            torch.testing.assert_close(have, value, msg=f"{name} after {step + 1} forwards")
+    for have, wanted in kept[:2]:
+        engine.backward(have)
+        wanted.backward()
+    for name, parameter in plain.named_parameters():
+        have = engine.model.get_parameter(name).grad.full_tensor()
+        torch.testing.assert_close(have, parameter.grad)
 
 
 def test_a_parameter_changed_in_between_is_an_error():

@@ -121,9 +121,7 @@ class SplitProgram:
         kinds = (roles.Loss, roles.ModuleResult)
         self.results = [role for role in program.outputs if isinstance(role, kinds)]
         self.means = [self._mean(role, values[role]) for role in self.results]
-        own = {role.name for role in program.outputs if isinstance(role, roles.NewBuffer)}
-        buffers = self.backward.buffers.items()
-        self._read_again = [buffer for name, buffer in buffers if name not in own]
+        self._read_again = [*self.backward.buffers.values()]
 
     def run(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
         """Runs the forward; the results carry a graph, whose backward adds to the parameters' ``.grad``.

@@ -140,6 +140,41 @@ def test_running_statistics_are_the_forwards(memory):
         torch.testing.assert_close(have, parameter.grad)
 
 
+class Spectrum(nn.Module):
+    """Complex parameters and results."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 8)
+        self.gain = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+
+    def forward(self, x):
+        return torch.fft.fft(self.a(x)) * self.gain
+
+
+def gradients_of_a_spectrum(plan):
+    """One rank: gradients through a complex result, and those of one process."""
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    torch.manual_seed(0)
+    plain, x = Spectrum(), torch.randn(4, 4)
+    mine = x.chunk(ranks)[rank]
+    model = stepgraph.parallelize(copy.deepcopy(plain), example=mine, plan=plan, lowering="eager")
+    for module, rows in ((plain, x), (model, mine)):
+        module(rows).abs().square().mean().backward()
+    wanted = [p.grad for p in plain.parameters()]
+    return [p.grad.full_tensor() for p in model.parameters()], wanted
+
+
+def test_complex_results_carry_gradients():
+    for plan, results in (
+        ("ddp", [gradients_of_a_spectrum("ddp")]),
+        ("zero3", launch(gradients_of_a_spectrum, "zero3", ranks=2)),
+    ):
+        for found, wanted in results:
+            for have, want in zip(found, wanted, strict=True):
+                torch.testing.assert_close(have, want, msg=plan)
+
+
 def test_a_parameter_changed_in_between_is_an_error():
     engine = engine_of()
     one, two = engine(batch_of(0)), engine(batch_of(1))

@@ -94,6 +94,8 @@ def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     """Largest difference over the largest magnitude; NaN where both are counts as equal."""
     if a.shape != b.shape:
         return float("inf")
+    if a.is_complex() and b.is_complex():
+        a, b = (torch.view_as_real(value.resolve_conj()) for value in (a, b))
     if not a.is_floating_point():
         return 0.0 if torch.equal(a, b) else float("inf")
     if torch.equal(a, b) or not a.numel():
@@ -116,6 +118,7 @@ def tolerance(values: Any, inside: Iterable[torch.dtype] = ()) -> float:
     in fp32. Two-byte types add up in fp32 and round once per operation: 8 eps. ``inside``: types that
     results passed through.
     """
-    dtypes = {value.dtype for value in values if value.is_floating_point()} | set(inside)
+    rounded = {v.dtype for v in values if v.is_floating_point() or v.is_complex()}
+    dtypes = rounded | set(inside)
     allowed = [torch.finfo(d).eps * (256 if d.itemsize > 2 else 8) for d in dtypes]
     return max(allowed, default=0.0)

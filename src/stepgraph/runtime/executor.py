@@ -161,6 +161,11 @@ def _is_own(value: Value) -> bool:
     return any(isinstance(placement, Shard) for placement in value.placements or ())
 
 
+def is_differentiable(dtype: torch.dtype) -> bool:
+    """Whether a result of this type carries a gradient."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 def tangent_of(result: roles.Output) -> roles.Input:
     """What the backward takes for a result."""
     is_modules = isinstance(result, roles.ModuleResult)
@@ -179,7 +184,7 @@ class Mean:
 
     def of(self, tangent: torch.Tensor) -> torch.Tensor:
         """That of one rank's tangent; called by all ranks."""
-        if not tangent.is_floating_point():
+        if not is_differentiable(tangent.dtype):
             return tangent
         for group in self.groups:
             tangent = torch_internals.sum_over_group(tangent.contiguous(), group)
@@ -200,7 +205,7 @@ class _Call(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         ctx.split, ctx.versions = split, split.versions()
         results = tuple(found[role].detach() for role in split.results)
-        ctx.mark_non_differentiable(*(r for r in results if not r.is_floating_point()))
+        ctx.mark_non_differentiable(*(r for r in results if not is_differentiable(r.dtype)))
         return results
 
     @staticmethod

@@ -19,7 +19,12 @@ from stepgraph.pipeline import GRAPH_LOWERED
 from stepgraph.program import roles
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.program import Program
-from stepgraph.runtime.executor import CHANGED_BETWEEN, SplitProgram, tangent_of
+from stepgraph.runtime.executor import (
+    CHANGED_BETWEEN,
+    SplitProgram,
+    is_differentiable,
+    tangent_of,
+)
 from stepgraph.torch_internals import dtensors, host_device
 from stepgraph.torch_internals.code import generate_code
 
@@ -139,9 +144,8 @@ def _function(
         generate_code(side)  # it is what dynamo reads
     place = {role: i for i, role in enumerate(given)}
     returned = [first.outputs.index(role) for role in (*split.results, *new)]
-    integers = [
-        i for i, at in enumerate(returned) if not first.output_values[at].dtype.is_floating_point
-    ]
+    dtypes = [first.output_values[at].dtype for at in returned]
+    integers = [i for i, dtype in enumerate(dtypes) if not is_differentiable(dtype)]
     saved = [i for i, role in enumerate(first.outputs) if isinstance(role, roles.Saved)]
     again = [place[role] for role in second.inputs if role in place]
     overwritten = {place.get(roles.Buffer(role.name)) for role in new}

@@ -1,5 +1,6 @@
 """parallelize(): the user's own loop and optimizer over sharded parameters and compiled programs."""
 
+import functools
 import os
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 import stepgraph
 from stepgraph.capture.module import default_loss
@@ -347,3 +349,27 @@ def test_one_and_true_are_not_one_program():
     stepgraph.parallelize(model, example=(rows(0)[0], 1), plan="ddp", lowering="eager")
     for kind in (1, True):
         torch.testing.assert_close(model(rows(0)[0], kind), plain(rows(0)[0], kind))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_the_module_draws_its_masks_again(reentrant):
+    """Two calls and one of another kind in between: each has its own masks, in both of its runs."""
+
+    def gradient(is_checkpointed, after):
+        torch.manual_seed(0)
+        model = stepgraph.parallelize(
+            nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)),
+            example=rows(0)[0], plan="ddp", lowering="eager",
+        )  # fmt: skip
+        x = rows(0)[0].requires_grad_()
+        run = functools.partial(checkpoint, model, use_reentrant=reentrant)
+        one, two = [run(x) if is_checkpointed else model(x) for _ in range(2)]
+        assert not torch.equal(one, two)
+        if after:
+            model(x)
+        (one * two).sum().backward()
+        return x.grad
+
+    wanted = gradient(False, False)
+    for after in (False, True):
+        assert torch.equal(gradient(True, after), wanted)

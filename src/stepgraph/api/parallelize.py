@@ -26,6 +26,7 @@ from stepgraph.planning.plan import Plan
 from stepgraph.planning.request import Precision, StepSettings
 from stepgraph.program import roles
 from stepgraph.runtime.batches import LocalBatch, flatten_batch
+from stepgraph.runtime.call_numbers import CallNumbers
 from stepgraph.runtime.compiler import MAX_SHAPES, Compiled, Compiler
 from stepgraph.runtime.ranks import join_ranks
 from stepgraph.runtime.replay import Replay, can_be_replayed, flat_batch
@@ -144,7 +145,7 @@ class ParallelForward:
         self.compiler, self.seed, self.whole_backward = compiler, seed, whole_backward
         self.graphs: GraphRunner | None = None  # where the module cannot be captured whole
         self.parts = Parts(compiler, whole=True)
-        self._calls = 0
+        self._numbers = CallNumbers()
         compiler.capturing = self._own_forward
         self.replays: list[Replay] = []
         self.modules = list(compiler.model.modules())
@@ -183,8 +184,8 @@ class ParallelForward:
     def _begin(self, key: tuple, compiled: Compiled) -> None:
         """Before each call that torch.compile has traced."""
         self.compiler.check_again("gradients", key, compiled)
-        self.compiler.state.seed_random_operations(self.seed, self._calls, 0)
-        self._calls += 1
+        number = self._numbers.take(compiled.draws)
+        self.compiler.state.seed_random_operations(self.seed, number, 0)
         compiled.values.replay()
 
     @torch_internals.disable_compiler  # what runs is compiled: torch.compile would bind it once more
@@ -204,9 +205,10 @@ class ParallelForward:
         state.check_filled()
         if compiled is None:
             return self._run_in_graphs(local, training)
-        state.seed_random_operations(self.seed, self._calls, 0)
+        counts = training or compiled.draws
+        number = self._numbers.take(compiled.draws) if counts else self._numbers.next
+        state.seed_random_operations(self.seed, number, 0)
         if training:
-            self._calls += 1
             assert compiled.split is not None
             results = compiled.split.run(local.leaves)
             compiled.values.replay()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 from stepgraph.capture.python_values import PythonValues
+from stepgraph.program import roles
 from stepgraph.runtime.executor import LoweredProgram, SplitProgram
+
+_SEEDS = (roles.Seed, roles.HostSeed)
 
 
 @dataclass
@@ -22,6 +26,13 @@ class Compiled:
     split: SplitProgram | None = None
     values: PythonValues = PythonValues()
     digest: int = 0
+
+    @functools.cached_property
+    def draws(self) -> bool:
+        """Whether it has random operations."""
+        split = [self.split.forward] if self.split is not None else []
+        programs = [lowered.program for lowered in (*self.programs.values(), *split)]
+        return any(isinstance(role, _SEEDS) for program in programs for role in program.inputs)
 
     def release(self) -> None:
         """Lets go of the tensors and graphs that its programs hold; they cannot run again."""

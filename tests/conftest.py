@@ -58,9 +58,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def collect_garbage():
-    """Make a leaked file or socket fail in the module that leaked it, not wherever gc runs next."""
+    """Make a leaked file or socket fail in the module that leaked it, not wherever gc runs next.
+
+    What is alive after it is not looked at again: caches that grow would be walked for every module.
+    """
     yield
     gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

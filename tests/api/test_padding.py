@@ -174,6 +174,7 @@ def train(mask):
     return losses, whole, engine.stats.compiles
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "mask"), sampled([(2, True), (1, False)]))
 def test_padded_sequences_train_like_those_that_are_not(ranks, mask):
     losses, parameters = expected(range(ranks), mask)

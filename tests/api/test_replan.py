@@ -118,6 +118,7 @@ def test_by_the_clock_of_this_machine():
     assert losses == run(other, 6)
 
 
+@pytest.mark.slow
 def test_old_programs_are_let_go():
     engine = made(f"budget:{int(1.1 * peak_with_all_kept())}", factor=1.4)
     run(engine, 1)
@@ -147,6 +148,7 @@ def test_each_shape_is_measured_by_itself():
     assert one.step == 7 and one.steps == 2
 
 
+@pytest.mark.slow
 def test_a_no_recompiles_block_forbids_what_it_would_compile():
     engine = made(f"budget:{int(1.1 * peak_with_all_kept())}", factor=1.4)
     engine.replan(after=1)

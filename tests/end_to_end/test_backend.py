@@ -154,6 +154,7 @@ def compiled_once_more(kind):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sampled(["small", "broken", "whole"], every=3))
 def test_compiling_a_parallelized_module_again_binds_nothing_twice(kind):
     (sent, gradients), (sent_again, again) = launch(compiled_once_more, kind, ranks=2)[0]

@@ -213,11 +213,12 @@ def check(kind, step_once, *, whole=False):
         torch.testing.assert_close(parameter.to_local(), wanted, msg=name)
 
 
-@pytest.mark.parametrize("name", sampled(SITUATIONS, every=3))
+@pytest.mark.parametrize("name", sampled(SITUATIONS, every=5))
 def test_nothing_piles_up(name):
     check(*SITUATIONS[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(SITUATIONS, every=len(SITUATIONS)))
 def test_nothing_piles_up_under_compiled_autograd(name):
     check(*SITUATIONS[name], whole=True)

@@ -122,6 +122,7 @@ def graph_by_graph(how):
     return [engine.step(batch(step)).item() for step in range(2)], engine.programs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", sampled([REENTRANT, NOT_REENTRANT]))
 def test_graph_by_graph_names_and_masks_are_the_same_too(how):
     plain, programs = graph_by_graph(PLAIN)

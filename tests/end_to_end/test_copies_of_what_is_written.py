@@ -153,6 +153,7 @@ def test_blocks_that_are_computed_again(memory):
     assert_trains_alike(Running(), memory=memory)
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_keeps_old_parameters():
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)]

@@ -163,6 +163,7 @@ def kill_and_resume(folder, undisturbed, kills, seed):
     return torn
 
 
+@pytest.mark.slow
 def test_a_run_killed_once_in_a_save_ends_as_if_nothing_had_been(tmp_path, undisturbed):
     kill_and_resume(tmp_path / "run", undisturbed, kills=1, seed=1)
 

@@ -185,6 +185,7 @@ def test_ranks_that_cut_another_dimension_exchange_parts(tmp_path, lowering):
         assert "all_to_all" in kinds
 
 
+@pytest.mark.slow
 def test_a_plan_brings_the_type_it_computes_in(tmp_path):
     path = make_plan(tmp_path / "p.json", "dp=1", "zero3", compute_dtype=torch.bfloat16)
     assert step_by_the_plan(path) == whole_losses(torch.bfloat16)

@@ -37,6 +37,7 @@ def test_steps_are_those_of_plain_pytorch_or_an_error(case):
     holds(*run(case))
 
 
+@pytest.mark.slow
 @given(case=CASES)
 def test_parts_are_those_of_plain_pytorch_or_an_error(case):
     holds(*run_part(case))

@@ -185,6 +185,7 @@ def test_another_seed_and_another_step_draw_other_masks(alone):
     assert made.step(batch()) != made.step(batch())
 
 
+@pytest.mark.slow
 def test_the_checker_follows_every_pass():
     report = check_model(net(), batch=batch(), mesh="dp=2", micro_batches=2, memory="full")
     assert report.ok, str(report)

@@ -98,7 +98,7 @@ CELLS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("plan", "backend", "mesh", "ranks"), sampled(CELLS, every=2))
+@pytest.mark.parametrize(("plan", "backend", "mesh", "ranks"), sampled(CELLS, every=4))
 def test_a_module_compiled_again_trains_alike_and_gathers_the_same(plan, backend, mesh, ranks):
     """Dropout, running statistics, gradients of inputs and ranks' parts that are padded included."""
     for first, second, sent, decided in launch(trained_twice, plan, backend, mesh, ranks=ranks):
@@ -223,6 +223,7 @@ def test_a_language_models_result_is_its_own_class():
     assert all(torch.equal(gradients[name], theirs[name]) for name in gradients)
 
 
+@pytest.mark.slow
 def test_of_several_programs_for_one_batch_that_which_fits_is_traced():
     """A frozen parameter, a value of Python: what was compiled for it is taken, then what was before."""
     module, _, x = one_process()

@@ -73,6 +73,7 @@ def test_progress_goes_to_standard_error(run):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_a_run_again_is_the_same_run_and_metrics_are_appended(run):
     result, folder = run
     again = train(folder, "--metrics", "run.jsonl")

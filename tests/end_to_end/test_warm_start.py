@@ -89,6 +89,7 @@ def test_the_second_start(cache):
     assert len(damaged) == 1 and flipped.name in damaged[0]
 
 
+@pytest.mark.slow
 def test_ranks_that_start_at_once_compile_a_thing_once(cache):
     settings = {"plan": "zero3"}
     results = launch(start, str(cache), settings, ranks=2)

@@ -64,7 +64,7 @@ def test_every_pass_of_every_road_has_a_planted_bug():
     assert PLANTED.keys() | GRAPH_BY_GRAPH == ALL
 
 
-@pytest.mark.parametrize(("case", "program"), sampled(product(CASES, PROGRAMS), every=3))
+@pytest.mark.parametrize(("case", "program"), sampled(product(CASES, PROGRAMS), every=7))
 def test_without_a_bug_all_passes_agree(case, program):
     report = checked(case, program)
     assert report.ok, str(report)

@@ -157,6 +157,7 @@ class Gated(nn.Module):
         return h
 
 
+@pytest.mark.slow
 def test_a_piece_that_hands_on_nothing_compiles():
     torch.manual_seed(0)
     model, x = Gated(), torch.randn(4, 8)

@@ -40,7 +40,8 @@ def decided(layers, part):
     return budget, simulate(program, found), whole, len(sizes) - whole, named
 
 
-@pytest.mark.parametrize("part", [0.1, pytest.param(0.5, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [0.1, 0.5])
 def test_whole_simulations_are_few_however_deep_it_is(part):
     for layers in (FEW, MORE):
         budget, trial, whole, short, named = decided(layers, part)

@@ -105,7 +105,7 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize(
     ("model", "memory", "micro_batches"),
-    sampled([(model, memory, n) for model in MODELS for memory in POLICIES for n in (1, 2)], 5),
+    sampled([(model, memory, n) for model in MODELS for memory in POLICIES for n in (1, 2)], 11),
 )
 def test_the_same_bits_as_if_all_were_kept(model, memory, micro_batches):
     expected = trained(model, None, micro_batches=micro_batches)
@@ -305,6 +305,6 @@ def test_inductor_copies_the_memory_that_its_wait_keeps(layers, dropout):
     kept = tiny_llama(
         layers, num_key_value_heads=2, use_cache=True, attention_dropout=dropout
     ).train()
-    other = stepgraph.Engine(kept, optimizer=adamw(kept), plan="ddp", lowering="inductor")
+    other = stepgraph.Engine(kept, optimizer=adamw(kept), plan="ddp", lowering="eager")
     expected = [other.step(token_batch(4)) for _ in range(3)]
     torch.testing.assert_close(torch.stack(losses), torch.stack(expected))

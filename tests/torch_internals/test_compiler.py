@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from stepgraph.torch_internals.compiler import cpp_compiler
 
 SCRIPT = """
@@ -25,6 +27,7 @@ print(json.dumps([made, then, again is None]))
 """
 
 
+@pytest.mark.slow
 def test_inductor_takes_the_header_that_was_begun_before_it(tmp_path):
     assert cpp_compiler()
     cold = {"TMPDIR": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}

@@ -153,16 +153,15 @@ def _trace_with_numbers(
         after_first.update(states)
         return [updated, *states.values()]
 
+    has_first = True
     try:
-        first = _trace(first_step, [stand_in, gradient, *number_values])
+        with fake_mode:  # which states there are; a graph of it is seldom needed
+            first_step(stand_in, gradient, *number_values)
         fills = _starting_values(optimizer, group, like)
     except Exception:
         if not present:
             raise
-        first, fills = (
-            None,
-            {},
-        )  # only the constructor makes these (Adagrad): there is no first step
+        has_first, fills = False, {}  # only the constructor makes these (Adagrad)
     # Traced alike before and after states were loaded, so that a resumed run runs the same program.
     state_like = present or after_first
     specs = {
@@ -181,10 +180,14 @@ def _trace_with_numbers(
         return [updated, *(states[key] for key in specs)]
 
     examples = [stand_in, gradient, *state_values, *number_values]
-    graph = _trace(next_step, examples)
-    if first is not None and any(spec.fill is None for spec in specs.values()):
-        graph = _select_first(first, graph, len(specs), fake_mode, examples)
+    if has_first and any(spec.fill is None for spec in specs.values()):
+        split = 2 + len(specs)
+        with fake_mode:
+            examples.insert(split, torch.empty(()))
+        graph = _trace(_select_first(first_step, next_step, split), examples)
         specs[FIRST_STEP] = StateSpec((), torch.float32, 1.0)
+    else:
+        graph = _trace(next_step, examples)
     burnt = {name: value for name, value in values.items() if name not in numbers}
     rule = UpdateRule(graph, specs, numbers, tuple(conditions), burnt)
     return with_kernel(rule, optimizer, group)
@@ -239,20 +242,17 @@ class _FirstValues(dict):
         super().__setitem__(key, value)
 
 
-def _select_first(first, later, n_states: int, fake_mode, examples) -> fx.GraphModule:
-    """``first_step ? first(...) : later(...)``, element by element."""
+def _select_first(first: Callable, later: Callable, split: int) -> Callable:
+    """``first_step ? first(...) : later(...)``, element by element; ``split``: where the flag comes."""
 
-    def step(parameter, gradient, *rest):
-        states, flag, numbers = rest[:n_states], rest[n_states], rest[n_states + 1 :]
-        before = first(parameter, gradient, *numbers)
-        after = later(parameter, gradient, *states, *numbers)
+    def step(*given):
+        tensors, flag, numbers = given[:split], given[split], given[split + 1 :]
+        before = first(*tensors[:2], *numbers)
+        after = later(*tensors, *numbers)
         chosen = [torch.where(flag > 0, a, b) for a, b in zip(before, after, strict=True)]
         return [*chosen, torch.zeros_like(flag)]
 
-    with fake_mode:
-        flag = torch.empty(())
-    split = 2 + n_states
-    return _trace(step, [*examples[:split], flag, *examples[split:]])
+    return step
 
 
 def _trace(function, examples: list[torch.Tensor]) -> fx.GraphModule:

@@ -113,6 +113,7 @@ def test_flat_collectives_that_read_each_other_are_merged(toys):  # noqa: F811
     assert report.ok, str(report)
 
 
+@pytest.mark.slow
 @settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture], **PROFILE
 )

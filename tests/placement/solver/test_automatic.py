@@ -167,6 +167,7 @@ def planned_on(mesh: str) -> str:
     return f"{mesh} {planned.solution.cost!r} {stored} {operations}"
 
 
+@pytest.mark.slow
 def test_meshes_planned_one_after_the_other_are_planned_as_alone():
     meshes = ["dp=4,tp=2", "dp=2,tp=4", "dp=8"]
     here = [planned_on(mesh) for mesh in meshes]

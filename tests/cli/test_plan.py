@@ -81,6 +81,7 @@ def test_json_is_the_plan_files_object(planned, tmp_path):
     assert page.read_text().startswith("<!doctype html>")
 
 
+@pytest.mark.slow
 def test_plans_side_by_side(planned, tmp_path):
     seen, answers = planned
     fast = llama_plan(placement="tp+ddp")

@@ -90,6 +90,7 @@ def live_bytes_of_interpretation(run, program) -> list[int]:
     return measured
 
 
+@pytest.mark.slow
 def test_full_recomputation_halves_the_activation_peak_of_eight_layers():
     peaks = {
         memory: memory_timeline(run_once("ddp", 1, memory, layers=8).programs["step"])

@@ -115,6 +115,7 @@ def parts_of_modules():
     return found
 
 
+@pytest.mark.slow
 def test_parts_train_as_in_one_process_under_any_plan():
     plain = Net()
     losses, last = trained(plain, lambda x: x)

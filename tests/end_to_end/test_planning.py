@@ -144,6 +144,7 @@ def found_by_the_solver(paths):
     return [*found, [engine.step(part(step, engine.plan.mesh)).item() for step in range(STEPS)]]
 
 
+@pytest.mark.slow
 def test_auto_is_what_real_ranks_run(tmp_path):
     asked = (
         ("dp=2", {"dp": "zero3"}),

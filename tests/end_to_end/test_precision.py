@@ -244,6 +244,7 @@ def test_autocast_trains_as_in_one_process(inside, plan, mesh):
     compare_in_bf16((losses, run.parameters()), (expected, wanted), start)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_bf16_itself():
     model = tiny_llama(layers=1).bfloat16()
     plain = model(**llama_batch(0)).loss

@@ -32,6 +32,7 @@ def holds(how, apart):
     assert not apart and (how == "equal" or how.endswith("Error")), (how, apart)
 
 
+@pytest.mark.slow
 @given(case=CASES)
 def test_steps_are_those_of_plain_pytorch_or_an_error(case):
     holds(*run(case))

@@ -87,7 +87,8 @@ def test_a_rank_that_ends_is_not_waited_for(case, ranks):
     assert apart < SOON
 
 
-@pytest.mark.parametrize("seconds", ["8", pytest.param("60", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", ["8", "60"])
 @pytest.mark.parametrize("case", sampled(["a late program", "a late batch"]))
 def test_a_rank_that_is_late_is_waited_for(case, seconds):
     codes, printed, _ = run(case, 2, LATE=seconds, STEPGRAPH_PROGRESS="1")

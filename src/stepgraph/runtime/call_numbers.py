@@ -30,5 +30,6 @@ class CallNumbers:
         number, self.next = self.next, self.next + 1
         if token is not None:
             self._known[token] = number
-            self._known.pop(next(iter(self._known)) if len(self._known) > _KEPT else -1, None)
+            if len(self._known) > _KEPT:
+                del self._known[next(iter(self._known))]
         return number

@@ -132,7 +132,8 @@ def test_layers_that_share_a_choice_are_all_counted(make, layers):
         assert_counted_right(*make(layers), "dp=2,tp=2", device)
 
 
-@pytest.mark.parametrize("device", sampled(["slow links", "slow math"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["slow links", "slow math"])
 def test_what_is_recomputed_is_counted_again(device):
     """But for what is recomputed only to be exchanged: that is counted, and not done."""
     assert_counted_right(*llama(2), "dp=2,tp=2", device, tolerance=1e-4, memory="full")

@@ -57,8 +57,8 @@ def run() -> dict[str, dict[str, str | None]]:
         report = stepgraph.check(engine, batch)
         found[plan] = {"": report.first_difference, "graphs": str(len(report.passes))}
         runner = engine.graph_by_graph()
-        for name in (name for name in PLANTED_IN_GRAPHS if plan_of(name) == plan):
-            bug = PLANTED_IN_GRAPHS[name]
+        planted = {n: bug for n, bug in PLANTED_IN_GRAPHS.items() if plan_of(n) == plan}
+        for name, bug in planted.items():
             local = flatten_batch(batch, torch.device("cpu"))
             found[plan][name] = check_graphs(runner, local, {name: bug}).first_difference
     return found

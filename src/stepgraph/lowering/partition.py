@@ -39,8 +39,11 @@ def forward_and_backward(program: Program) -> tuple[Program, Program]:
         and (node in gradients or any(user in late for user in node.users))
         and (node.op == "call_function" or node in written or _is_replaced(role_of.get(node)))
     ]
-    drawn = (roles.Seed, roles.HostSeed)
-    kept = {node for node in saved if root[node] in written or isinstance(role_of.get(node), drawn)}
+    kept = {
+        node
+        for node in saved
+        if root[node] in written or isinstance(role_of.get(node), roles.SEEDS)
+    }
     forward = _Side(program, [node for node in nodes if node not in late], kept)
     for node in program.placeholders:
         forward.take(node, role_of[node])
@@ -64,7 +67,7 @@ def forward_and_backward(program: Program) -> tuple[Program, Program]:
 
 def _is_replaced(role: roles.Input | None) -> bool:
     """Whether the next forward brings another tensor, or writes into this one."""
-    return isinstance(role, (roles.UserInput, roles.Seed, roles.HostSeed))
+    return isinstance(role, (roles.UserInput, *roles.SEEDS))
 
 
 class _Side:

@@ -165,6 +165,9 @@ Output = (
     | NewOptimizerState | NewAccumulator
 )  # fmt: skip
 
+# What random operations draw from.
+SEEDS = (Seed, HostSeed)
+
 # What each call brings along; everything else is state.
 BROUGHT = (UserInput, Tangent, ResultTangent, GivenGrad, Saved)
 

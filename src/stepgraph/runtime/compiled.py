@@ -10,8 +10,6 @@ from stepgraph.capture.python_values import PythonValues
 from stepgraph.program import roles
 from stepgraph.runtime.executor import LoweredProgram, SplitProgram
 
-_SEEDS = (roles.Seed, roles.HostSeed)
-
 
 @dataclass
 class Compiled:
@@ -32,7 +30,7 @@ class Compiled:
         """Whether it has random operations."""
         split = [self.split.forward] if self.split is not None else []
         programs = [lowered.program for lowered in (*self.programs.values(), *split)]
-        return any(isinstance(role, _SEEDS) for program in programs for role in program.inputs)
+        return any(isinstance(role, roles.SEEDS) for program in programs for role in program.inputs)
 
     def release(self) -> None:
         """Lets go of the tensors and graphs that its programs hold; they cannot run again."""

@@ -30,7 +30,7 @@ from stepgraph.torch_internals.code import generate_code
 
 _NUMBERS = itertools.count(1)
 _MADE: weakref.WeakValueDictionary[int, Traceable] = weakref.WeakValueDictionary()
-_MOVED = (roles.Seed, roles.HostSeed, roles.Outside)  # inputs that are written before a call
+_MOVED = (*roles.SEEDS, roles.Outside)  # inputs that are written before a call
 
 
 @torch.library.custom_op("stepgraph::begin_call", mutates_args=("written",))

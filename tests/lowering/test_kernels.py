@@ -2,10 +2,12 @@
 
 import multiprocessing
 import os
+import platform
 import time
 
 import pytest
 import torch
+from filelock import FileLock
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from stepgraph.lowering.cache import Cache
@@ -20,11 +22,12 @@ def kernels(tmp_path):
     return Kernels(tmp_path / "kernels")
 
 
-def maker(library, content=b"code", made=None):
-    def make():
-        library.write_bytes(content)
+def maker(content=b"code", made=None):
+    def make(libraries):
+        for library in libraries:
+            library.write_bytes(content)
         if made is not None:
-            made.append(library)
+            made.extend(libraries)
 
     return make
 
@@ -34,8 +37,8 @@ def test_the_second_who_needs_it_gets_a_copy(kernels, tmp_path):
     for number in range(3):
         library = tmp_path / str(number) / "k.main.so"
         library.parent.mkdir()
-        kernels.provide(library, maker(library, made=made))
-        kernels.provide(library, maker(library, made=made))  # there already
+        kernels.provide([library], maker(made=made))
+        kernels.provide([library], maker(made=made))  # there already
         assert library.read_bytes() == b"code"
     assert len(made) == 1
 
@@ -64,36 +67,60 @@ def test_what_was_damaged_is_made_again(poison, kernels, tmp_path):
     made = []
     first, second = tmp_path / "k.main.so", tmp_path / "again" / "k.main.so"
     second.parent.mkdir()
-    kernels.provide(first, maker(first, made=made))
+    kernels.provide([first], maker(made=made))
     (kept,) = (path for path in kernels.folder.iterdir() if path.suffix != ".lock")
     poison(kept, tmp_path)
-    kernels.provide(second, maker(second, made=made))
+    kernels.provide([second], maker(made=made))
     assert made == [first, second] and second.read_bytes() == b"code"
+
+
+def test_what_others_are_at_is_left_until_the_rest_is_made(kernels, tmp_path):
+    made = []
+    libraries = [tmp_path / f"{name}.main.so" for name in "abc"]
+    kernels.folder.mkdir()
+    other = FileLock(kernels.folder / "b.main.so.lock")
+    other.acquire()
+
+    def make(missing):
+        made.append([library.name[0] for library in missing])
+        maker()(missing)
+        other.release()
+
+    kernels.provide(libraries, make)
+    assert made == [["a", "c"], ["b"]] and all(library.exists() for library in libraries)
+
+
+def test_what_could_not_be_made_is_missing(kernels, tmp_path):
+    first, second = tmp_path / "a.main.so", tmp_path / "b.main.so"
+    kernels.provide([first, second], lambda missing: maker()(missing[:1]))
+    assert first.exists() and not second.exists()
+    kernels.provide([first, second], maker())
+    assert second.exists()
 
 
 def test_a_failure_leaves_nothing(kernels, tmp_path):
     library = tmp_path / "k.main.so"
 
-    def fail():
+    def fail(libraries):
         raise RuntimeError("no compiler")
 
     with pytest.raises(RuntimeError, match="no compiler"):
-        kernels.provide(library, fail)
+        kernels.provide([library], fail)
     assert not library.exists()
-    kernels.provide(library, maker(library))
+    kernels.provide([library], maker())
     assert library.read_bytes() == b"code"
 
 
 def test_a_folder_that_cannot_be_made_is_no_obstacle(tmp_path):
     (tmp_path / "kernels").write_text("in the way")
     library = tmp_path / "k.main.so"
-    Kernels(tmp_path / "kernels").provide(library, maker(library))
+    Kernels(tmp_path / "kernels").provide([library], maker())
     assert library.read_bytes() == b"code"
 
 
 def test_old_ones_are_forgotten(kernels, tmp_path):
     for name in ("old.main.so", "new.main.so"):
-        kernels.provide(tmp_path / name, maker(tmp_path / name))
+        kernels.provide([tmp_path / name], maker())
     for path in kernels.folder.glob("old*"):
         os.utime(path, (time.time() - 2 * IN_USE,) * 2)
     kernels.forget()
@@ -104,12 +131,12 @@ def _slow(folder, number, made):
     own = folder / str(number) / "k.main.so"
     own.parent.mkdir()
 
-    def make():
+    def make(libraries):
         time.sleep(0.3)
         own.write_bytes(b"code")
         made.put(number)
 
-    Kernels(folder / "kernels").provide(own, make)
+    Kernels(folder / "kernels").provide([own], make)
     assert own.read_bytes() == b"code"
 
 
@@ -130,8 +157,12 @@ def test_another_graph_takes_the_kernels_that_it_has_in_common(monkeypatch, tmp_
     compiled = []
     provide = Kernels.provide
 
-    def counted(self, library, make):
-        provide(self, library, lambda: (compiled.append(library.name), make()))
+    def counted(self, libraries, make):
+        def counting(missing):
+            compiled.extend(library.name for library in missing)
+            make(missing)
+
+        provide(self, libraries, counting)
 
     monkeypatch.setattr(Kernels, "provide", counted)
     worker = inductor_worker()
@@ -165,6 +196,30 @@ def test_the_machine_is_looked_at_as_inductor_does():
 
     compiler.look_at_machine()
     assert cpu_vec_isa.pick_vec_isa() == (cpu_vec_isa.valid_vec_isa_list() or [None])[0]
+
+
+def test_torchs_own_instructions_are_tried_lightly_and_others_as_inductor_does(monkeypatch):
+    from torch._inductor.cpu_vec_isa import VecAVX2, VecISA
+
+    tried = []
+    monkeypatch.setattr(VecISA, "check_build", lambda self, code: tried.append(code) or True)
+    for capability, light in (("AVX2", True), ("AVX512", True), ("DEFAULT", False)):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda c=capability: c)
+        with compiler._light_trials():
+            assert VecAVX2().check_build(VecISA._avx_code) and VecAVX2().check_build("another")
+        heavy, other = tried[-2:]
+        assert (heavy != VecISA._avx_code) is light and other == "another"
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86")
+def test_the_light_trial_compiles_loads_and_fails_where_the_compiler_cannot(monkeypatch, tmp_path):
+    from torch._inductor.cpu_vec_isa import VecAVX2
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert VecAVX2().check_build(compiler._LIGHT)
+    unknown = VecAVX2()
+    unknown._arch_flags = "-mno-such-instructions"
+    assert not unknown.check_build(compiler._LIGHT)
 
 
 def test_a_trial_program_is_loaded_once(monkeypatch, tmp_path):

@@ -27,6 +27,7 @@ from filelock import FileLock, Timeout
 
 from stepgraph.lowering.kernels import IN_USE, Kernels, digest_of
 from stepgraph.torch_internals import compiler
+from stepgraph.torch_internals.together import libraries_from
 
 log = logging.getLogger("stepgraph")
 
@@ -184,7 +185,7 @@ class Cache:
         try:
             _remove(folder)
             folder.mkdir(mode=0o700)
-            with compiler.cache_in(folder), compiler.libraries_from(self._kernels.provide):
+            with compiler.cache_in(folder), libraries_from(self._kernels.provide):
                 made = make()
             with contextlib.suppress(FileNotFoundError):  # somebody clears the cache meanwhile
                 _write_list(folder)

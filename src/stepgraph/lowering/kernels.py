@@ -11,10 +11,10 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 IN_USE = 3600.0  # seconds since something was last used, within which it stays
 
@@ -25,24 +25,45 @@ class Kernels:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def provide(self, library: Path, make: Callable[[], None]) -> None:
-        """Sees to it that a library is there.
+    def provide(self, libraries: Sequence[Path], make: Callable[[Sequence[Path]], None]) -> None:
+        """Sees to it that libraries are there.
 
-        Who needs it while another makes it waits.
+        What others are at is waited for, when what nobody is at has been made.
 
         Args:
-            make: compiles it.
+            make: compiles some of them; one that is missing afterwards it could not.
         """
-        if library.exists():
-            return
+        others = self._provide(libraries, make, waits=False)
+        for library in others:
+            self._provide([library], make, waits=True)
+
+    def _provide(
+        self, libraries: Sequence[Path], make: Callable[[Sequence[Path]], None], waits: bool
+    ) -> list[Path]:
+        """Returns what others are at."""
+        others = []
         with contextlib.ExitStack() as held:
-            with contextlib.suppress(OSError, NotImplementedError):  # or it is compiled twice
-                self.folder.mkdir(exist_ok=True)
-                held.enter_context(FileLock(self.folder / f"{library.name}.lock"))
-            if not self._found(library):
-                make()
+            missing = []
+            for library in libraries:
+                if library.exists():
+                    continue
+                try:
+                    self.folder.mkdir(exist_ok=True)
+                    lock = FileLock(self.folder / f"{library.name}.lock")
+                    held.enter_context(lock.acquire(blocking=waits))
+                except Timeout:
+                    others.append(library)
+                    continue
+                except (OSError, NotImplementedError):  # it is compiled twice
+                    pass
+                if not self._found(library):
+                    missing.append(library)
+            if missing:
+                make(missing)
+            for library in filter(Path.exists, missing):
                 with contextlib.suppress(OSError):
                     _copy(library, self.folder / f"{library.name}.{digest_of(library)}")
+        return others
 
     def _found(self, library: Path) -> bool:
         for kept in self.folder.glob(f"{library.name}.*"):

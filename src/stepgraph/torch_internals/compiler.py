@@ -1,11 +1,10 @@
 """What inductor finds on a machine: a compiler, vector instructions, and what was compiled before."""
 
 import contextlib
-import functools
 import os
 import platform
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -67,33 +66,6 @@ def cache_in(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def libraries_from(provide: Callable[[Path, Callable[[], None]], None]) -> Iterator[None]:
-    """Within it, inductor asks for the libraries that it compiles for the host.
-
-    Args:
-        provide: given a file and what compiles it, sees to it that it is there; called by several threads.
-    """
-    from torch._inductor import codecache
-
-    compiled = codecache._worker_compile_cpp
-
-    def worker(lock: str, builders: Sequence[Any], *more: Any) -> None:
-        for builder in builders:
-            file = Path(builder.get_target_file_path())
-            make = functools.partial(compiled, lock, (builder,), *more)
-            if file.suffix == ".so":
-                provide(file, make)
-            else:
-                make()
-
-    codecache._worker_compile_cpp = worker
-    try:
-        yield
-    finally:
-        codecache._worker_compile_cpp = compiled
-
-
-@contextlib.contextmanager
 def _remembering_what_loads() -> Iterator[None]:
     """A trial program that this system has loaded is not loaded again.
 
@@ -123,6 +95,44 @@ def _remembering_what_loads() -> Iterator[None]:
         VecISA._probe_load = probe  # type: ignore[method-assign]
 
 
+_LIGHT = """
+#include <immintrin.h>
+
+extern "C" void stepgraph_trial(float* given) {
+#ifdef __AVX512F__
+    _mm512_storeu_ps(given, _mm512_add_ps(_mm512_loadu_ps(given), _mm512_set1_ps(1)));
+#else
+    _mm256_storeu_ps(given, _mm256_add_ps(_mm256_loadu_ps(given), _mm256_set1_ps(1)));
+#endif
+}
+"""
+
+
+@contextlib.contextmanager
+def _light_trials() -> Iterator[None]:
+    """Of instructions that torch itself computes with here, only that the compiler has them is tried.
+
+    Inductor's trial asks besides whether torch's own headers and libraries do, and takes three seconds for
+    reading these headers.
+    """
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    heavy, tried = getattr(VecISA, "_avx_code", None), VecISA.check_build
+    computes_with = {"AVX2": (256,), "AVX512": (256, 512)}.get(
+        torch.backends.cpu.get_cpu_capability(), ()
+    )
+
+    def check_build(self: Any, code: str) -> bool:
+        light = code == heavy and self.bit_width() in computes_with
+        return tried(self, _LIGHT if light else code)
+
+    VecISA.check_build = check_build  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        VecISA.check_build = tried  # type: ignore[method-assign]
+
+
 def _offered_instructions() -> list[Any]:
     """The vector instructions that an x86 machine offers and inductor knows, which it tries; best first."""
     from torch._inductor import cpu_vec_isa
@@ -143,7 +153,11 @@ def look_at_machine() -> None:
     from torch._inductor import cpu_vec_isa
 
     if possible := _offered_instructions():
-        with _remembering_what_loads(), ThreadPoolExecutor(len(possible) + 1) as trials:
+        with (
+            _remembering_what_loads(),
+            _light_trials(),
+            ThreadPoolExecutor(len(possible) + 1) as trials,
+        ):
             [*trials.map(bool, possible)]
     cpu_vec_isa.pick_vec_isa()
 

@@ -1,0 +1,212 @@
+"""The C++ kernels of a graph are compiled together: what they include costs more than what they compute.
+
+Inductor calls the compiler for each. Here what it asks for until it waits for the first of them is one text
+for each core, each kernel in a namespace of its own. Of the library that comes of it every kernel has a
+copy, which differs in the bytes that say which of them it is. What cannot be compiled so is compiled apart.
+"""
+
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger("stepgraph")
+
+# Sees to it that files are there: given them, and what compiles some of them.
+Provide = Callable[[Sequence[Path], Callable[[Sequence[Path]], None]], None]
+
+# Included before any namespace begins; what kernels include besides, inductor's header has already.
+_INCLUDED = """
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <cerrno>
+#include <cstdlib>
+#include <sstream>
+"""
+_KERNEL = """
+#define kernel kernel_{number}
+#define PyInit_kernel PyInit_kernel_{number}
+namespace stepgraph_{number} {{
+#include "{source}"
+}}
+#undef kernel
+#undef PyInit_kernel
+"""
+_MARK = b"stepgraph: this is kernel "
+_LAST = """
+__attribute__((used)) static volatile const char which[] = "{mark}0000";
+
+PyMODINIT_FUNC PyInit_kernel(void) {{
+    switch (std::atoi(const_cast<const char*>(which) + {length})) {{
+{cases}
+    }}
+    return nullptr;
+}}
+"""
+
+
+class _Wanted:
+    """A library that inductor has asked for: by which command it is compiled, from which text."""
+
+    def __init__(self, builder: Any, apart: Callable[[], None]) -> None:
+        self.file = Path(builder.get_target_file_path())
+        self.apart = apart
+        words = shlex.split(builder.get_command_line())
+        sources = [word for word in words if word.endswith(".cpp")]
+        self.source = sources[0] if len(sources) == 1 else None
+        place = {self.source: "SOURCE", str(self.file): "LIBRARY"}
+        self.command = tuple(place.get(word, word) for word in words)
+
+    @property
+    def joins(self) -> bool:
+        """Whether it may be compiled with others."""
+        return self.source is not None and {"SOURCE", "LIBRARY"} <= {*self.command}
+
+
+def _compile_together(wanted: Sequence[_Wanted]) -> None:
+    """Libraries of one command.
+
+    Raises:
+        OSError, subprocess.CalledProcessError: they cannot be compiled so; none is there.
+    """
+    numbers = range(len(wanted))
+    kernels = [_KERNEL.format(number=n, source=one.source) for n, one in enumerate(wanted)]
+    cases = "\n".join(
+        f"        case {n}: return stepgraph_{n}::PyInit_kernel_{n}();" for n in numbers
+    )
+    last = _LAST.format(mark=_MARK.decode(), length=len(_MARK), cases=cases)
+    text = "".join((_INCLUDED, *kernels, last))
+    name = hashlib.sha256(text.encode()).hexdigest()[:20]
+    source, library = (
+        wanted[0].file.with_name(f"{name}.{kind}") for kind in ("together.cpp", "all")
+    )
+    try:
+        source.write_text(text)
+        place = {"SOURCE": str(source), "LIBRARY": str(library)}
+        command = [place.get(word, word) for word in wanted[0].command]
+        subprocess.run(command, check=True, capture_output=True, cwd=source.parent)
+        code = library.read_bytes()
+        for number, one in zip(numbers, wanted, strict=True):
+            part = one.file.with_name(f"{one.file.name}.{os.getpid()}.part")
+            part.write_bytes(code.replace(_MARK + b"0000", _MARK + b"%04d" % number))
+            part.chmod(library.stat().st_mode)
+            part.replace(one.file)
+    finally:
+        for path in (source, library):
+            path.unlink(missing_ok=True)
+
+
+def _compile(wanted: Sequence[_Wanted]) -> None:
+    """Libraries; what cannot be compiled is missing afterwards."""
+    if len(wanted) > 1:
+        try:
+            return _compile_together(wanted)
+        except (OSError, subprocess.CalledProcessError) as error:
+            said = getattr(error, "stderr", b"").decode(errors="replace")
+            log.debug("kernels are compiled apart, together they cannot be: %s %s", error, said)
+    for one in wanted:
+        with contextlib.suppress(Exception):  # inductor asks for it again, and says what is wrong
+            one.apart()
+
+
+class _Batch:
+    """What inductor has asked for since it last waited."""
+
+    def __init__(self, provide: Provide, submit: Callable[[Callable[[], None]], Any]) -> None:
+        self.provide, self.submit = provide, submit
+        self.waiting: list[_Wanted] = []
+
+    def add(self, wanted: _Wanted) -> "_Later":
+        self.waiting.append(wanted)
+        return _Later(self)
+
+    def compile(self) -> None:
+        """All that waits."""
+        waiting, self.waiting = self.waiting, []
+        by_command: dict[Any, list[_Wanted]] = {}
+        for one in waiting:
+            by_command.setdefault(one.command if one.joins else one.file, []).append(one)
+        groups = [group for same in by_command.values() for group in _shared_out(same, _cores())]
+        for begun in [self.submit(functools.partial(self._provide, group)) for group in groups]:
+            begun.result()
+
+    def _provide(self, group: Sequence[_Wanted]) -> None:
+        by_file = {one.file: one for one in group}
+        self.provide([*by_file], lambda files: _compile([by_file[file] for file in files]))
+
+
+class _Later:
+    """A future, as far as inductor asks one."""
+
+    def __init__(self, batch: _Batch) -> None:
+        self.batch = batch
+
+    def result(self, timeout: float | None = None) -> None:
+        self.batch.compile()
+
+
+def _shared_out(wanted: Sequence[_Wanted], parts: int) -> list[list[_Wanted]]:
+    """Libraries in so many parts of about equal length of text."""
+    found: list[list[_Wanted]] = [[] for _ in range(min(parts, len(wanted)))]
+    lengths = [0] * len(found)
+    sizes = {one.file: Path(one.source).stat().st_size if one.source else 0 for one in wanted}
+    for one in sorted(wanted, key=lambda one: -sizes[one.file]):
+        least = lengths.index(min(lengths))
+        found[least].append(one)
+        lengths[least] += sizes[one.file]
+    return found
+
+
+def _cores() -> int:
+    """How many this process may compile on: the ranks of a machine share them."""
+    from torch._inductor.async_compile import get_compile_threads
+
+    given = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = max(1, int(given)) if given.isdecimal() else 1
+    return max(1, get_compile_threads() // ranks)
+
+
+@contextlib.contextmanager
+def libraries_from(provide: Provide) -> Iterator[None]:
+    """Within it, inductor asks for the libraries that it compiles for the host.
+
+    Args:
+        provide: called by several threads.
+    """
+    from torch._inductor import codecache
+    from torch._inductor.async_compile import AsyncCompile
+
+    compiled, submit = codecache._worker_compile_cpp, AsyncCompile.__dict__["submit"]
+
+    def worker(lock: str, builders: Sequence[Any], *more: Any) -> None:
+        for builder in builders:
+            make = functools.partial(compiled, lock, (builder,), *more)
+            file = Path(builder.get_target_file_path())
+            if file.suffix == ".so":
+                provide([file], lambda _, make=make: make())
+            else:
+                make()
+
+    batch = _Batch(provide, AsyncCompile.submit)
+
+    def later(cls: type, task: Any) -> Any:
+        kernel = getattr(task, "func", None) is worker and len(task.args[1]) == 1
+        if not kernel or sys.platform != "linux":
+            return submit.__get__(None, cls)(task)
+        lock, (builder,), *more = task.args
+        return batch.add(_Wanted(builder, functools.partial(compiled, lock, (builder,), *more)))
+
+    codecache._worker_compile_cpp = worker
+    AsyncCompile.submit = classmethod(later)  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        codecache._worker_compile_cpp = compiled
+        AsyncCompile.submit = submit

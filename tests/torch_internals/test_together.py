@@ -1,0 +1,101 @@
+"""The kernels of a graph are compiled together: the same kernels, in fewer calls of the compiler."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from stepgraph.lowering.cache import Cache
+from stepgraph.lowering.inductor import _compiled
+from stepgraph.torch_internals import together
+from tests.support import HOST
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="libraries of Linux alone")
+
+
+def model(x, y):
+    first = torch.softmax(torch.cos(x) @ y, -1)
+    second = torch.layer_norm(first @ first.T, (32,))
+    return second, torch.tanh(second.sum(0) + 1), x.sin().cumsum(0)
+
+
+@pytest.fixture
+def compile_(monkeypatch, tmp_path):
+    """Compiles the model in a new folder; what it computes, and the texts that the compiler was given."""
+    monkeypatch.setattr(together, "_cores", lambda: 1)
+    run, texts = subprocess.run, []
+
+    def listening(command, *args, **kwargs):
+        texts.extend(word for word in command if str(word).endswith(".cpp"))
+        return run(command, *args, **kwargs)
+
+    monkeypatch.setattr(together.subprocess, "run", listening)
+    x, y = torch.randn(32, 48), torch.randn(48, 64)
+    number = iter(range(9))
+
+    def compiled():
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / str(next(number))))
+        texts.clear()
+        module = make_fx(model, tracing_mode="fake")(x, y)
+        (made,) = _compiled([(module, module.graph.find_nodes(op="placeholder"))], HOST)
+        libraries = [*Cache().root.glob("*/*/*.main.so")]
+        assert len(libraries) > 2 and not [*Cache().root.glob("*/*/*.all")]
+        return made([x, y]), [*texts], libraries
+
+    torch.manual_seed(0)
+    return compiled, lambda: model(x, y)
+
+
+def test_all_kernels_are_one_text_and_compute_to_the_bit_what_they_do_apart(compile_, monkeypatch):
+    compiled, eager = compile_
+    joined, texts, libraries = compiled()
+    assert len({text for text in texts if ".together." in text}) == 1
+    monkeypatch.setattr(together, "_cores", lambda: 64)
+    apart, texts, same = compiled()
+    assert not [text for text in texts if ".together." in text]
+    assert {path.name for path in libraries} == {path.name for path in same}
+    for ours, theirs, plain in zip(joined, apart, eager(), strict=True):
+        assert torch.equal(ours, theirs) and torch.allclose(ours, plain, atol=1e-5)
+
+
+def test_what_cannot_be_compiled_together_is_compiled_apart(compile_, monkeypatch):
+    compiled, eager = compile_
+    monkeypatch.setattr(together, "_INCLUDED", "#error two of a kind\n")
+    found, texts, _ = compiled()
+    assert [text for text in texts if ".together." in text]
+    for ours, plain in zip(found, eager(), strict=True):
+        assert torch.allclose(ours, plain, atol=1e-5)
+
+
+def test_a_compiler_that_fails_is_inductors_error(compile_, monkeypatch):
+    from torch._inductor import cpp_builder
+    from torch._inductor.exc import InductorError
+
+    compiled, _ = compile_
+    compiled()
+    command = cpp_builder.CppBuilder.get_command_line
+    monkeypatch.setattr(
+        cpp_builder.CppBuilder, "get_command_line", lambda self: f"{command(self)} -fno-such-option"
+    )
+    with pytest.raises((InductorError, RuntimeError), match="fno-such-option|compile error"):
+        compiled()
+
+
+def test_nothing_is_left_of_it(compile_):
+    from torch._inductor import codecache
+    from torch._inductor.async_compile import AsyncCompile
+
+    before = codecache._worker_compile_cpp, AsyncCompile.submit
+    compile_[0]()
+    assert (codecache._worker_compile_cpp, AsyncCompile.submit) == before
+
+
+def test_ranks_of_a_machine_share_its_cores(monkeypatch):
+    from torch._inductor import async_compile
+
+    monkeypatch.setattr(async_compile, "get_compile_threads", lambda: 16)
+    for ranks, cores in (("1", 16), ("8", 2), ("64", 1), ("", 16), ("0", 16), ("many", 16)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        assert together._cores() == cores

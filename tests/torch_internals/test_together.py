@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -99,3 +100,28 @@ def test_ranks_of_a_machine_share_its_cores(monkeypatch):
     for ranks, cores in (("1", 16), ("8", 2), ("64", 1), ("", 16), ("0", 16), ("many", 16)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
         assert together._cores() == cores
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cores", "parts"),
+    [
+        ([9] * 4, 1, 1),
+        ([9] * 4, 2, 2),
+        ([9] * 3, 16, 3),
+        ([9] * 20, 2, 3),
+        ([60, 20, 20, 20], 2, 2),
+    ],
+)
+def test_texts_are_as_many_as_cores_or_more_where_kernels_are_many(
+    sizes, cores, parts, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(together, "_cores", lambda: cores)
+    wanted = []
+    for number, size in enumerate(sizes):
+        source = tmp_path / f"{number}.cpp"
+        source.write_bytes(b" " * size)
+        wanted.append(SimpleNamespace(source=source, file=source.with_suffix(".so")))
+    found = together._shared_out(wanted)
+    lengths = [sum(one.source.stat().st_size for one in part) for part in found]
+    assert len(found) == parts and max(lengths) - min(lengths) <= min(sizes)
+    assert sorted(one.file for part in found for one in part) == sorted(w.file for w in wanted)

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import hashlib
 import logging
+import math
 import os
 import shlex
 import subprocess
@@ -39,6 +40,7 @@ namespace stepgraph_{number} {{
 #undef kernel
 #undef PyInit_kernel
 """
+_MOST = 8  # kernels of one text: each has a library with the code of all of them
 _MARK = b"stepgraph: this is kernel "
 _LAST = """
 __attribute__((used)) static volatile const char which[] = "{mark}0000";
@@ -133,7 +135,7 @@ class _Batch:
         by_command: dict[Any, list[_Wanted]] = {}
         for one in waiting:
             by_command.setdefault(one.command if one.joins else one.file, []).append(one)
-        groups = [group for same in by_command.values() for group in _shared_out(same, _cores())]
+        groups = [group for same in by_command.values() for group in _shared_out(same)]
         for begun in [self.submit(functools.partial(self._provide, group)) for group in groups]:
             begun.result()
 
@@ -152,9 +154,10 @@ class _Later:
         self.batch.compile()
 
 
-def _shared_out(wanted: Sequence[_Wanted], parts: int) -> list[list[_Wanted]]:
-    """Libraries in so many parts of about equal length of text."""
-    found: list[list[_Wanted]] = [[] for _ in range(min(parts, len(wanted)))]
+def _shared_out(wanted: Sequence[_Wanted]) -> list[list[_Wanted]]:
+    """Libraries in parts of about equal length of text, one for each core or more."""
+    parts = min(len(wanted), max(_cores(), math.ceil(len(wanted) / _MOST)))
+    found: list[list[_Wanted]] = [[] for _ in range(parts)]
     lengths = [0] * len(found)
     sizes = {one.file: Path(one.source).stat().st_size if one.source else 0 for one in wanted}
     for one in sorted(wanted, key=lambda one: -sizes[one.file]):

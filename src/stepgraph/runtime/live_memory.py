@@ -1,7 +1,8 @@
 """Counts the bytes of tensors that are alive while something runs, on any device.
 
 For where no allocator keeps count. What is offloaded is counted apart, also where the device is the host.
-Memory that a kernel takes and returns inside itself is not seen, nor what compiled code allocates.
+Memory that a kernel takes and returns inside itself is not seen (an optimizer's update is looked into), nor
+what compiled code allocates.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from stepgraph.operators.updates import UPDATE
 from stepgraph.program.copies import TO_HOST
 from stepgraph.torch_internals import TorchDispatchMode, pytree
+from stepgraph.torch_internals.recording import kernel_call
 
 
 class LiveMemory(TorchDispatchMode):
@@ -69,6 +72,9 @@ class LiveMemory(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         """Runs the operation and counts what it made."""
+        if func is UPDATE:  # it holds more than it returns, and so it is predicted
+            with self:
+                return kernel_call(func, args[0][0].device, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         self._take(pytree.tree_leaves(result), offloaded=func is TO_HOST)
         return result

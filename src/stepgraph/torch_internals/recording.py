@@ -22,3 +22,9 @@ def below_autograd(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args)
 
     return call
+
+
+def kernel_call(operator: Any, device: torch.device, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """An operator's kernel alone: of one in Python, an active dispatch mode sees what it calls."""
+    key = torch._C._dispatch_key_parse(torch._C._dispatch_key_for_device(device.type))
+    return operator.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)

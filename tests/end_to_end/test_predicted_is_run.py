@@ -107,8 +107,13 @@ def run(ranks: int, cases: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
             example = brought.batch
             programs = planned.programs(bring(name).model, example=example, loss=loss, rank=rank)
             same = str(programs["step"]) == str(engine.programs["step"])
-        # Of what runs here: the plan's own number is of the default lowering, where updates are in place.
-        peak = foresee(engine.programs, planned.request.costs(), "eager").peak_bytes
+        # The plan's own number is of its lowering, where updates are in place; this is of what runs here.
+        costs, lowering = planned.request.costs(), planned.request.lowering
+        peak = foresee(engine.programs, costs, "eager").peak_bytes
+        if rank == 0:
+            same &= (
+                planned.predicted.peak_bytes == foresee(engine.programs, costs, lowering).peak_bytes
+            )
         found[name, preset] = {
             "predicted": predicted_of(planned),
             "ran": {kind: (n, seen.bytes[kind]) for kind, n in seen.calls.items()},

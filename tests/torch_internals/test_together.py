@@ -125,3 +125,21 @@ def test_texts_are_as_many_as_cores_or_more_where_kernels_are_many(
     lengths = [sum(one.source.stat().st_size for one in part) for part in found]
     assert len(found) == parts and max(lengths) - min(lengths) <= min(sizes)
     assert sorted(one.file for part in found for one in part) == sorted(w.file for w in wanted)
+
+
+def test_a_folder_whose_name_is_no_one_word_is_left_to_inductor(tmp_path):
+    made = []
+    (tmp_path / "a b").mkdir()
+    file = tmp_path / "a b" / "k.main.so"
+    file.with_suffix(".cpp").write_text("")
+    builder = SimpleNamespace(
+        get_target_file_path=lambda: str(file),
+        get_command_line=lambda: f"g++ {file.with_suffix('.cpp')} -o {file}",  # as inductor does
+    )
+    batch = together._Batch(
+        lambda files, make: make(files), lambda task: SimpleNamespace(result=task)
+    )
+    for _ in range(2):
+        batch.add(together._Wanted(builder, lambda: made.append(file)))
+    batch.result()
+    assert made == [file, file] and not batch.waiting

@@ -7,7 +7,6 @@ copy, which differs in the bytes that say which of them it is. What cannot be co
 
 import contextlib
 import functools
-import hashlib
 import logging
 import math
 import os
@@ -55,21 +54,20 @@ PyMODINIT_FUNC PyInit_kernel(void) {{
 
 
 class _Wanted:
-    """A library that inductor has asked for: by which command it is compiled, from which text."""
+    """A library that inductor has asked for: by which command it is compiled, from which text.
+
+    ``joins``: it may be compiled with others.
+    """
 
     def __init__(self, builder: Any, apart: Callable[[], None]) -> None:
         self.file = Path(builder.get_target_file_path())
+        self.source = self.file.with_suffix(".cpp")
         self.apart = apart
+        place = {str(self.source): "SOURCE", str(self.file): "LIBRARY"}
+        # Inductor quotes nothing: of a folder with a blank in its name neither is found.
         words = shlex.split(builder.get_command_line())
-        sources = [word for word in words if word.endswith(".cpp")]
-        self.source = sources[0] if len(sources) == 1 else None
-        place = {self.source: "SOURCE", str(self.file): "LIBRARY"}
         self.command = tuple(place.get(word, word) for word in words)
-
-    @property
-    def joins(self) -> bool:
-        """Whether it may be compiled with others."""
-        return self.source is not None and {"SOURCE", "LIBRARY"} <= {*self.command}
+        self.joins = {"SOURCE", "LIBRARY"} <= {*self.command} and self.source.exists()
 
 
 def _compile_together(wanted: Sequence[_Wanted]) -> None:
@@ -85,10 +83,7 @@ def _compile_together(wanted: Sequence[_Wanted]) -> None:
     )
     last = _LAST.format(mark=_MARK.decode(), length=len(_MARK), cases=cases)
     text = "".join((_INCLUDED, *kernels, last))
-    name = hashlib.sha256(text.encode()).hexdigest()[:20]
-    source, library = (
-        wanted[0].file.with_name(f"{name}.{kind}") for kind in ("together.cpp", "all")
-    )
+    source, library = (wanted[0].file.with_suffix(s) for s in (".together.cpp", ".together"))
     try:
         source.write_text(text)
         place = {"SOURCE": str(source), "LIBRARY": str(library)}
@@ -98,7 +93,6 @@ def _compile_together(wanted: Sequence[_Wanted]) -> None:
         for number, one in zip(numbers, wanted, strict=True):
             part = one.file.with_name(f"{one.file.name}.{os.getpid()}.part")
             part.write_bytes(code.replace(_MARK + b"0000", _MARK + b"%04d" % number))
-            part.chmod(library.stat().st_mode)
             part.replace(one.file)
     finally:
         for path in (source, library):
@@ -125,17 +119,21 @@ class _Batch:
         self.provide, self.submit = provide, submit
         self.waiting: list[_Wanted] = []
 
-    def add(self, wanted: _Wanted) -> "_Later":
+    def add(self, wanted: _Wanted) -> "_Batch":
+        """Returns a future, as far as inductor asks one."""
         self.waiting.append(wanted)
-        return _Later(self)
+        return self
 
-    def compile(self) -> None:
-        """All that waits."""
+    def result(self, timeout: float | None = None) -> None:
+        """Compiles all that waits."""
         waiting, self.waiting = self.waiting, []
-        by_command: dict[Any, list[_Wanted]] = {}
+        groups = [[one] for one in waiting if not one.joins]
+        by_command: dict[tuple[str, ...], list[_Wanted]] = {}
         for one in waiting:
-            by_command.setdefault(one.command if one.joins else one.file, []).append(one)
-        groups = [group for same in by_command.values() for group in _shared_out(same)]
+            if one.joins:
+                by_command.setdefault(one.command, []).append(one)
+        for same in by_command.values():
+            groups += _shared_out(same)
         for begun in [self.submit(functools.partial(self._provide, group)) for group in groups]:
             begun.result()
 
@@ -144,22 +142,12 @@ class _Batch:
         self.provide([*by_file], lambda files: _compile([by_file[file] for file in files]))
 
 
-class _Later:
-    """A future, as far as inductor asks one."""
-
-    def __init__(self, batch: _Batch) -> None:
-        self.batch = batch
-
-    def result(self, timeout: float | None = None) -> None:
-        self.batch.compile()
-
-
 def _shared_out(wanted: Sequence[_Wanted]) -> list[list[_Wanted]]:
     """Libraries in parts of about equal length of text, one for each core or more."""
     parts = min(len(wanted), max(_cores(), math.ceil(len(wanted) / _MOST)))
     found: list[list[_Wanted]] = [[] for _ in range(parts)]
     lengths = [0] * len(found)
-    sizes = {one.file: Path(one.source).stat().st_size if one.source else 0 for one in wanted}
+    sizes = {one.file: one.source.stat().st_size for one in wanted}
     for one in sorted(wanted, key=lambda one: -sizes[one.file]):
         least = lengths.index(min(lengths))
         found[least].append(one)

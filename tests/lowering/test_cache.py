@@ -300,6 +300,26 @@ def compiled_by(root, text, compiler):
     return one(Cache(root), text, compiler), compiler.compiled
 
 
+class Adding(Compiler):
+    """One that adds to what it finds, as inductor does for other settings, and reads on."""
+
+    def __call__(self):
+        folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        (folder / "of other settings").write_text("as well")
+        time.sleep(self.seconds)
+        return super().__call__()
+
+
+def test_what_somebody_adds_to_is_not_taken_for_damaged(cache):
+    one(cache, "a", Compiler())
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        first = pool.apply_async(compiled_by, (cache.root, "a", Adding(seconds=1.0)))
+        while not [*cache.root.glob("*/of other settings")]:
+            time.sleep(0.01)
+        second = pool.apply_async(compiled_by, (cache.root, "a", Compiler()))
+        assert [job.get(60) for job in (first, second)] == [(RIGHT, 0)] * 2
+
+
 def test_a_failure_lets_the_others_go_on(cache):
     def fails():
         raise ValueError("no compiler")

@@ -8,6 +8,7 @@ processes of a machine that come to the same thing wait for the first of them, a
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import logging
@@ -139,18 +140,21 @@ class Cache:
             return make()
         name = hashlib.sha256(repr((text, _surroundings())).encode()).hexdigest()[:40]
         folder = self.root / name
-        if damage(folder) is None:
-            return self._found(folder, make)
+        with self._in_use(name):
+            if damage(folder) is None:
+                return self._found(folder, make)
         try:
             with self._alone(name, waits):
-                what = damage(folder)  # the first of several has been here meanwhile
+                with self._in_use(name, by_nobody=True):
+                    what = damage(folder)  # the first of several has been here meanwhile
                 if what is not None:
                     return self._compiled_anew(folder, what, make)
         except _FullError as full:
             self._usable = False
             self._note(str(full))
             return make()
-        return self._found(folder, make)
+        with self._in_use(name):
+            return self._found(folder, make)
 
     @contextlib.contextmanager
     def _alone(self, name: str, waits: bool) -> Iterator[None]:
@@ -169,6 +173,15 @@ class Cache:
                 pass
             yield
 
+    @contextlib.contextmanager
+    def _in_use(self, name: str, by_nobody: bool = False) -> Iterator[None]:
+        """Whoever reads a folder may add to it, and until that is listed it looks damaged to others."""
+        with contextlib.ExitStack() as held:
+            with contextlib.suppress(OSError):
+                lock = held.enter_context((self.root / "locks" / f"{name}.use").open("a"))
+                fcntl.flock(lock, fcntl.LOCK_EX if by_nobody else fcntl.LOCK_SH)
+            yield
+
     def _found(self, folder: Path, make: Callable[[], T]) -> T:
         listed = _read_list(folder)["files"]
         with compiler.cache_in(folder):
@@ -183,7 +196,8 @@ class Cache:
         if damaged:
             log.warning("compiled again, what was kept in %s is damaged: %s", folder, damaged)
         try:
-            _remove(folder)
+            with self._in_use(folder.name, by_nobody=True):
+                _remove(folder)
             folder.mkdir(mode=0o700)
             with compiler.cache_in(folder), libraries_from(self._kernels.provide):
                 made = make()
@@ -208,7 +222,8 @@ class Cache:
                 return
             with contextlib.suppress(OSError):
                 shutil.rmtree(entry.folder)
-                (self.root / "locks" / entry.folder.name).unlink(missing_ok=True)
+                for lock in (self.root / "locks").glob(f"{entry.folder.name}*"):
+                    lock.unlink()
             excess -= entry.bytes
 
 

@@ -1,6 +1,7 @@
 """Settings that every test shares."""
 
 import gc
+import logging
 import multiprocessing
 import os
 
@@ -16,6 +17,10 @@ from hypothesis import settings
 from tests import cuda_fakes
 
 torch.set_num_threads(1)
+
+# Pytest (9.1) listens to each logger that does not propagate; torch writes all that it compiles, as text,
+# to this one as soon as anybody listens.
+logging.getLogger("torch.__trace").propagate = True
 
 # Ranks that tests launch are forked from one server that has imported what they need: the import
 # takes seconds, and there are some sixty launches.

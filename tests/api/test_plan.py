@@ -20,6 +20,7 @@ from stepgraph.pipeline import executed, foresee
 from stepgraph.planning.request import Precision, StepSettings
 from stepgraph.program.driver import PassDriver
 from stepgraph.torch_internals import new_fake_mode
+from tests.sampling import sampled
 from tests.support import adamw, mlp, regression_batch, tiny_llama
 
 
@@ -141,8 +142,12 @@ def test_a_step_is_captured_once_however_many_plans_are_made(stack, monkeypatch)
     assert stack("full").plan == stack("full").plan
 
 
-@pytest.mark.parametrize("memory", ["none", "layers:2", "full"])
-@pytest.mark.parametrize("how", ["auto", "budget"])
+@pytest.mark.parametrize(
+    ("how", "memory"),
+    sampled(
+        [(how, m) for how in ("auto", "budget") for m in ("layers:2", "none", "full")], every=3
+    ),
+)
 def test_a_budget_is_kept_to_and_no_named_policy_that_fits_is_faster(stack, peaks, memory, how):
     assert peaks["none"] > peaks["layers:2"] > peaks["full"]
     named, budget = stack(memory), peaks[memory]

@@ -9,6 +9,7 @@ from torch import nn
 import stepgraph
 from stepgraph.equivalence.check import check_model
 from stepgraph.errors import CaptureError
+from tests.sampling import sampled
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(3))
 
@@ -65,8 +66,12 @@ def adversarial(model, x):
 LOSSES = [penalty, forces, equation, of_parameters, adversarial]
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize(("mesh", "plan"), [("dp=2", "zero3"), ("dp=2,tp=2", "tp+zero1")])
+@pytest.mark.parametrize(
+    ("mesh", "plan", "loss"),
+    sampled(
+        [(*on, loss) for on in (("dp=2", "zero3"), ("dp=2,tp=2", "tp+zero1")) for loss in LOSSES]
+    ),
+)
 def test_every_pass_and_rank_computes_them(loss, mesh, plan):
     report = check_model(
         net(), batch=X, loss=loss, mesh=mesh, plan=plan, entries=("step", "gradients")

@@ -293,24 +293,44 @@ def constants(part):
 
 
 CASES = [
-    one_row, evaluation, evaluation_after_training, more_shapes_than_kept, shapes_that_both_know,
-    a_forward_hook_comes_and_goes, a_backward_hook_comes, written_between_forward_and_backward,
-    a_module_is_replaced, a_buffer_is_replaced, a_buffer_that_the_forward_assigns,
+    one_row,
+    evaluation,
+    shapes_that_both_know,
+    a_backward_hook_comes,
+    a_module_is_replaced,
+    a_buffer_is_replaced,
+    a_buffer_that_the_forward_assigns,
     a_buffer_that_a_forward_without_breaks_assigns,
-    a_table_that_is_renormalised, a_weight_that_crosses_a_break, a_table_that_a_model_holds,
-    rows_in_another_order, a_backward_twice, micro_batches, constants,
-]  # fmt: skip
+    a_table_that_is_renormalised,
+    a_backward_twice,
+    micro_batches,
+    constants,
+]
+RARE = [
+    more_shapes_than_kept,
+    evaluation_after_training,
+    a_weight_that_crosses_a_break,
+    a_table_that_a_model_holds,
+    rows_in_another_order,
+    a_forward_hook_comes_and_goes,
+    written_between_forward_and_backward,
+]
 
 
-def run():
-    """One rank: every case."""
+def run(cases):
+    """One rank: some cases."""
     rank = int(os.environ["RANK"])
-    return {case.__name__: case(lambda rows=ROWS: batch(rows, rank, 2)) for case in CASES}
+    return {case.__name__: case(lambda rows=ROWS: batch(rows, rank, 2)) for case in cases}
 
 
 @pytest.fixture(scope="module")
 def found():
-    return launch(run, ranks=2)[0]
+    return launch(run, CASES, ranks=2)[0]
+
+
+@pytest.fixture(scope="module")
+def rare():
+    return launch(run, RARE, ranks=2)[0]
 
 
 def trained(model, steps):
@@ -343,13 +363,15 @@ def test_evaluation_is_that_of_the_global_batch(found):
     assert len(notes) == 1  # that it runs graph by graph
 
 
-def test_evaluation_and_training_have_one_loss(found):
-    trained, evaluated = found["evaluation_after_training"]
+@pytest.mark.slow
+def test_evaluation_and_training_have_one_loss(rare):
+    trained, evaluated = rare["evaluation_after_training"]
     assert trained == evaluated == pytest.approx(squares(Broken(), batch()).item(), rel=1e-5)
 
 
-def test_a_shape_beyond_the_limit_is_an_error_and_not_another_loss(found):
-    values, (kind, text) = found["more_shapes_than_kept"]
+@pytest.mark.slow
+def test_a_shape_beyond_the_limit_is_an_error_and_not_another_loss(rare):
+    values, (kind, text) = rare["more_shapes_than_kept"]
     wanted = [squares(Broken(), batch(rows)).item() for rows in (2, 4)]
     assert values == pytest.approx(wanted * 2, rel=1e-5)
     assert kind is ShapeLimitError and "[1, 4]" in text and "[2, 4]" in text
@@ -362,8 +384,9 @@ def test_ranks_with_different_shapes_that_each_knows_are_an_error(found):
         assert kind is BatchError and "rank 0: " in text and "rank 1: " in text
 
 
-def test_forward_hooks_are_those_of_the_moment(found):
-    values, recompiles = found["a_forward_hook_comes_and_goes"]
+@pytest.mark.slow
+def test_forward_hooks_are_those_of_the_moment(rare):
+    values, recompiles = rare["a_forward_hook_comes_and_goes"]
     model = Broken()
     plain = squares(model, batch()).item()
     model.first.register_forward_hook(lambda module, inputs, result: result * 2)
@@ -376,8 +399,9 @@ def test_a_backward_hook_is_an_error(found):
     assert kind is HookError and "'first'" in text
 
 
-def test_a_parameter_written_between_forward_and_backward_is_an_error(found):
-    for kind, text in found["written_between_forward_and_backward"]:
+@pytest.mark.slow
+def test_a_parameter_written_between_forward_and_backward_is_an_error(rare):
+    for kind, text in rare["written_between_forward_and_backward"]:
         assert kind is RuntimeError and "was changed between forward" in text
 
 
@@ -412,22 +436,25 @@ def test_an_embedding_that_writes_into_its_table_is_an_error(found):
     assert kind is CaptureError and "writes into a parameter" in text
 
 
-def test_a_weight_is_not_taken_for_rows(found):
-    value, notes = found["a_weight_that_crosses_a_break"]
+@pytest.mark.slow
+def test_a_weight_is_not_taken_for_rows(rare):
+    value, notes = rare["a_weight_that_crosses_a_break"]
     model, parts = Penalised(), batch().chunk(2)
     own = sum(model(part).item() for part in parts) / 2
     assert value == pytest.approx(own, rel=1e-5)
     assert any("a term of the loss is no sum over the batch" in note for note in notes)
 
 
-def test_a_table_that_a_model_holds_is_not_taken_for_rows(found):
+@pytest.mark.slow
+def test_a_table_that_a_model_holds_is_not_taken_for_rows(rare):
     wanted = squares(Broken(), batch()).item() / (ROWS // 2)
-    assert found["a_table_that_a_model_holds"] == pytest.approx(wanted, rel=1e-5)
+    assert rare["a_table_that_a_model_holds"] == pytest.approx(wanted, rel=1e-5)
 
 
-def test_rows_are_put_together_along_the_dimension_they_lie_in(found):
+@pytest.mark.slow
+def test_rows_are_put_together_along_the_dimension_they_lie_in(rare):
     for name, wanted in in_another_order(Broken(), batch()).items():
-        torch.testing.assert_close(found["rows_in_another_order"][name], wanted)
+        torch.testing.assert_close(rare["rows_in_another_order"][name], wanted)
 
 
 def test_a_backward_runs_twice(found):

@@ -13,6 +13,7 @@ import stepgraph
 from stepgraph.cli.launcher import launch
 from stepgraph.errors import CaptureError, StrictError, UsageError
 from stepgraph.graphwise.parts import ON_THEIR_OWN
+from tests.sampling import sampled
 
 ROWS, WORDS = 8, 11
 PLANS = [
@@ -173,7 +174,7 @@ def test_an_engines_parts_train_as_in_one_process_between_its_steps():
         torch.testing.assert_close(evaluated, whole.square().mean(), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("whole", sampled([True, False]))
 def test_an_engines_model_is_saved_copied_and_looked_through_as_the_users_own(whole, tmp_path):
     engine = engine_of(whole)
     engine.step(ids())

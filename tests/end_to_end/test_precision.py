@@ -62,14 +62,14 @@ def traffic(preset, precision, mesh="dp=2", micro_batches=1):
     return found
 
 
-@pytest.mark.parametrize("preset", sampled(["zero3", "ddp"]))
+@pytest.mark.parametrize("preset", sampled(["ddp", "zero3"]))
 def test_bf16_halves_the_traffic(preset):
     whole, half = traffic(preset, Precision()), traffic(preset, BF16)
     assert whole.keys() == half.keys()
     assert all(half[key] * 2 == size for key, size in whole.items())
 
 
-@pytest.mark.parametrize("preset", sampled(["zero3", "zero2", "ddp"]))
+@pytest.mark.parametrize("preset", sampled(["ddp", "zero3", "zero2"], every=3))
 def test_gradients_are_reduced_in_the_type_asked_for(preset):
     kind = ("step", "all_reduce" if preset == "ddp" else "reduce_scatter")
     whole = traffic(preset, Precision())[kind]
@@ -77,7 +77,7 @@ def test_gradients_are_reduced_in_the_type_asked_for(preset):
     assert traffic(preset, Precision(None, torch.bfloat16))[kind] == whole / 2
 
 
-@pytest.mark.parametrize("preset", sampled(["zero3", "zero1", "ddp", "zero2"]))
+@pytest.mark.parametrize("preset", sampled(["ddp", "zero3", "zero1", "zero2"], every=4))
 def test_micro_batches_travel_in_bf16_too(preset):
     whole = traffic(preset, Precision(), micro_batches=2)
     half = traffic(preset, BF16, micro_batches=2)
@@ -210,7 +210,7 @@ def under_autocast(inside):
             for on in (("zero3", "dp=2"), ("tp", "tp=2"))
             for inside in ("model", "loss")
         ],
-        every=3,
+        every=4,
     ),
 )
 def test_autocast_trains_as_in_one_process(inside, plan, mesh):

@@ -26,7 +26,7 @@ APART = {
     "another model": "first.weight is float32[8, 6] on rank 0, float32[16, 6] on rank",
 }
 
-QUICK = ("branches", "another plan")
+QUICK = ("branches",)
 
 
 def run(case, ranks, **environment):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import stepgraph
+from tests.sampling import sampled
 
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.05),
@@ -49,7 +50,7 @@ class Pair:
             torch.testing.assert_close(found.to_local(), expected, msg=name)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", sampled(OPTIMIZERS))
 def test_layers_that_are_frozen_for_a_while(optimizer):
     pair = Pair(optimizer)
     for step, learned in enumerate([(0, 2, 4), (4,), (2, 4), (0, 2, 4), (4,), (0, 2, 4)]):
@@ -63,7 +64,7 @@ def test_layers_that_are_frozen_for_a_while(optimizer):
         pair.check()
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", sampled(OPTIMIZERS))
 def test_gradients_that_are_none_at_some_steps(optimizer):
     pair = Pair(optimizer)
     for step, without in enumerate([(), (0,), (), (0, 2), (4,), (0,), ()]):

@@ -83,7 +83,7 @@ def each(names=MODELS):
     return pytest.mark.parametrize("name", grouped)
 
 
-@each(list(MODELS)[::4])
+@each(list(MODELS)[::8])
 def test_two_ranks_train_as_one_does_with_dropout(name):
     expected = trained(name, "dp=1", "ddp")
     for plan, mesh in CELLS:
@@ -99,7 +99,7 @@ def test_more_dimensions_train_as_one_rank_does_with_dropout(name, plan, mesh):
     assert_equal(trained(name, mesh, plan), trained(name, "dp=1", "ddp"))
 
 
-@each(["gpt2", "unet", "convolutional"])
+@each(["gpt2", "convolutional"])
 def test_recomputation_changes_no_bit(name):
     losses, run = trained(name, "dp=2", "zero3")
     again, recomputed = trained(name, "dp=2", "zero3", memory="full")
@@ -108,7 +108,7 @@ def test_recomputation_changes_no_bit(name):
         assert torch.equal(recomputed.parameters()[key], value), key
 
 
-@each(list(MODELS)[1::4])
+@each(["qwen3", "mixtral"])
 def test_without_dropout_it_is_plain_pytorch(name):
     brought = bring(name, dropout=False)
     model = brought.model
@@ -165,7 +165,7 @@ def qwen2():
     return Brought(Qwen2ForCausalLM(config), {"input_ids": ids, "labels": ids})
 
 
-LOWERED = sampled([("eager", name) for name in MODELS])
+LOWERED = sampled([("eager", name) for name in MODELS], every=5)
 LOWERED += [pytest.param("inductor", name, marks=pytest.mark.slow) for name in ("qwen2", *MODELS)]
 
 

@@ -143,6 +143,7 @@ def texts_of(monkeypatch, width=8, layers=1, function=torch.tanh, **settings):
     return named.texts
 
 
+@pytest.mark.slow
 def test_another_program_is_a_miss(monkeypatch):
     texts = texts_of(monkeypatch)
     assert texts == texts_of(monkeypatch) and texts

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import stepgraph
 from stepgraph.cli.launcher import launch
+from tests.sampling import sampled
 from tests.support import plain_losses
 
 ROWS, WIDTH, STEPS = 8, 6, 3
@@ -161,7 +162,7 @@ def drop(model, x):
     model.last = None
 
 
-@pytest.mark.parametrize("assign", [swap, grow, one_for_both, convert, drop])
+@pytest.mark.parametrize("assign", sampled([swap, grow, one_for_both, convert, drop]))
 def test_what_a_buffer_cannot_take_runs_graph_by_graph(assign):
     model, other = Assigning(assign), Assigning(assign)
     other.load_state_dict(model.state_dict())

@@ -49,7 +49,7 @@ def first(program, target, phase=None):
 
 @pytest.mark.parametrize(
     ("plan", "ranks"),
-    sampled([(p, n) for p in ("ddp", "zero1", "zero2", "zero3") for n in (1, 2, 3, 4)], every=3),
+    sampled([(p, n) for p in ("ddp", "zero1", "zero2", "zero3") for n in (1, 2, 3, 4)], every=5),
 )
 def test_a_sound_step_passes_on_every_mesh(plan, ranks):
     report = check("mean", mesh=f"dp={ranks}", plan=plan, memory="full", max_grad_norm=0.5)
@@ -66,7 +66,7 @@ def test_a_plan_that_is_to_be_found_is_found_for_the_machine_at_hand():
 @pytest.mark.parametrize(
     ("plan", "reduction"),
     sampled(
-        [(p, r) for p in ("ddp", "zero1", "zero2", "zero3") for r in ("count", "sum")], every=3
+        [(p, r) for p in ("ddp", "zero1", "zero2", "zero3") for r in ("count", "sum")], every=5
     ),
 )
 def test_micro_batches_pass(plan, reduction):
@@ -74,6 +74,7 @@ def test_micro_batches_pass(plan, reduction):
     assert report.ok, str(report)
 
 
+@pytest.mark.slow
 def test_a_transformer_with_ignored_labels_and_a_padding_mask_passes():
     model = tiny_llama()
     report = check_model(
@@ -95,7 +96,7 @@ def test_a_transformer_with_ignored_labels_and_a_padding_mask_passes():
     assert {check.program for check in report.passes} == {"accumulate", *ENTRIES}
 
 
-@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("plan", sampled(["ddp", "zero1", "zero3", "zero2"]))
 def test_micro_batches_of_a_mean_loss_pass_on_several_ranks(plan):
     report = check("mean", plan=plan, micro_batches=2)
     assert report.ok, str(report)

@@ -16,9 +16,7 @@ PRESETS = {
     "tp+sp+zero3": "dp=1,tp=1",
 }  # fmt: skip
 FEW = [
-    ("ddp", "none", 1),
     ("zero3", "full", 2),
-    ("zero1", "ops", 4),
     ("tp+sp+zero3", "layers:1", 1),
     ("zero3", "*=offload", 2),
 ]

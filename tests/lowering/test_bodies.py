@@ -121,7 +121,7 @@ def test_a_transformer_of_many_buckets_has_no_more_bodies(cell):
 
 
 @pytest.mark.parametrize(
-    "name", sampled(["gpt2", "vit", "mixtral", "bert", "unet", "convolutional"])
+    "name", sampled(["gpt2", "vit", "bert", "mixtral", "unet", "convolutional"], every=3)
 )
 def test_models_are_the_same_in_pieces(name):
     brought = bring(name)

@@ -106,7 +106,7 @@ def gradients(result, learned):
 
 @pytest.mark.parametrize(
     ("score", "mask", "grouped"),
-    sampled([(*case, grouped) for case in CASES for grouped in (False, True)], every=3),
+    sampled([(*case, grouped) for case in CASES for grouped in (False, True)], every=5),
 )
 def test_it_is_attention_as_it_reads(score, mask, grouped):
     q, k, v = qkv(heads=2 if grouped else HEADS, width=8)

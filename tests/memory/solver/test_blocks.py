@@ -12,11 +12,12 @@ from tests.memory.solver.search_support import (
     placed,
     plan_on,
 )
+from tests.sampling import sampled
 
 NONE, FULL = Level("none", (None,)), Level("full", (frozenset(),))
 
 
-@pytest.mark.parametrize("policy", ["none", "full", "ops"])
+@pytest.mark.parametrize("policy", sampled(["ops", "none", "full"]))
 def test_a_named_policy_is_a_level_of_all_blocks(policy):
     search = llama_search()
     number = next(i for i, level in enumerate(search.profile.levels) if level.name == policy)

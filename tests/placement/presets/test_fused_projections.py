@@ -77,7 +77,8 @@ def test_work_is_divided_and_the_weight_is_stored_whole(mesh):
             (mesh, plan)
             for mesh in ("dp=2,tp=2", "tp=2,dp=2")
             for plan in ("tp+zero1", "tp+zero3", "tp+sp+ddp")
-        ]
+        ],
+        every=5,
     ),
 )
 def test_training_is_that_of_one_process(mesh, plan):

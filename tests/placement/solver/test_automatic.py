@@ -87,8 +87,9 @@ def convolutional(layers: int):
 # ------------------------------------------------------------------------------ it is the optimum
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("device", ["slow math", "slow links"])
+@pytest.mark.parametrize(
+    ("device", "mesh"), sampled(itertools.product(["slow math", "slow links"], MESHES))
+)
 def test_no_placement_of_a_small_step_is_better(mesh, device):
     """Every placement of what matters is carried out and counted; what a choice costs is counted right."""
     model, batch = chain(8, 4)
@@ -124,9 +125,9 @@ def test_the_objective_is_what_the_placed_step_costs(mesh, device):
     assert_counted_right(*chain(8, 16, 16, 8), mesh, device)
 
 
-@pytest.mark.parametrize(
-    ("make", "layers"), sampled(itertools.product([llama, gpt2], [2, 5]), every=4)
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [2, 5])
+@pytest.mark.parametrize("make", [llama, gpt2])
 def test_layers_that_share_a_choice_are_all_counted(make, layers):
     for device in ("slow math", "slow links"):
         assert_counted_right(*make(layers), "dp=2,tp=2", device)

@@ -6,6 +6,7 @@ from stepgraph.memory.decide import decide
 from stepgraph.placement.solver.held_bytes import Limits, least_bytes, whole_bytes
 from tests.placement.planned import TOYS, global_step, place
 from tests.placement.solver.test_automatic import chain
+from tests.sampling import sampled
 from tests.support import adamw
 
 
@@ -44,7 +45,7 @@ def test_too_small_a_limit_is_raised_once():
     assert Limits(100).raised_to(0) is None or Limits(100).raised_to(0) == 0
 
 
-@pytest.mark.parametrize("memory", ["none", "full"])
+@pytest.mark.parametrize("memory", sampled(["none", "full"]))
 def test_no_placement_holds_less_than_what_is_held_at_least(memory):
     model, batch = chain(8, 16, 16, 8)
     program = global_step(model, batch, "dp=2,tp=2", adamw(model))

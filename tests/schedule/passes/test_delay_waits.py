@@ -60,7 +60,7 @@ def test_the_text_shows_waits_at_their_readers():
     assert_golden(__file__, "delay_waits", before, delayed(before, True))
 
 
-@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("plan", sampled(["ddp", "zero1", "zero3", "zero2"]))
 def test_collectives_overlap_and_every_result_is_the_same_bits(plan):
     model, batch = tiny_llama(), token_batch()
     optimizer = adamw(model)

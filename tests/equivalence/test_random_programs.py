@@ -17,7 +17,7 @@ from tests.equivalence.random_programs import Case, cases, check_case, run_case
 from tests.support import notes_of
 
 # An example costs a second, so the short profile does not look for a smaller one that fails too.
-SHORT = {"max_examples": 20, "phases": [Phase.explicit, Phase.generate]}
+SHORT = {"max_examples": 12, "phases": [Phase.explicit, Phase.generate]}
 PROFILE = {} if os.environ.get("STEPGRAPH_HYPOTHESIS") else SHORT
 
 

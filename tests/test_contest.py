@@ -305,6 +305,7 @@ def test_presets_of_a_deep_step_that_surely_lose_are_left_out():
     assert not promising(small, names, tight), "none fits"
 
 
+@pytest.mark.slow
 def test_the_answer_for_a_deep_step_is_that_of_a_whole_contest(monkeypatch):
     answers, entered = [], []
 

@@ -88,6 +88,7 @@ def test_blocks_do_not_overlap_and_stay_inside_the_forward():
     assert blocks[0].start >= 0 and blocks[-1].stop <= len(list(program.operations(FORWARD)))
 
 
+@pytest.mark.slow
 def test_a_block_is_cut_at_the_residual_stream():
     program = captured(tiny_llama(4), token_batch(2))
     nodes = list(program.operations(FORWARD))

@@ -92,6 +92,7 @@ def test_nothing_is_needed_and_nothing_is_left_behind():
     assert plan.request.batch == {"input_ids": "int64[12, 8]", "labels": "int64[12, 8]"}
 
 
+@pytest.mark.slow
 def test_a_model_may_be_a_name():
     ids = torch.empty(4, 16, dtype=torch.int64, device="meta")
     plan = stepgraph.plan(
@@ -185,6 +186,7 @@ def test_a_budget_that_nothing_fits_says_the_smallest_that_does(stack, peaks):
         plan_mlp(memory="none", memory_budget="1KiB")
 
 
+@pytest.mark.slow
 def test_a_search_for_placements_keeps_to_a_budget_too(stack_on, peaks):
     none = stack_on("dp=2", "auto", "none")
     full = stack_on("dp=2", "auto", "full")
@@ -208,6 +210,7 @@ def test_a_frontier_goes_from_least_memory_to_least_time(stack, peaks, tmp_path)
     assert within.frontier() == points and within.predicted.peak_bytes <= points[0].peak_bytes
 
 
+@pytest.mark.slow
 def test_micro_batches_have_one_frontier():
     points = plan_mlp(memory="full", micro_batches=2, frontier=True).frontier()
     assert points[-1].step_ms > plan_mlp(memory="none", frontier=True).frontier()[-1].step_ms

@@ -48,6 +48,7 @@ def test_a_trial_that_does_not_end_is_a_failure():
     assert check.status == FAILED and "did not end" in check.found and "127.0.0.1" in check.do
 
 
+@pytest.mark.slow
 def test_the_eager_lowering_is_tried():
     check = try_out("eager lowering")
     assert check.status == OK and "agrees with plain PyTorch" in check.found

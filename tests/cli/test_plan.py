@@ -107,6 +107,7 @@ def test_plans_side_by_side(planned, tmp_path):
     assert as_json[0]["predicted"]["step_ms"] == fast.predicted.step_ms
 
 
+@pytest.mark.slow
 def test_meshes_side_by_side(planned):
     seen, _ = planned
     both = ["--mesh", "dp=16", "--mesh", "dp=2,tp=8"]

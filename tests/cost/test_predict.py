@@ -50,6 +50,7 @@ def test_collectives_are_counted_by_phase_kind_and_mesh_dimension(programs):
     assert {key[:2] for key in found.collectives_by_dim} == set(found.collectives)
 
 
+@pytest.mark.slow
 def test_peaks_by_phase_leave_the_optimizer_state_out(programs):
     found = predict(programs, find_device("h100"), 2)
     assert 0 < found.forward_peak_bytes < found.peak_bytes
@@ -76,6 +77,7 @@ def test_mfu_by_hand():
     assert predict({"step": program}, device).mfu == pytest.approx(0.5)
 
 
+@pytest.mark.slow
 def test_recomputed_products_are_time_but_not_use(programs):
     model, batch = tiny_llama(2), token_batch()
     device = round_device(memory_bandwidth=1e30, intra=round_device().intra)

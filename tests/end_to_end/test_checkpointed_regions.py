@@ -107,6 +107,7 @@ def test_dropout_draws_the_same_masks(how):
     assert any("recomputed_from" in n.meta for n in engine.programs["step"].operations())
 
 
+@pytest.mark.slow
 def test_a_plan_applies_with_regions_and_without(tmp_path):
     plain, engine = losses(PLAIN)
     for kept, how in (("without.json", NOT_REENTRANT), ("with.json", PLAIN)):

@@ -138,7 +138,7 @@ def queries(run):
             ("dp=2,tp=2", "tp+sp+zero3", (2, 2)), ("dp=1", "ddp", (4, 4)), ("tp=2", "tp", (4, 2)),
             ("dp=4", "zero3", (1, 4)), ("replicate=2,shard=2", "hsdp", (1, 4)),
         ],
-        every=3,
+        every=5,
     ),
 )  # fmt: skip
 @pytest.mark.parametrize("memory", sampled(["full", "none"]))
@@ -166,6 +166,7 @@ def test_the_search_places_it_too():
 
 
 @pytest.mark.parametrize("mesh", sampled(["dp=2", "dp=1"]))
+@pytest.mark.slow
 def test_in_micro_batches(mesh):
     run, found = trained(mesh, "zero2", micro_batches=2)
     torch.testing.assert_close(found, plain(make()), rtol=1e-4, atol=1e-5)

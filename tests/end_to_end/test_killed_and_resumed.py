@@ -175,6 +175,7 @@ def test_a_run_killed_ten_times_ends_as_if_nothing_had_been(tmp_path, undisturbe
     assert torn >= 2  # some of them hit a save
 
 
+@pytest.mark.slow
 def test_a_signal_saves_and_leaves_and_other_ranks_go_on(tmp_path, undisturbed, monkeypatch):
     """Only one rank gets it; then a lone process finishes what two began."""
     run = Run(tmp_path / "run")

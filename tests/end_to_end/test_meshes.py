@@ -43,7 +43,7 @@ def test_every_setting_with_every_other(cell):
     assert notes_of(run_in_one_process(cell)) == []
 
 
-@pytest.mark.parametrize(("plan", "mesh"), [("tp+zero3", "dp=2,tp=4"), ("tp", "tp=2")])
+@pytest.mark.parametrize(("plan", "mesh"), sampled([("tp+zero3", "dp=2,tp=4"), ("tp", "tp=2")]))
 def test_heads_and_a_vocabulary_that_do_not_divide_stay_whole_and_are_reported(plan, mesh):
     """Two key-value heads over four ranks; 101 words over any."""
     model = tiny_llama()

@@ -69,6 +69,7 @@ def of_cuda():
     return plan.programs(there, example=moved)["step"]
 
 
+@pytest.mark.slow
 def test_only_what_is_offloaded_is_on_the_host(of_cuda):
     assert sum(node.target is TO_HOST for node in of_cuda.operations()) > 10
     for node in of_cuda.operations():

@@ -274,6 +274,7 @@ def returned_by_modules():
     return found
 
 
+@pytest.mark.slow
 def test_what_is_no_tensor_among_the_results_comes_back_as_it_is():
     expected = []
     for kind in (dict, tuple, list):

@@ -63,6 +63,7 @@ def traffic(preset, precision, mesh="dp=2", micro_batches=1):
 
 
 @pytest.mark.parametrize("preset", sampled(["ddp", "zero3"]))
+@pytest.mark.slow
 def test_bf16_halves_the_traffic(preset):
     whole, half = traffic(preset, Precision()), traffic(preset, BF16)
     assert whole.keys() == half.keys()
@@ -93,8 +94,8 @@ def test_micro_batches_travel_in_bf16_too(preset):
         pytest.param("ddp", "dp=2", 2, marks=pytest.mark.slow),
         pytest.param("zero1", "dp=2", 2, marks=pytest.mark.slow),
         pytest.param("zero2", "dp=2", 2, marks=pytest.mark.slow),
-        pytest.param("zero3", "dp=2", 1, marks=pytest.mark.slow),
-        ("tp+zero3", "dp=2,tp=2", 2),
+        ("zero3", "dp=2", 1),
+        pytest.param("tp+zero3", "dp=2,tp=2", 2, marks=pytest.mark.slow),
         pytest.param("hsdp", "replicate=2,shard=2", 2, marks=pytest.mark.slow),
     ],
 )

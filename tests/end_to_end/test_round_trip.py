@@ -152,6 +152,7 @@ def test_modes_and_hooks_may_change_between_calls(change):
     assert found.shape == module(x)[0].shape
 
 
+@pytest.mark.slow
 def test_modes_change_within_a_traced_function():
     module, _, x = one_process()
 
@@ -195,6 +196,7 @@ def test_tensors_may_be_views_of_any_kind():
     assert torch.isfinite(module.first.weight.grad.to_local()).all()
 
 
+@pytest.mark.slow
 def test_other_calls_are_compiled_as_they_come():
     """Another mode, no gradients, other rows: what is not there yet breaks the graph, and is there then."""
     module, _, x = one_process()
@@ -209,6 +211,7 @@ def test_other_calls_are_compiled_as_they_come():
         torch.testing.assert_close(again(rows)[0], module(rows)[0])
 
 
+@pytest.mark.slow
 def test_a_language_models_result_is_its_own_class():
     brought = bring("gpt2")
     rows = {name: tensor[:2] for name, tensor in brought.batch.items()}

@@ -116,6 +116,7 @@ def test_what_is_communicated_twice_comes_to_the_same_bits():
     assert all(torch.equal(value, parameters[key]) for key, value in kept.items())
 
 
+@pytest.mark.slow
 def test_a_budget_that_cannot_be_met_says_what_can():
     step = case("gpt2")
     with pytest.raises(BudgetError, match="no plan fits 1 KiB a rank: the smallest peak is") as e:

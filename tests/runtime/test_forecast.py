@@ -10,6 +10,7 @@ from stepgraph.pipeline import executed, foresee
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.driver import PassDriver
 from tests.live_memory import LiveMemory, live_step
+from tests.sampling import sampled
 from tests.support import (
     adamw,
     bound,
@@ -27,7 +28,7 @@ def counted_peak(engine, batch):
     return live_step(engine, batch).peak
 
 
-@pytest.mark.parametrize("memory", ["none", "full"])
+@pytest.mark.parametrize("memory", sampled(["full", "none"]))
 def test_the_predicted_peak_is_what_a_real_step_holds(memory):
     model, batch = tiny_llama(2), token_batch(length=24)
     engine = Engine(

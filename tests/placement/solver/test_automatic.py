@@ -216,6 +216,7 @@ def test_what_a_group_adds_up_is_added_up_for_all_who_read_it():
     assert sum(recounted(forced).values()) == pytest.approx(forced.solution.cost)
 
 
+@pytest.mark.slow
 def test_what_a_group_adds_up_counts_once_against_a_limit():
     """What a plan takes is a budget that it fits; what groups keep is in it."""
     program = global_step(*llama(2), "tp=2")

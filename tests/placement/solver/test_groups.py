@@ -1,5 +1,7 @@
 """Groups: what is decided together fits together, and repeated layers share a decision."""
 
+import pytest
+
 from stepgraph.cost.traffic import assign_traffic
 from stepgraph.placement.solver import groups as grouping
 from stepgraph.placement.solver.candidates import find_strategies
@@ -32,6 +34,7 @@ def test_every_operation_is_in_one_group_with_options_that_read_all_its_ports():
             assert all(len(option[n].inputs) == len(tensor_arguments(n)) for n in group.nodes)
 
 
+@pytest.mark.slow
 def test_more_layers_are_no_more_to_decide():
     few, more = (len(share(groups_of(*llama(layers))[1])) for layers in (3, 4))
     assert few == more

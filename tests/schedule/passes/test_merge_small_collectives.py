@@ -98,7 +98,7 @@ def test_a_transformers_collectives_become_few_and_keep_every_bit(plan):
     assert_bitwise(inputs.execute(bound(before)), inputs.execute(bound(after)))
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", sampled([torch.bfloat16, None]))
 def test_copies_of_shards_keep_no_collectives_apart(dtype):
     """A shard of a transposed weight is copied, or cast, for its gather, and its gradient back again."""
     model, batch = tiny_llama(), token_batch()

@@ -166,6 +166,7 @@ def test_nothing_is_overwritten_before_it_is_read_for_the_last_time():
     assert_bitwise(inputs.execute(bound(before)), inputs.execute(last, in_place=True))
 
 
+@pytest.mark.slow
 def test_gradients_no_longer_pile_up():
     model = tiny_llama()
     before = merged(model, token_batch(2, 2), adamw(model), plan="ddp")
@@ -175,6 +176,7 @@ def test_gradients_no_longer_pile_up():
     assert lives[1].peak() < lives[0].peak()
 
 
+@pytest.mark.slow
 def test_a_collective_of_the_forward_may_stand_behind_the_optimizers():
     """Where merging has put it, whose readers are late: updates behind it hold up what sends them."""
     model, batch = tiny_llama(), token_batch()

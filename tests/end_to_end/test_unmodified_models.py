@@ -77,13 +77,19 @@ def assert_equal(one, other):
 CELLS = [("zero3", "dp=2"), ("tp", "tp=2")]
 
 
-def each(names=MODELS):
+def each(names=MODELS, slow=()):
     """The tests of a model on one worker: what is made for one serves the others."""
-    grouped = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names]
+    grouped = [
+        pytest.param(
+            name,
+            marks=[pytest.mark.xdist_group(name), *([pytest.mark.slow] if name in slow else [])],
+        )
+        for name in names
+    ]
     return pytest.mark.parametrize("name", grouped)
 
 
-@each(list(MODELS)[::8])
+@each(list(MODELS)[::4], slow=["vit"])
 def test_two_ranks_train_as_one_does_with_dropout(name):
     expected = trained(name, "dp=1", "ddp")
     for plan, mesh in CELLS:
@@ -99,7 +105,7 @@ def test_more_dimensions_train_as_one_rank_does_with_dropout(name, plan, mesh):
     assert_equal(trained(name, mesh, plan), trained(name, "dp=1", "ddp"))
 
 
-@each(["gpt2", "convolutional"])
+@each(["gpt2", "unet", "convolutional"], slow=["unet"])
 def test_recomputation_changes_no_bit(name):
     losses, run = trained(name, "dp=2", "zero3")
     again, recomputed = trained(name, "dp=2", "zero3", memory="full")
@@ -108,7 +114,7 @@ def test_recomputation_changes_no_bit(name):
         assert torch.equal(recomputed.parameters()[key], value), key
 
 
-@each(["qwen3", "mixtral"])
+@each(list(MODELS)[1::4], slow=["lora"])
 def test_without_dropout_it_is_plain_pytorch(name):
     brought = bring(name, dropout=False)
     model = brought.model

@@ -196,8 +196,7 @@ class Cache:
         if damaged:
             log.warning("compiled again, what was kept in %s is damaged: %s", folder, damaged)
         try:
-            with self._in_use(folder.name, by_nobody=True):
-                _remove(folder)
+            _remove(folder)
             folder.mkdir(mode=0o700)
             with compiler.cache_in(folder), libraries_from(self._kernels.provide):
                 made = make()

@@ -16,7 +16,7 @@ import stepgraph
 from stepgraph.cli.launcher import launch
 from stepgraph.errors import UsageError
 from stepgraph.program.collectives import is_collective
-from stepgraph.program.program import FORWARD
+from stepgraph.program.program import BACKWARD, FORWARD
 from tests.end_to_end.models import bring
 from tests.sampling import sampled
 
@@ -80,12 +80,9 @@ def trained_twice(plan, backend, mesh):
         chosen = {"backend": backend or sides.backend, "fullgraph": True}
         call = torch.compile(module, **chosen) if again else module
         found.append(three_steps(call, module, part))
-    decided = module.forward.compiler.programs["gradients"].operations(FORWARD)
-    return (
-        *found,
-        sides.sent,
-        [kind_of(node) for node in filter(is_collective, decided)],
-    )
+    program = module.forward.compiler.programs["gradients"]
+    phases = [filter(is_collective, program.operations(phase)) for phase in (FORWARD, BACKWARD)]
+    return (*found, sides.sent, [[kind_of(node) for node in nodes] for nodes in phases])
 
 
 def kind_of(node):
@@ -107,10 +104,57 @@ def test_a_module_compiled_again_trains_alike_and_gathers_the_same(plan, backend
                 torch.testing.assert_close(one, two)
             else:
                 assert torch.equal(one, two)
-        if not backend:  # AOTAutograd parts both again, and may compute more of the forward twice
-            forward, backward = sent
-            assert Counter(forward) == Counter(decided)
-            assert {*backward} >= ({"reduce_scatter_tensor"} if "zero3" in plan else {"all_reduce"})
+        if not backend:  # AOTAutograd parts both again, and is told what is kept
+            decided[1].append("all_reduce")  # of the mean's tangent, before the backward
+            assert [*map(Counter, sent)] == [*map(Counter, decided)]
+
+
+def kept_twice(name, plan, memory, mesh):
+    """One rank: what is kept for the backward as a module stands, and compiled again; in bytes."""
+    brought, dims = bring(name), mesh.split(",")
+    ranks, data = int(os.environ["WORLD_SIZE"]), int(dims[0].split("=")[1])
+    mine = int(os.environ["RANK"]) // (ranks // data)
+    rows = {key: tensor.chunk(data)[mine] for key, tensor in brought.batch.items()}
+    module = stepgraph.parallelize(
+        brought.model, mesh=mesh, plan=plan, memory=memory, example=brought.batch, lowering="eager"
+    )
+    own = [*(p.to_local() for p in module.parameters()), *module.buffers()]
+    state = {tensor.untyped_storage().data_ptr() for tensor in own}
+    calls = module, torch.compile(module, fullgraph=True)
+    for call in calls:
+        call(**rows)
+    return [kept_by(call, rows, state) for call in calls]
+
+
+def kept_by(call, rows, state):
+    """Bytes of the storages in which a call keeps tensors, but for the module's own."""
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = call(**rows)
+    result.loss.backward()
+    return sorted(size for at, size in kept.items() if at not in state)
+
+
+KEPT = [
+    ("gpt2", "zero3", "full", "dp=2", 2), ("llama", "zero3", "none", "dp=2", 2),
+    ("llama", "zero3", "layers:2", "dp=2", 2), ("llama", "ddp", "ops", "dp=2", 2),
+    ("gpt2", "zero1", "none", "dp=2", 2), ("llama", "tp+zero3", "full", "dp=2,tp=2", 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "plan", "memory", "mesh", "ranks"), sampled(KEPT, every=6))
+def test_plain_inductor_keeps_what_was_decided(name, plan, memory, mesh, ranks):
+    """Tensor for tensor, and how often state was written; inductor makes GPT-2's constants again."""
+    for first, second in launch(kept_twice, name, plan, memory, mesh, ranks=ranks):
+        kept, decided = Counter(second), Counter([*first, torch.int64.itemsize])
+        assert not kept - decided
+        assert kept == decided or name == "gpt2"
 
 
 def one_process():

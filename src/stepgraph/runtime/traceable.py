@@ -8,13 +8,16 @@ what code read from Python is compared) is one operation in front of it.
 from __future__ import annotations
 
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from stepgraph.lowering.partition import forward_and_backward
+from stepgraph.operators.views import viewed
 from stepgraph.pipeline import GRAPH_LOWERED
 from stepgraph.program import roles
 from stepgraph.program.driver import PassDriver
@@ -27,7 +30,9 @@ from stepgraph.runtime.executor import (
 )
 from stepgraph.torch_internals import dtensors, host_device
 from stepgraph.torch_internals.code import generate_code
+from stepgraph.torch_internals.kept import keep_what_is_marked, mark
 
+aten = torch.ops.aten
 _NUMBERS = itertools.count(1)
 _MADE: weakref.WeakValueDictionary[int, Traceable] = weakref.WeakValueDictionary()
 _MOVED = (*roles.SEEDS, roles.Outside)  # inputs that are written before a call
@@ -140,7 +145,10 @@ def _function(
         number: of its :class:`Traceable`.
     """
     run_first, run_second = first.module, second.module
+    mark(first.graph, _makers_of_saved(first))
     for side in (run_first, run_second):
+        for node in side.graph.find_nodes(op="call_function", target=aten.view.default):
+            node.target = aten.reshape.default  # another compiler may lay values out otherwise
         generate_code(side)  # it is what dynamo reads
     place = {role: i for i, role in enumerate(given)}
     returned = [first.outputs.index(role) for role in (*split.results, *new)]
@@ -163,7 +171,7 @@ def _function(
         @staticmethod
         def forward(ctx, writes, *tensors):
             whole = [_padded(x, *sizes[i]) for i, x in enumerate(tensors)]
-            found = run_first(*[whole[i] for i in taken])
+            found = keep_what_is_marked(run_first, *[whole[i] for i in taken])
             kept = [whole[i].clone() if i in overwritten else whole[i] for i in again]
             ctx.save_for_backward(writes.clone(), *[found[i] for i in saved], *kept)
             results = tuple(found[i] for i in returned)
@@ -176,13 +184,25 @@ def _function(
             own = [tangents[i].contiguous() for i in range(len(means))]
             own[checked] = unchanged(own[checked], writes, number)
             values = [*saved, *(mean.of(own[i]) for i, mean in enumerate(means))]
-            found = run_second(*[values[i] for i in order])
+            found = keep_what_is_marked(run_second, *[values[i] for i in order])
             return None, *(
                 None if at is None else _narrowed(found[at] * counts, sizes[i][0])
                 for i, (at, counts) in enumerate(gradients)
             )
 
     return Placed
+
+
+def _makers_of_saved(forward: Program) -> list[fx.Node]:
+    """The operations that make what the backward reads of a forward; of a view, all that lead to it."""
+    makers: dict[fx.Node, None] = {}
+    for role, node, _ in forward.output_rows:
+        of_saved: fx.Node | None = node if isinstance(role, roles.Saved) else None
+        while of_saved is not None and of_saved.op == "call_function":
+            if of_saved.target is not operator.getitem:
+                makers[of_saved] = None
+            of_saved = viewed(of_saved)
+    return [*makers]
 
 
 _Sizes = tuple[tuple[int, ...], tuple[int, ...]]

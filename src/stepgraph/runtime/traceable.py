@@ -170,10 +170,13 @@ def _function(
     class Placed(torch.autograd.Function):
         @staticmethod
         def forward(ctx, writes, *tensors):
-            whole = [_padded(x, *sizes[i]) for i, x in enumerate(tensors)]
+            whole = [
+                x.clone() if i in overwritten else _padded(x, *sizes[i])
+                for i, x in enumerate(tensors)
+            ]
             found = keep_what_is_marked(run_first, *[whole[i] for i in taken])
-            kept = [whole[i].clone() if i in overwritten else whole[i] for i in again]
-            ctx.save_for_backward(writes.clone(), *[found[i] for i in saved], *kept)
+            kept = [*(found[i] for i in saved), *(whole[i] for i in again)]
+            ctx.save_for_backward(writes.clone(), *kept)
             results = tuple(found[i] for i in returned)
             ctx.mark_non_differentiable(*[results[i] for i in integers])
             return results

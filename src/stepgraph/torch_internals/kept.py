@@ -4,6 +4,7 @@ They know the policies of ``torch.utils.checkpoint``, which are asked as operati
 the other. So the operation behind a mark is kept, and every other one is computed again.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -40,8 +41,13 @@ def keep_what_is_marked(function: Callable, *tensors: torch.Tensor) -> Any:
 
 def _contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
     mode, again = create_selective_checkpoint_contexts(_Marked())
-    mode.__class__ = type("OneRegion", (_OneRegion, type(mode)), {})
+    mode.__class__ = _of_one_region(type(mode))
     return mode, again
+
+
+@functools.cache
+def _of_one_region(kind: type) -> type:
+    return type("OneRegion", (_OneRegion, kind), {})
 
 
 class _Marked:

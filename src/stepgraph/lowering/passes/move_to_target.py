@@ -1,6 +1,6 @@
 """A Program that was captured on the host becomes one of the device that it runs on."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.fx.node import map_aggregate
 from stepgraph import torch_internals
 from stepgraph.planning.target import Target
 from stepgraph.program import roles
-from stepgraph.program.build import ShapeRunner, freeze, kind_of
+from stepgraph.program.build import ShapeRunner
 from stepgraph.program.copies import is_on_host
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program, tensors_of
@@ -28,24 +28,24 @@ def move_to_target(program: Program, target: Target) -> Program:
     Results are what the device's kernels give (a norm's statistics are float32 there). Constants are moved
     where the device is there, and else, in a plan, stay where they are.
     """
-    host, there = torch_internals.host_device().type, target.device_type
+    host = torch_internals.host_device().type
     values = (tensors_of(meta(node).get("val")) for node in program.graph.nodes)
-    if all(tensor.device.type == there for found in values for tensor in found):
+    devices = {tensor.device.type for found in values for tensor in found}
+    if devices <= {target.device_type}:
         return program
     shapes = ShapeRunner(program.graph)
     mode = shapes.mode
-    known = shapes.known  # where values are once they have moved: layers, and programs, are alike
+    known: dict[tuple, torch.Tensor] = {}
 
     def moved(value: Any) -> Any:
         if isinstance(value, torch.device) and value.type == host:
-            return torch.device(there)
+            return torch.device(target.device_type)
         if not isinstance(value, torch.Tensor) or value.device.type != host:
             return value
-        key = (there, kind_of(value))
+        key = (value.shape, value.stride(), value.dtype)
         if key not in known:
-            shape, strides, dtype = value.shape, value.stride(), value.dtype
             with mode, torch.no_grad():
-                known[key] = torch.empty_strided(shape, strides, dtype=dtype, device=there)
+                known[key] = torch.empty_strided(*key[:2], dtype=key[2], device=target.device_type)
         return known[key]
 
     on_host = {node for role, node, _ in program.input_rows if isinstance(role, roles.HostSeed)}
@@ -56,11 +56,14 @@ def move_to_target(program: Program, target: Target) -> Program:
         if _names_a_device(node.args) or _names_a_device(node.kwargs.values()):
             node.args, node.kwargs = map_aggregate((node.args, node.kwargs), moved)  # type: ignore
         if node.target is private.TO_COPY and not node.all_input_nodes:  # of a number
-            node.kwargs = {**node.kwargs, "device": torch.device(there)}
+            node.kwargs = {**node.kwargs, "device": torch.device(target.device_type)}
         if "val" in meta(node):
-            meta(node)["val"] = _there(node, there, moved, shapes)
-        if node.op == "get_attr" and torch_internals.is_there(there):
-            _move_constant(program.module, node, there)
+            value = meta(node)["val"]
+            one = isinstance(value, torch.Tensor)
+            expected = moved(value) if one else map_aggregate(value, moved)
+            meta(node)["val"] = _there(node, expected, shapes)
+        if node.op == "get_attr" and torch_internals.is_there(target.device_type):
+            _move_constant(program.module, node, target.device_type)
     return program
 
 
@@ -74,27 +77,16 @@ def _names_a_device(arguments: Iterable[Any]) -> bool:
     return False
 
 
-def _there(node: fx.Node, there: str, moved: Callable[[Any], Any], shapes: ShapeRunner) -> Any:
-    """A node's value on the device; found once for layers, and programs, that are alike."""
-    value = meta(node)["val"]
-    if node.op != "call_function":
-        return map_aggregate(value, moved)
-    try:
-        call = node.target, freeze(node.args), freeze(node.kwargs)
-    except KeyError:  # a function among the arguments has no value
-        return _result(node, map_aggregate(value, moved), shapes)
-    key = there, *call, tuple(map(kind_of, tensors_of(value)))
-    if key not in shapes.known:
-        shapes.known[key] = _result(node, map_aggregate(value, moved), shapes)
-    return shapes.known[key]
-
-
-def _result(node: fx.Node, expected: Any, shapes: ShapeRunner) -> Any:
+def _there(node: fx.Node, expected: Any, shapes: ShapeRunner) -> Any:
     """What an operation gives on the device; what was expected, where torch cannot tell without one."""
+    if node.op != "call_function":
+        return expected
     try:
         found = shapes.run(node.target, node.args, node.kwargs)
     except Exception:  # a convolution asks the driver; a view finds other strides
         return expected
+    if found is expected:
+        return found
     pairs = zip(tensors_of(found), tensors_of(expected), strict=False)
     same = all(a.shape == b.shape and a.device == b.device for a, b in pairs)
     return found if same and len(tensors_of(found)) == len(tensors_of(expected)) else expected

@@ -93,7 +93,6 @@ class _Search:
         """
         highs = self._highs()
         highs.setOptionValue("solve_relaxation", True)
-        highs.setOptionValue("presolve", "off")  # it takes longer than it saves here
         highs.setOptionValue("time_limit", np.inf)  # a busy machine must not decide otherwise
         limit = self.problem.memory_limit
         highs.setOptionValue("simplex_iteration_limit", _DOUBTFUL if limit else highspy.kHighsIInf)

@@ -169,13 +169,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sources", nargs=2, type=Source.parse)
     parser.add_argument("--sizes", default="small,medium")
+    parser.add_argument("--presets", default=",".join(PLANS))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--plan-rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     found: dict[str, Any] = {"about": "steps: ms; plans: CPU seconds; ratio: second / first"}
     for size in filter(None, given.sizes.split(",")):
-        for plan in PLANS:
+        for plan in given.presets.split(","):
             name = f"step {size} {plan}"
             found[name] = compare_steps(given.sources, size, plan, given.rounds)
             show(name, found[name])

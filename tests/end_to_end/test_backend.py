@@ -23,7 +23,6 @@ from stepgraph.program.program import BACKWARD
 from tests.end_to_end.graph_by_graph import Broken, Cell, batch_of, loss_of, make_model
 from tests.end_to_end.test_balance import Model, learn, run
 from tests.end_to_end.training import llama_batch, tiny_llama
-from tests.sampling import sampled
 
 EAGER = {"lowering": "eager"}
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -125,7 +124,7 @@ def collectives_of(function):
     return {name: names.count(name) for name in sorted(set(names))}
 
 
-def compiled_once_more(kind):
+def compiled_once_more(kind, backend):
     """One rank: collectives and gradients of a step, of a parallelized module and of it compiled again."""
     rank = int(os.environ["RANK"])
     if kind == "broken":
@@ -143,7 +142,7 @@ def compiled_once_more(kind):
         part = {name: x.chunk(2)[rank] for name, x in example.items()}
     model = stepgraph.parallelize(module, mesh="dp=2", plan="zero3", example=example, loss=loss)
     found = []
-    for called in (model, torch.compile(model, backend="stepgraph")):
+    for called in (model, torch.compile(model, backend=backend)):
 
         def step(called=called):
             model.zero_grad()
@@ -155,9 +154,12 @@ def compiled_once_more(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", sampled(["small", "broken", "whole"], every=3))
-def test_compiling_a_parallelized_module_again_binds_nothing_twice(kind):
-    (sent, gradients), (sent_again, again) = launch(compiled_once_more, kind, ranks=2)[0]
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [(k, "stepgraph") for k in ("small", "broken", "whole")] + [("broken", "inductor")],
+)
+def test_compiling_a_parallelized_module_again_binds_nothing_twice(kind, backend):
+    (sent, gradients), (sent_again, again) = launch(compiled_once_more, kind, backend, ranks=2)[0]
     assert sent == sent_again and sum(sent.values()) >= 3
     for name, value in gradients.items():
         assert torch.equal(value, again[name]), name

@@ -18,11 +18,11 @@ def operator_by_operator(module: fx.GraphModule) -> Callable[..., Any]:
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         node.target = runnable(node.target)
     generate_code(module)
-    return torch_internals.disable_compiler(module.forward)
+    return module.forward
 
 
 def _make(program: Program, target: Target) -> Executable:
-    run = operator_by_operator(program.module)
+    run = torch_internals.disable_compiler(operator_by_operator(program.module))
 
     def execute(inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
         with torch.no_grad():

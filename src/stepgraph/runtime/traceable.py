@@ -120,7 +120,8 @@ class Traceable:
         """The results on this rank's rows, by the flattened batch; for dynamo to trace."""
         begin_call(self.moved, self.number)
         parts = [parameter.to_local() for parameter in self.parameters]
-        batch = [leaves[i].contiguous() for i in self.leaves]
+        # One tensor may be given twice (ids that are labels, too), of which dynamo wants two here.
+        batch = [leaves[i].contiguous().view(leaves[i].shape) for i in self.leaves]
         found = self.function.apply(self.moved[-1], *batch, *self.fixed, *parts)
         with torch.no_grad():
             for place, value in zip(self.buffers, found[self.results :], strict=True):

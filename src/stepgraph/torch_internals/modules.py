@@ -1,8 +1,15 @@
 """What a model looks like now: this is looked at before every call."""
 
+import itertools
+import operator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+_LOOKED_AT = operator.attrgetter("_modules", "_parameters", "training")
+_VALUES = operator.methodcaller("values")
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class Watched:
 
     def __init__(self, model: nn.Module) -> None:
         self._parts: list[nn.Module] = [model]
-        self._below: list[list[int]] = []  # ids of what each part holds
+        self._below: list[int] = []  # what parts hold
         self._held: list[int] = []
         self._parameters: list[nn.Parameter] = []
         self._structures: dict[tuple, int] = {}
@@ -45,32 +52,46 @@ class Watched:
 
     def look(self) -> Look:
         """How it looks now."""
-        parts = self._parts
-        if self._below != [[*map(id, part._modules.values())] for part in parts]:
-            parts = self._find_parts()
-        held = [one for part in parts for one in part._parameters.values()]
-        if self._held != [*map(id, held)]:
-            self._held = [*map(id, held)]
+        modules, parameters, training = zip(*map(_LOOKED_AT, self._parts), strict=True)
+        if self._below != _held_by(modules):
+            self._find_parts()
+            modules, parameters, training = zip(*map(_LOOKED_AT, self._parts), strict=True)
+        held = [*itertools.chain.from_iterable(map(_VALUES, parameters))]
+        if self._held != (ids := [*map(id, held)]):
+            self._held = ids
             self._parameters = [*{id(one): one for one in held if one is not None}.values()]
-        forward_hooks = self._no_hooks
-        if any(part._forward_hooks or part._forward_pre_hooks for part in parts):
-            forward_hooks = tuple(
-                (*part._forward_hooks, *part._forward_pre_hooks) for part in parts
-            )
-        backward_hooks = any(part._backward_hooks or part._backward_pre_hooks for part in parts)
-        training = tuple([part.training for part in parts])
-        return Look(
-            parts, self._parameters, training, forward_hooks, backward_hooks, self._structure
-        )
+        return Look(self._parts, self._parameters, training, *self._hooks(), self._structure)
 
-    def _find_parts(self) -> list[nn.Module]:
+    def _hooks(self) -> tuple[tuple[tuple[int, ...], ...], bool]:
+        """Those around forwards, and whether there are any on backwards.
+
+        Without any, none are looked for before somebody registers a hook of whatever kind: the tables of
+        all modules are much memory to read, between steps that fill the caches with other things.
+        """
+        if self._no_hooks_at == RemovableHandle.next_id:
+            return self._no_hooks, False
+        parts, self._no_hooks_at = self._parts, -1
+        backward = any(part._backward_hooks or part._backward_pre_hooks for part in parts)
+        if any(part._forward_hooks or part._forward_pre_hooks for part in parts):
+            own = ((*part._forward_hooks, *part._forward_pre_hooks) for part in parts)
+            return tuple(own), backward
+        if not backward:
+            self._no_hooks_at = RemovableHandle.next_id
+        return self._no_hooks, backward
+
+    def _find_parts(self) -> None:
         self._parts = [*self._parts[0].modules()]
-        self._below = [[*map(id, part._modules.values())] for part in self._parts]
-        self._no_hooks = ((),) * len(self._parts)
+        self._below = _held_by(part._modules for part in self._parts)
+        self._no_hooks, self._no_hooks_at = ((),) * len(self._parts), -1
         number = {id(part): i for i, part in enumerate(self._parts)}
         structure = tuple(
             tuple((name, number.get(id(below))) for name, below in part._modules.items())
             for part in self._parts
         )
         self._structure = self._structures.setdefault(structure, len(self._structures))
-        return self._parts
+
+
+def _held_by(tables: Iterable[dict[str, nn.Module | None]]) -> list[int]:
+    """Of each table of modules how many it holds, and which."""
+    tables = [*tables]
+    return [*map(len, tables), *map(id, itertools.chain.from_iterable(map(_VALUES, tables)))]

@@ -7,8 +7,7 @@ second compilation traces forward and backward anew and stops before anything ru
 min-cut partitioner, as inductor calls it, and stepgraph's own backend. Peaks are bytes of a rank beside
 parameters and their gradients' destinations: what waits for the backward, and what operations make, each
 until its last reader; both partitions are counted by the same lines. ``own checkpointing``: the model has
-selective checkpointing of its own, and the plan adds none. ``without the residual``: policy ``ops``, but
-the first residual sum of each block is computed again.
+selective checkpointing of its own, and the plan adds none.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import operator
 import time
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +33,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import stepgraph
-from stepgraph.analysis.blocks import find_blocks
 from stepgraph.cost.work import size_in_bytes
 from stepgraph.graphwise.graph_compiler import GraphCompiler
 from stepgraph.lowering.partition import forward_and_backward
-from stepgraph.memory.kept_operations import first_residual
 from stepgraph.operators.views import viewed
 from stepgraph.pipeline import executed
 from stepgraph.planning.request import Request
@@ -47,7 +43,7 @@ from stepgraph.planning.target import usual_target
 from stepgraph.program import roles
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.layout import data_mesh
-from stepgraph.program.program import FORWARD, Program, tensors_of
+from stepgraph.program.program import Program, tensors_of
 
 MESH, RANKS, ROWS, TOKENS = "dp=16,tp=8", 128, 32, 8192
 OF_THE_PEER = {
@@ -55,7 +51,7 @@ OF_THE_PEER = {
     "peaks of the first, GiB": [5.02, 5.25],
     "peaks of the second, GiB": [14.58, 14.67],
 }  # AutoParallel with its example's selective checkpointing, run at commit a54c2529 with torch 2.13
-CASES = ("ops", "without the residual", "own checkpointing", "full", "none")
+CASES = ("ops", "own checkpointing", "full", "none")
 Storage = tuple[fx.Node, int]
 
 
@@ -209,7 +205,7 @@ def run_until_stopped(call: Any, batch: dict[str, torch.Tensor]) -> None:
     """Compiles forward and backward."""
     torch.compiler.reset()
     try:
-        call(**batch)
+        call(batch)
     except Stopped:
         return
     raise AssertionError("nothing was compiled")
@@ -225,41 +221,23 @@ def keeps(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy
     return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """All that a call returns: nobody has the logits whole."""
+    return model(**batch).loss
+
+
 def parallelized(layers: int, case: str) -> torch.nn.Module:
     """On this rank, of 128."""
     model = build("llama3-8b", layers)
-    memory = {"ops": "ops", "without the residual": "ops", "own checkpointing": "none"}.get(
-        case, case
-    )
+    memory = "none" if case == "own checkpointing" else case
     if case == "own checkpointing":
         contexts = functools.partial(create_selective_checkpoint_contexts, keeps)
         model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
     ids = torch.zeros(ROWS, TOKENS, dtype=torch.int64)
     asked: dict[str, Any] = {"mesh": MESH, "compute_dtype": torch.bfloat16, "lowering": "eager"}
     asked |= {"example": {"input_ids": ids, "labels": ids}}
-    plan: Any = "tp+zero3"
-    if case == "without the residual":
-        plan, memory = without_the_residual(parallelized(layers, "ops")), None
-    stepgraph.parallelize(model, plan=plan, memory=memory, **asked)
+    stepgraph.parallelize(model, plan="tp+zero3", memory=memory, loss=loss, **asked)
     return model.to_empty(device="cpu")
-
-
-def without_the_residual(module: torch.nn.Module) -> Any:
-    """The plan of a module under ``ops``, but for those sums."""
-    compiler = module.forward.compiler
-    program, plan = compiler.programs["gradients"], compiler.plan
-    (key,) = (key for key in plan.decisions if key.split("#")[0] == "gradients")
-    decided = plan.decisions[key]
-    nodes = list(program.operations(FORWARD))
-    recompute = dict(decided.memory.recompute)
-    for block in find_blocks(program):
-        names = [node.meta["name"] for node in nodes[block.start : block.stop]]
-        number = max(recompute.get(name, -1) for name in names)
-        for node in first_residual(nodes[block.start : block.stop]):
-            recompute[node.meta["name"]] = number
-    assert len(recompute) > len(decided.memory.recompute)
-    memory = replace(decided.memory, recompute=recompute)
-    return plan.with_decisions(key, replace(decided, memory=memory))
 
 
 def main() -> None:

@@ -7,7 +7,8 @@
 For a change that must cost nothing, or two lowerings of one source. Steps: two gloo ranks of one thread
 each for each source, compiled by inductor, alive at the same time; they take turns, the others waiting.
 Plans: whole processes in turn, and what is timed is `stepgraph.plan` inside. A ratio is the median over
-rounds of (second / first). Peaks are resident memory of the larger rank during all steps but the first,
+rounds of (second / first); ranks of one start differ from those of the next by more than rounds
+do (where their memory lies). Peaks are resident memory of the larger rank during all steps but the first,
 what it imported included.
 """
 
@@ -130,8 +131,20 @@ def compare(first: list[float], second: list[float]) -> dict[str, Any]:
     }
 
 
-def compare_steps(sources: list[Source], size: str, plan: str, rounds: int) -> dict[str, Any]:
-    """One size under one preset."""
+def compare_steps(
+    sources: list[Source], size: str, plan: str, rounds: int, starts: int
+) -> dict[str, Any]:
+    """One size under one preset; rounds of several starts are taken together."""
+    runs = [steps_of(sources, size, plan, rounds) for _ in range(starts)]
+    took = [[ms for run, _ in runs for ms in run[which]] for which in range(len(sources))]
+    peaks = [statistics.median(peaks[which] for _, peaks in runs) for which in range(len(sources))]
+    return compare(*took) | {"peak_mib": peaks, "peak_ratio": peaks[1] / peaks[0]}
+
+
+def steps_of(
+    sources: list[Source], size: str, plan: str, rounds: int
+) -> tuple[list[list[float]], list[float]]:
+    """Of one start: each source's milliseconds by round, and its peak."""
     jobs = []
     for source in sources:  # one after the other: compiling is not what is measured
         jobs.append(start_ranks(source, size, plan))
@@ -146,7 +159,7 @@ def compare_steps(sources: list[Source], size: str, plan: str, rounds: int) -> d
     peaks = [ask(job, "peak") for job in jobs]
     for rank in (rank for job in jobs for rank in job):
         rank.communicate()
-    return compare(*took) | {"peak_mib": peaks, "peak_ratio": peaks[1] / peaks[0]}
+    return took, peaks
 
 
 def compare_plans(sources: list[Source], model: str, mesh: str, rounds: int) -> dict[str, Any]:
@@ -171,6 +184,7 @@ def main() -> None:
     parser.add_argument("--sizes", default="small,medium")
     parser.add_argument("--presets", default=",".join(PLANS))
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--starts", type=int, default=1)
     parser.add_argument("--plan-rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -178,7 +192,7 @@ def main() -> None:
     for size in filter(None, given.sizes.split(",")):
         for plan in given.presets.split(","):
             name = f"step {size} {plan}"
-            found[name] = compare_steps(given.sources, size, plan, given.rounds)
+            found[name] = compare_steps(given.sources, size, plan, given.rounds, given.starts)
             show(name, found[name])
     if given.plan_rounds:
         name = "plan llama3-8b dp=16,tp=8"

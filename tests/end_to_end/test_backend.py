@@ -156,7 +156,11 @@ def compiled_once_more(kind, backend):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "backend"),
-    [(k, "stepgraph") for k in ("small", "broken", "whole")] + [("broken", "inductor")],
+    [
+        (kind, backend)
+        for kind in ("small", "broken", "whole")
+        for backend in ("stepgraph", "inductor")
+    ],
 )
 def test_compiling_a_parallelized_module_again_binds_nothing_twice(kind, backend):
     (sent, gradients), (sent_again, again) = launch(compiled_once_more, kind, backend, ranks=2)[0]

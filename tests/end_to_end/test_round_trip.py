@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
@@ -39,11 +39,12 @@ class Normed(nn.Module):
 
 
 class Sides:
-    """A backend that runs the graphs that AOTAutograd hands it, and keeps what they send."""
+    """A backend that runs the graphs that inductor would be handed, and keeps what they send."""
 
     def __init__(self):
         self.sent: list[list[str]] = []
-        self.backend = aot_autograd(fw_compiler=self.keep, bw_compiler=self.keep)
+        part = min_cut_rematerialization_partition
+        self.backend = aot_autograd(fw_compiler=self.keep, bw_compiler=self.keep, partition_fn=part)
 
     def keep(self, graph, examples):
         names = [str(node.target) for node in graph.graph.nodes]
@@ -229,6 +230,22 @@ def test_hooks_that_no_program_can_have_are_errors():
     module.first.register_full_backward_hook(lambda *_: None)
     with pytest.raises(Exception, match="hook"):
         again(x)
+
+
+def test_one_tensor_may_be_given_twice():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.factor = nn.Parameter(torch.full((2,), 3.0))
+
+        def forward(self, x, y):
+            return x * self.factor * y.sin()
+
+    x = torch.randn(4, 2)
+    module = stepgraph.parallelize(Both(), example=(x, x), lowering="eager")
+    again = torch.compile(module, backend="aot_eager", fullgraph=True)
+    for y in (x, x + 1):
+        torch.testing.assert_close(again(x, y), 3 * x * y.sin())
 
 
 def test_tensors_may_be_views_of_any_kind():

@@ -171,7 +171,7 @@ class ParallelForward:
     def _prepare_replays(self) -> int:
         """Of all that was compiled for training and may run now."""
         known, self.replays = self.replays, []
-        if has_written_modules():  # what it reads of them is not what they are
+        if self.graphs is not None or has_written_modules():  # reads of those are not what they are
             return 0
         for key, compiled in self.compiler.made_for("gradients"):
             replay = next((one for one in known if one.compiled is compiled), None)

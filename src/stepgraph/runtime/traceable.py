@@ -30,7 +30,7 @@ from stepgraph.runtime.executor import (
 )
 from stepgraph.torch_internals import dtensors, host_device
 from stepgraph.torch_internals.code import generate_code
-from stepgraph.torch_internals.kept import keep_what_is_marked, mark
+from stepgraph.torch_internals.kept import keep_in_backward, keep_what_is_marked, mark
 
 aten = torch.ops.aten
 _NUMBERS = itertools.count(1)
@@ -166,7 +166,7 @@ def _function(
     gradients = [_gradient_of(split, second, role) for role in given]
     means = split.means
     tangents_of = [i for i, r in enumerate(map(tangent_of, split.results)) if r in second.inputs]
-    checked = tangents_of[0]  # of what the backward does read
+    checked = tangents_of[:1]  # of what the backward does read; of a constant result it reads nothing
 
     class Placed(torch.autograd.Function):
         @staticmethod
@@ -186,9 +186,10 @@ def _function(
         def backward(ctx, *tangents):
             writes, *saved = ctx.saved_tensors
             own = [tangents[i].contiguous() for i in range(len(means))]
-            own[checked] = unchanged(own[checked], writes, number)
+            for i in checked:
+                own[i] = unchanged(own[i], writes, number)
             values = [*saved, *(mean.of(own[i]) for i, mean in enumerate(means))]
-            found = keep_what_is_marked(run_second, *[values[i] for i in order])
+            found = keep_in_backward(run_second, *[values[i] for i in order])
             return None, *(
                 None if at is None else _narrowed(found[at] * counts, sizes[i][0])
                 for i, (at, counts) in enumerate(gradients)

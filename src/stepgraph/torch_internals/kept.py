@@ -33,21 +33,36 @@ def mark(graph: fx.Graph, kept: Iterable[fx.Node]) -> None:
 
 
 def keep_what_is_marked(function: Callable, *tensors: torch.Tensor) -> Any:
-    """A call of a function of tensors, for dynamo to trace; without marks, nothing is kept."""
+    """A call of a forward, for dynamo to trace; without marks, nothing is kept."""
+    return _called(function, tensors, _of_forward)
+
+
+def keep_in_backward(function: Callable, *tensors: torch.Tensor) -> Any:
+    """A call of a backward: what it gathers of parameters alone could be in the forward, too, and would."""
+    return _called(function, tensors, _of_backward)
+
+
+def _called(function: Callable, tensors: Iterable[torch.Tensor], contexts: Callable) -> Any:
     with torch.enable_grad():  # else no policy is asked
         alone = [tensor.detach() for tensor in tensors]
-        return checkpoint(function, *alone, use_reentrant=False, context_fn=_contexts)
+        return checkpoint(function, *alone, use_reentrant=False, context_fn=contexts)
 
 
-def _contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+def _of_forward() -> tuple[AbstractContextManager, AbstractContextManager]:
     mode, again = create_selective_checkpoint_contexts(_Marked())
-    mode.__class__ = _of_one_region(type(mode))
+    mode.__class__ = _of_one_region(type(mode), "")
+    return mode, again
+
+
+def _of_backward() -> tuple[AbstractContextManager, AbstractContextManager]:
+    mode, again = create_selective_checkpoint_contexts(_Marked())
+    mode.__class__ = _of_one_region(type(mode), "must_be_in_backward")
     return mode, again
 
 
 @functools.cache
-def _of_one_region(kind: type) -> type:
-    return type("OneRegion", (_OneRegion, kind), {})
+def _of_one_region(kind: type, side: str) -> type:
+    return type("OneRegion", (_OneRegion, kind), {"side": side})
 
 
 class _Marked:
@@ -64,8 +79,11 @@ class _Marked:
 class _OneRegion:
     """Forward and backward are one region: torch keeps what goes from one region to another.
 
-    What is made of no tensor, within an operation that is decomposed, is made again.
+    What is made of no tensor, within an operation that is decomposed, is made again. ``side``: torch's tag
+    of operations that may be nowhere else; empty: there is none.
     """
+
+    side: str
 
     @property
     def ac_graph_id(self) -> int:
@@ -82,4 +100,6 @@ class _OneRegion:
         for node in itertools.islice(reversed(nodes), len(nodes) - before):
             if not node.all_input_nodes:
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            if self.side:
+                node.meta["partitioner_tag"] = self.side
         return result

@@ -11,7 +11,7 @@ import torch
 import torch._inductor.config as _inductor_config
 from torch import fx
 
-from stepgraph.torch_internals import fake_mode_of, new_fake_mode
+from stepgraph.torch_internals import fake_mode_of, host_device, new_fake_mode
 from stepgraph.torch_internals.inductor.copies_kept import Hidden
 from stepgraph.torch_internals.inductor.order import (
     one_collective_at_a_time,
@@ -289,8 +289,8 @@ def _called_at_once(compiled: Any, examples: Sequence[torch.Tensor]) -> Callable
 
     (A label for the profiler, counters; on a device, the end of autotuning, of which the host has none.)
     """
-    inside = getattr(compiled, "current_callable", None)
-    if inside is None or any(example.device.type != "cpu" for example in examples):
+    inside, host = getattr(compiled, "current_callable", None), host_device().type
+    if inside is None or any(example.device.type != host for example in examples):
         return compiled
     call = functools.partial(inside)
     call.owner = compiled  # type: ignore[attr-defined]  it takes parts of the code with it

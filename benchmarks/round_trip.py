@@ -248,7 +248,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
-    found: dict[str, Any] = {"torch": torch.__version__, "AutoParallel": OF_THE_PEER}
+    found: dict[str, Any] = {
+        "torch": torch.__version__,
+        "layers": given.layers or 32,
+        "AutoParallel": OF_THE_PEER,
+    }
     batch = torch.zeros(ROWS // 16, TOKENS, dtype=torch.int64)
     for case in given.cases.split(","):
         start = time.perf_counter()

@@ -166,7 +166,9 @@ def _function(
     gradients = [_gradient_of(split, second, role) for role in given]
     means = split.means
     tangents_of = [i for i, r in enumerate(map(tangent_of, split.results)) if r in second.inputs]
-    checked = tangents_of[:1]  # of what the backward does read; of a constant result it reads nothing
+    checked = tangents_of[
+        :1
+    ]  # of what the backward does read; of a constant result it reads nothing
 
     class Placed(torch.autograd.Function):
         @staticmethod

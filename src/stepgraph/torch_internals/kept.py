@@ -48,15 +48,20 @@ def _called(function: Callable, tensors: Iterable[torch.Tensor], contexts: Calla
         return checkpoint(function, *alone, use_reentrant=False, context_fn=contexts)
 
 
-def _of_forward() -> tuple[AbstractContextManager, AbstractContextManager]:
-    mode, again = create_selective_checkpoint_contexts(_Marked())
-    mode.__class__ = _of_one_region(type(mode), "")
-    return mode, again
+_Contexts = tuple[AbstractContextManager, AbstractContextManager]
 
 
-def _of_backward() -> tuple[AbstractContextManager, AbstractContextManager]:
+def _of_forward() -> _Contexts:
+    return _contexts("")
+
+
+def _of_backward() -> _Contexts:
+    return _contexts("must_be_in_backward")
+
+
+def _contexts(side: str) -> _Contexts:
     mode, again = create_selective_checkpoint_contexts(_Marked())
-    mode.__class__ = _of_one_region(type(mode), "must_be_in_backward")
+    mode.__class__ = _of_one_region(type(mode), side)
     return mode, again
 
 

@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 _LOOKED_AT = operator.attrgetter("_modules", "_parameters", "training")
+_HOOKS = operator.attrgetter(
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+)
 _VALUES = operator.methodcaller("values")
 
 
@@ -63,26 +65,18 @@ class Watched:
         return Look(self._parts, self._parameters, training, *self._hooks(), self._structure)
 
     def _hooks(self) -> tuple[tuple[tuple[int, ...], ...], bool]:
-        """Those around forwards, and whether there are any on backwards.
-
-        Without any, none are looked for before somebody registers a hook of whatever kind: the tables of
-        all modules are much memory to read, between steps that fill the caches with other things.
-        """
-        if self._no_hooks_at == RemovableHandle.next_id:
+        """Those around forwards, and whether there are any on backwards."""
+        tables = [*map(_HOOKS, self._parts)]
+        if not any(itertools.chain.from_iterable(tables)):
             return self._no_hooks, False
-        parts, self._no_hooks_at = self._parts, -1
-        backward = any(part._backward_hooks or part._backward_pre_hooks for part in parts)
-        if any(part._forward_hooks or part._forward_pre_hooks for part in parts):
-            own = ((*part._forward_hooks, *part._forward_pre_hooks) for part in parts)
-            return tuple(own), backward
-        if not backward:
-            self._no_hooks_at = RemovableHandle.next_id
-        return self._no_hooks, backward
+        forward = tuple((*hooks, *pre_hooks) for hooks, pre_hooks, *_ in tables)
+        backward = any(hooks or pre_hooks for *_, hooks, pre_hooks in tables)
+        return forward, backward
 
     def _find_parts(self) -> None:
         self._parts = [*self._parts[0].modules()]
         self._below = _held_by(part._modules for part in self._parts)
-        self._no_hooks, self._no_hooks_at = ((),) * len(self._parts), -1
+        self._no_hooks = ((),) * len(self._parts)
         number = {id(part): i for i, part in enumerate(self._parts)}
         structure = tuple(
             tuple((name, number.get(id(below))) for name, below in part._modules.items())

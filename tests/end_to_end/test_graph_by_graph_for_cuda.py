@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from stepgraph.torch_internals.limits import CRASHES_ON_DEVICES
 from tests import cuda_fakes
 from tests.sampling import sampled
 
@@ -15,6 +16,8 @@ pytestmark = pytest.mark.skipif(bool(cuda_fakes.lacking()), reason=cuda_fakes.la
     sampled([("float32", "backend"), ("bfloat16", "whole"), ("bfloat16", "engine")], every=3),
 )
 def test_every_graph_is_for_the_device(cuda_library, dtype, how):
+    if how == "whole" and CRASHES_ON_DEVICES:
+        pytest.skip("refused with this torch")
     graphs = cuda_fakes.run("graph_by_graph", cuda_library, "llama", dtype, how)
     assert len(graphs) > 6
     assert not any(graph["differences"] for graph in graphs)

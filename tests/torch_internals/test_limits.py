@@ -7,7 +7,8 @@ from torch import nn
 from torch._dynamo.guards import CheckFunctionManager
 
 import stepgraph
-from stepgraph.torch_internals.limits import SAFE_GUARDS
+from stepgraph.torch_internals.graphs import compiled_autograd_problem
+from stepgraph.torch_internals.limits import CRASHES_ON_DEVICES, SAFE_GUARDS
 
 
 @pytest.mark.skipif(not SAFE_GUARDS, reason="this torch has no guards that remember dictionaries")
@@ -27,3 +28,8 @@ def test_no_guard_remembers_addresses(monkeypatch):
     with dynamo_config.patch(dict.fromkeys(SAFE_GUARDS, True)):  # as in torch before 2.12
         engine.step(torch.ones(2, 4))
     assert seen and seen == [SAFE_GUARDS] * len(seen)
+
+
+def test_compiled_autograd_is_refused_where_it_crashes():
+    assert compiled_autograd_problem("cpu") is None
+    assert (compiled_autograd_problem("cuda") is None) == (not CRASHES_ON_DEVICES)

@@ -23,9 +23,9 @@ NOTHING_TO_ADD = (
 )
 
 
-def check_whole_backward() -> None:
-    """Raises UsageError where this torch has no compiled autograd that works."""
-    problem = dynamo.compiled_autograd_problem()
+def check_whole_backward(device: str | None = None) -> None:
+    """Raises UsageError where this torch has no compiled autograd that works (for values on a device)."""
+    problem = dynamo.compiled_autograd_problem(device)
     if problem is not None:
         raise UsageError(
             "compiled autograd does not work here", why=problem, do="leave it off, or update torch"
@@ -68,6 +68,7 @@ class WholeBackward:
         wanted = [i for i, value in enumerate(values) if value.requires_grad]
         if not wanted:
             return values
+        check_whole_backward(values[wanted[0]].device.type)
         anchor = torch.zeros((), requires_grad=True)
         started = _Start.apply(self, [values[i] for i in wanted], anchor, *told)
         for index, value in zip(wanted, started, strict=True):

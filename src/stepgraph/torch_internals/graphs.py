@@ -19,7 +19,8 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 
-from stepgraph.torch_internals.limits import LIMITS
+from stepgraph.torch_internals import host_device
+from stepgraph.torch_internals.limits import CRASHES_ON_DEVICES, LIMITS
 from stepgraph.torch_internals.uneven import copy_uneven_shards
 
 BACKWARD = "backward"
@@ -311,8 +312,8 @@ def recompilation_reason() -> str | None:
     return str(reason) if reason else None
 
 
-def compiled_autograd_problem() -> str | None:
-    """Why compiled autograd cannot be used with this torch; None: it can."""
+def compiled_autograd_problem(device: str | None = None) -> str | None:
+    """Why this torch's compiled autograd cannot be used (with values on a device); None: it can."""
     try:
         from torch._dynamo import compiled_autograd
     except ImportError as error:
@@ -320,6 +321,8 @@ def compiled_autograd_problem() -> str | None:
     known = hasattr(compiled_autograd, "_enable")
     if not known or not hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph"):
         return f"torch {torch.__version__} has it in another form"
+    if CRASHES_ON_DEVICES and device not in (None, host_device().type):
+        return f"torch {torch.__version__} crashes after it where values are on a device"
     return None
 
 

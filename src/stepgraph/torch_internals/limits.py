@@ -4,11 +4,17 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch._dynamo.config as _dynamo_config
+from torch.torch_version import TorchVersion
 
 # Guards of torch before 2.12 remember the addresses of dictionaries, and on Python 3.12 they have used ones
 # that were freed (pytorch/pytorch#183753; later releases have it off): a crash when garbage is collected.
 _REMEMBERED = "use_recursive_dict_tags_for_guards"
+# Seen with 2.11 on CUDA, torch alone: a backward under compiled autograd within another backward leaves
+# Python's memory such that a later collection of garbage crashes. Later releases have not been tried there.
+CRASHES_ON_DEVICES = TorchVersion(torch.__version__) < (2, 12)
+
 SAFE_GUARDS: dict[str, Any] = {_REMEMBERED: False} if hasattr(_dynamo_config, _REMEMBERED) else {}
 
 

@@ -73,17 +73,20 @@ def start(model: str, lowering: str, ranks: int, cache: str) -> dict[str, float]
     return {name: max(row[name] for row in rows) for name in rows[0]}
 
 
-def measure(model: str, ranks: int, rounds: int) -> dict:
-    """One model on so many ranks."""
+def measure(model: str, ranks: int, rounds: int, pairs: int) -> dict:
+    """One model on so many ranks; for each cold start so many without a compiler and warm ones, in turn."""
     taken: dict[str, list[dict]] = {kind: [] for kind in KINDS}
     for _ in range(rounds):
         with tempfile.TemporaryDirectory(prefix="warm_start_") as cache:
-            for kind in KINDS:
+            for kind in (*KINDS, *("eager", "warm") * (pairs - 1)):
                 lowering = "eager" if kind == "eager" else "inductor"
                 taken[kind].append(start(model, lowering, ranks, cache))
     row = {
         kind: {name: round(statistics.median(r[name] for r in rows), 3) for name in rows[0]}
         for kind, rows in taken.items()
+    }
+    row["first_steps_s"] = {
+        kind: [round(r["first_step_s"], 1) for r in rows] for kind, rows in taken.items()
     }
     row["beyond_eager_s"] = round(row["warm"]["first_step_s"] - row["eager"]["first_step_s"], 3)
     return row
@@ -93,13 +96,15 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--pairs", type=int, default=1, help="warm starts for each cold one")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     found: dict = {"machine": platform.processor() or platform.machine(), "rounds": given.rounds}
+    found["pairs"] = given.pairs
     for model in MODELS:
         for ranks in (1, 2):
             name = f"{model}, {ranks} rank{'s' * (ranks > 1)}"
-            found[name] = measure(model, ranks, given.rounds)
+            found[name] = measure(model, ranks, given.rounds, given.pairs)
             print(name, json.dumps(found[name]), flush=True)
             if given.json:
                 given.json.write_text(json.dumps(found, indent=1) + "\n")

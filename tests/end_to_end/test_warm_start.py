@@ -3,6 +3,7 @@
 import logging
 import multiprocessing
 import os
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
@@ -55,6 +56,19 @@ def begin(cache, settings=(), **shape):
         return pool.submit(partial(start, str(cache), dict(settings), **shape)).result()
 
 
+def programs_run(cache):
+    """What a start calls."""
+    ran = []
+
+    def hear(event, arguments):
+        if event == "subprocess.Popen":
+            ran.append(" ".join(map(str, arguments[1])))
+
+    sys.addaudithook(hear)  # for good, in a process of its own
+    start(cache, {})
+    return ran
+
+
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -77,6 +91,9 @@ def test_the_second_start(cache):
     assert len([path for path in kept if path.suffix == ".so"]) > 2
     assert begin(cache) == (losses, misses, 0, [])
     assert files() == kept
+    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as pool:
+        ran = pool.submit(programs_run, str(cache)).result()
+    assert not [command for command in ran if ".cpp" in command or ".hpp" in command]
     assert begin(cache, layers=8)[1]  # what repeats is the same at any depth
 
     of_graphs = [path for path in kept if any(path.parents[1].glob("fxgraph"))]

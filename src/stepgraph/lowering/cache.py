@@ -184,7 +184,7 @@ class Cache:
 
     def _found(self, folder: Path, make: Callable[[], T]) -> T:
         listed = _read_list(folder)["files"]
-        with compiler.cache_in(folder):
+        with compiler.cache_in(folder), compiler.without_headers():
             made = make()
         with contextlib.suppress(OSError):
             os.utime(folder)

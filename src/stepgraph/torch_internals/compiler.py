@@ -66,6 +66,26 @@ def cache_in(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def without_headers() -> Iterator[None]:
+    """Within it nothing is expected to be compiled, and no header is prepared for it.
+
+    Inductor looks whether the precompiled one is still right before it looks for a compiled kernel: the C++
+    preprocessor runs in every process, for half a second. What is compiled nevertheless does without one.
+    """
+    from torch._inductor import codecache
+
+    by_inductor = getattr(codecache, "_precompile_header", None)
+    if by_inductor is None:  # a torch that does it otherwise
+        yield
+        return
+    codecache._precompile_header = lambda *_, **__: ""  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        codecache._precompile_header = by_inductor
+
+
+@contextlib.contextmanager
 def _remembering_what_loads() -> Iterator[None]:
     """A trial program that this system has loaded is not loaded again.
 

@@ -7,7 +7,8 @@ second compilation traces forward and backward anew and stops before anything ru
 min-cut partitioner, as inductor calls it, and stepgraph's own backend. Peaks are bytes of a rank beside
 parameters and their gradients' destinations: what waits for the backward, and what operations make, each
 until its last reader; both partitions are counted by the same lines. ``own checkpointing``: the model has
-selective checkpointing of its own, and the plan adds none.
+selective checkpointing of its own, and the plan adds none. ``ops without first residuals``: the policy
+keeps all that it keeps but the first sum of each block with what the block was given.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import stepgraph
 from stepgraph.cost.work import size_in_bytes
 from stepgraph.graphwise.graph_compiler import GraphCompiler
 from stepgraph.lowering.partition import forward_and_backward
+from stepgraph.memory import kept_operations
 from stepgraph.operators.views import viewed
 from stepgraph.pipeline import executed
 from stepgraph.planning.request import Request
@@ -51,7 +53,8 @@ OF_THE_PEER = {
     "peaks of the first, GiB": [5.02, 5.25],
     "peaks of the second, GiB": [14.58, 14.67],
 }  # AutoParallel with its example's selective checkpointing, run at commit a54c2529 with torch 2.13
-CASES = ("ops", "own checkpointing", "full", "none")
+ABLATED = "ops without first residuals"
+CASES = ("ops", ABLATED, "own checkpointing", "full", "none")
 Storage = tuple[fx.Node, int]
 
 
@@ -229,14 +232,20 @@ def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor
 def parallelized(layers: int, case: str) -> torch.nn.Module:
     """On this rank, of 128."""
     model = build("llama3-8b", layers)
-    memory = "none" if case == "own checkpointing" else case
+    memory = {"own checkpointing": "none", ABLATED: "ops"}.get(case, case)
     if case == "own checkpointing":
         contexts = functools.partial(create_selective_checkpoint_contexts, keeps)
         model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
     ids = torch.zeros(ROWS, TOKENS, dtype=torch.int64)
     asked: dict[str, Any] = {"mesh": MESH, "compute_dtype": torch.bfloat16, "lowering": "eager"}
     asked |= {"example": {"input_ids": ids, "labels": ids}}
-    stepgraph.parallelize(model, plan="tp+zero3", memory=memory, loss=loss, **asked)
+    by_policy = kept_operations.first_residual
+    if case == ABLATED:
+        kept_operations.first_residual = lambda block: []
+    try:
+        stepgraph.parallelize(model, plan="tp+zero3", memory=memory, loss=loss, **asked)
+    finally:
+        kept_operations.first_residual = by_policy
     return model.to_empty(device="cpu")
 
 

@@ -171,6 +171,7 @@ def test_a_plan_within_a_budget_is_replayed(stack, peaks, monkeypatch):
     assert recomputed and recomputed <= decided.memory.recompute.keys()
 
 
+@pytest.mark.slow
 def test_a_budget_that_nothing_fits_says_the_smallest_that_does(stack, peaks):
     with pytest.raises(BudgetError) as error:
         stack("auto", 4096)

@@ -6,14 +6,13 @@ import pytest
 
 from stepgraph.torch_internals.limits import CRASHES_ON_DEVICES
 from tests import cuda_fakes
-from tests.sampling import sampled
 
 pytestmark = pytest.mark.skipif(bool(cuda_fakes.lacking()), reason=cuda_fakes.lacking())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "dtype, how",
-    sampled([("float32", "backend"), ("bfloat16", "whole"), ("bfloat16", "engine")], every=3),
+    "dtype, how", [("float32", "backend"), ("bfloat16", "whole"), ("bfloat16", "engine")]
 )
 def test_every_graph_is_for_the_device(cuda_library, dtype, how):
     if how == "whole" and CRASHES_ON_DEVICES:

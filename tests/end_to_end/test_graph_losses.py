@@ -199,7 +199,7 @@ def expected(name):
     return value.item(), [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("name", sampled(LOSSES, every=4))
+@pytest.mark.parametrize("name", sampled(LOSSES, every=7))
 def test_a_loss_that_a_graph_makes_is_that_of_one_process(name, found):
     value, gradients, notes = found[name]
     wanted, whole = expected(name)

@@ -122,6 +122,7 @@ def read_three_times(paths):
     return found + [loop_by_the_plan(paths[0], compiled) for compiled in (False, True)]
 
 
+@pytest.mark.slow
 def test_a_plan_made_without_ranks_is_what_real_ranks_run(tmp_path):
     cells = (("dp=2", "zero3"), ("tp=2", "tp"), ("dp=2", "zero1"))
     paths = [make_plan(tmp_path / f"{preset}.json", mesh, preset) for mesh, preset in cells]

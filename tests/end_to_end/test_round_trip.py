@@ -149,8 +149,8 @@ def kept_by(call, rows, state):
 
 
 KEPT = [
-    ("gpt2", "zero3", "full", "dp=2", 2), ("llama", "zero3", "none", "dp=2", 2),
-    ("llama", "zero3", "layers:2", "dp=2", 2), ("llama", "ddp", "ops", "dp=2", 2),
+    ("llama", "zero3", "layers:2", "dp=2", 2), ("gpt2", "zero3", "full", "dp=2", 2),
+    ("llama", "zero3", "none", "dp=2", 2), ("llama", "ddp", "ops", "dp=2", 2),
     ("gpt2", "zero1", "none", "dp=2", 2), ("llama", "tp+zero3", "full", "dp=2,tp=2", 4),
 ]  # fmt: skip
 

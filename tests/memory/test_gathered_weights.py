@@ -10,8 +10,8 @@ from tests.sampling import sampled
 from tests.support import tiny_llama, token_batch
 
 CELLS = [
-    ("dp=2,tp=2", "tp+zero3", torch.bfloat16), ("dp=2,tp=2", "tp+zero3", None),
-    ("dp=2", "zero3", None), ("dp=2", "zero3", torch.bfloat16),
+    ("dp=2", "zero3", torch.bfloat16), ("dp=2", "zero3", None),
+    ("dp=2,tp=2", "tp+zero3", None), ("dp=2,tp=2", "tp+zero3", torch.bfloat16),
 ]  # fmt: skip
 
 

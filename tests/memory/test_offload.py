@@ -287,9 +287,8 @@ class Late(TorchDispatchMode):
         return float("nan") if x.is_floating_point() else 1
 
 
-@pytest.mark.parametrize(
-    ("layers", "dropout"), [(1, 0.1), pytest.param(4, 0.0, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("layers", "dropout"), [(1, 0.1), (4, 0.0)])
 def test_inductor_copies_the_memory_that_its_wait_keeps(layers, dropout):
     """Keys in a cache, as transformers have them: a ``cat`` of one, laid out as its argument."""
     model = tiny_llama(

@@ -12,7 +12,8 @@ from torch.torch_version import TorchVersion
 # that were freed (pytorch/pytorch#183753; later releases have it off): a crash when garbage is collected.
 _REMEMBERED = "use_recursive_dict_tags_for_guards"
 # Seen with 2.11 on CUDA, torch alone: a backward under compiled autograd within another backward leaves
-# Python's memory such that a later collection of garbage crashes. Later releases have not been tried there.
+# Python's memory such that a later collection of garbage crashes. Later releases have not been tried there:
+# ``benchmarks/compiled_autograd_crash.py``.
 CRASHES_ON_DEVICES = TorchVersion(torch.__version__) < (2, 12)
 
 SAFE_GUARDS: dict[str, Any] = {_REMEMBERED: False} if hasattr(_dynamo_config, _REMEMBERED) else {}

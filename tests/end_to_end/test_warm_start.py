@@ -50,10 +50,14 @@ def start(cache, settings, width=8, layers=6, function=torch.tanh, rows=4):
     return losses, found["fxgraph_cache_hit"], found["fxgraph_cache_miss"], damaged
 
 
-def begin(cache, settings=(), **shape):
+def alone(function, *arguments, **named):
     """A process of its own."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as pool:
-        return pool.submit(partial(start, str(cache), dict(settings), **shape)).result()
+        return pool.submit(function, *arguments, **named).result()
+
+
+def begin(cache, settings=(), **shape):
+    return alone(start, str(cache), dict(settings), **shape)
 
 
 def programs_run(cache):
@@ -91,8 +95,7 @@ def test_the_second_start(cache):
     assert len([path for path in kept if path.suffix == ".so"]) > 2
     assert begin(cache) == (losses, misses, 0, [])
     assert files() == kept
-    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as pool:
-        ran = pool.submit(programs_run, str(cache)).result()
+    ran = alone(programs_run, str(cache))
     assert not [command for command in ran if ".cpp" in command or ".hpp" in command]
     assert begin(cache, layers=8)[1]  # what repeats is the same at any depth
 

@@ -14,6 +14,7 @@ from stepgraph.cost.device import Device
 from stepgraph.cost.memory import memory_timeline
 from stepgraph.cost.predict import Prediction
 from stepgraph.errors import StepgraphError, UsageError
+from stepgraph.lowering.presets import LOWERINGS
 from stepgraph.memory.decide import candidates
 from stepgraph.memory.presets import budget_of
 from stepgraph.pipeline import Made, foresee, form, in_order, make
@@ -30,8 +31,7 @@ from stepgraph.program.driver import PassDriver
 from stepgraph.program.layout import MeshShape, Placements, show
 from stepgraph.program.program import Program
 
-# A step of more operations is simulated with fewer layers first.
-MANY = 2500
+MANY = 2500  # operations of a step that is simulated with fewer layers first
 # Layers that the two short steps differ in: memory policies may recompute every second one.
 _APART = 2
 # What is foreseen to take so much more does take more.
@@ -123,7 +123,7 @@ def _placed(programs: Mapping[str, Program], plan: Plan, target: Target, strict:
     """A plan with the placements that are best where all is kept, or else where blocks are recomputed."""
     request = plan.request
     budget, most = budget_of(request.memory, request.memory_budget), room_of(request)
-    found = plan
+    found, fused = plan, LOWERINGS[request.lowering].fuses
     for policy in candidates(request.memory):
         asked = plan.under(memory=policy, memory_budget=budget)
         made = make_best(programs, asked, target, strict=strict)
@@ -132,7 +132,7 @@ def _placed(programs: Mapping[str, Program], plan: Plan, target: Target, strict:
             for key, one in made.plan.decisions.items()
         }
         found = replace(made.plan, request=request, decisions=Table(decided))
-        if max(memory_timeline(one).peak() for one in made.programs.values()) <= most:
+        if max(memory_timeline(p, fused).peak() for p in made.programs.values()) <= most:
             break
     return found
 

@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from stepgraph import torch_internals
+import stepgraph
+from stepgraph import Engine, torch_internals
 from stepgraph.api.arguments import device_of
 from stepgraph.errors import UsageError
+from tests.support import adamw, mlp, regression_batch
 
 
 def test_a_module_on_two_devices_names_a_tensor_on_each():
@@ -34,3 +36,17 @@ def test_an_accelerator_that_torch_was_only_built_for_is_not_used(monkeypatch):
     )
     assert device_of(nn.Linear(2, 2, device="meta")).type == "cpu"
     assert not torch_internals.is_there("cuda")
+
+
+@pytest.mark.parametrize("what", ["plan", "Engine", "parallelize"])
+def test_a_model_that_is_placed_already_is_an_error_that_says_so(what):
+    model, batch = mlp(), regression_batch()
+    engine = Engine(model, optimizer=adamw(model), plan="ddp", lowering="eager")
+    engine.step(batch)
+    again = {
+        "plan": lambda: stepgraph.plan(model, example=batch, mesh="dp=2", device="cpu"),
+        "Engine": lambda: Engine(model, optimizer=adamw(model), plan="ddp"),
+        "parallelize": lambda: stepgraph.parallelize(model, mesh="dp=1", example=batch),
+    }
+    with pytest.raises(UsageError, match="is a DTensor already: an Engine"):
+        again[what]()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from stepgraph import torch_internals
 from stepgraph.cost.devices import device_at_hand
@@ -36,6 +37,12 @@ def check_arguments(model, optimizer, micro_batches, schedule, compute_dtype, re
         raise UsageError(
             f"the model is wrapped in {type(model).__name__} already",
             do="give Engine the plain module",
+        )
+    if taken := next((n for n, p in model.named_parameters() if isinstance(p, DTensor)), None):
+        raise UsageError(
+            f"parameter {taken!r} is a DTensor already: an Engine, parallelize or torch has placed it",
+            do="give it the plain module, or build it anew (on the meta device, to plan); what a step "
+            "does now says engine.report()",
         )
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(

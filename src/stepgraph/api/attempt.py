@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from stepgraph.cost.memory import CATEGORIES, memory_timeline
 from stepgraph.cost.predict import Prediction
 from stepgraph.errors import BudgetError
+from stepgraph.lowering.presets import LOWERINGS
 from stepgraph.pipeline import Made
 from stepgraph.planning.plan import Plan
 from stepgraph.planning.sizes import show_bytes
@@ -58,8 +59,9 @@ _HELP = {
 def attempt_of(made: Made, budget: int) -> Attempt:
     """A plan with the peak of its programs."""
     peak, largest = -1, ("", 0)
+    fused = LOWERINGS[made.plan.lowering].fuses
     for program in made.programs.values():
-        timeline = memory_timeline(program)
+        timeline = memory_timeline(program, fused)
         totals = [sum(alive.values()) for alive in timeline.at]
         at = max(range(len(totals)), key=totals.__getitem__)
         if totals[at] > peak:

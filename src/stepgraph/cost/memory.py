@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from stepgraph.cost.registers import Registers, find_registers
 from stepgraph.cost.work import size_in_bytes, workspace
 from stepgraph.operators.views import viewed
 from stepgraph.program import roles
@@ -56,10 +57,15 @@ class MemoryTimeline:
         return max((alive.get(category, 0) for alive in self.at), default=0)
 
 
-def memory_timeline(program: Program) -> MemoryTimeline:
-    """Simulates the Program in graph order; linear in its size."""
-    lives = _Lives(program)
+def memory_timeline(program: Program, fused: bool = False) -> MemoryTimeline:
+    """Simulates the Program in graph order; linear in its size.
+
+    Args:
+        fused: by a lowering that makes one kernel of several operations: some values are in no memory.
+    """
+    lives = _Lives(program, find_registers(program) if fused else Registers())
     end = len(lives.operations)
+    over = {old: lives.position[new] for new, old in lives.registers.over.items()}
     born: list[list[tuple[str, int]]] = [[] for _ in range(end + 1)]
     dead: list[list[tuple[str, int]]] = [[] for _ in range(end + 1)]
     for node in lives.operations:
@@ -68,6 +74,8 @@ def memory_timeline(program: Program) -> MemoryTimeline:
             last = lives.last_use.get(storage, start)
             entry = (lives.category(storage, last), _bytes_of(storage))
             born[start].append(entry)
+            if node in over:  # it ends where the next begins
+                last = min(last, over[node] - 1)
             dead[min(last + 1, end)].append(entry)
     alive: dict[str, int] = dict.fromkeys((*CATEGORIES, ON_HOST), 0)
     for role, node, _ in program.input_rows:
@@ -92,8 +100,8 @@ def memory_timeline(program: Program) -> MemoryTimeline:
 class _Lives:
     """Until which operation each storage of a Program is needed."""
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(self, program: Program, registers: Registers) -> None:
+        self.program, self.registers = program, registers
         self.operations = list(program.operations())
         self.position = {node: i for i, node in enumerate(self.operations)}
         self.storages: dict[fx.Node, tuple[Storage, ...]] = {}
@@ -101,8 +109,9 @@ class _Lives:
             self.storages[node] = self._storages_of(node)
         self.last_use: dict[Storage, int] = {}
         for node in self.operations:
+            until = registers.until.get(node, self.position[node])
             for source in node.all_input_nodes:
-                self._needed(source, self.position[node])
+                self._needed(source, until)
             if is_collective(node):
                 for wait in node.users:
                     self._needed(node.all_input_nodes[0], self.position.get(wait, 0))
@@ -111,7 +120,7 @@ class _Lives:
 
     def allocated(self, node: fx.Node) -> Iterator[Storage]:
         """The storages that an operation makes."""
-        if not is_write(node):
+        if not is_write(node) and node not in self.registers.until:
             for storage in self.storages[node]:
                 if storage[0] is node:
                     yield storage

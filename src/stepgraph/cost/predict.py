@@ -81,7 +81,7 @@ class Trial:
 
 def try_program(program: Program, device: Device) -> Trial:
     """One Program by itself, as it is executed, on a device; its traffic is assigned."""
-    return Trial(simulate(program, device).seconds, memory_timeline(program))
+    return Trial(simulate(program, device).seconds, memory_timeline(program, _fused(program)))
 
 
 def predict(programs: Mapping[str, Program], device: Device, micro_batches: int = 1) -> Prediction:
@@ -100,7 +100,7 @@ def predict(programs: Mapping[str, Program], device: Device, micro_batches: int 
     ]
     if not parts:
         raise UsageError("there is no program 'step' to predict", do="compile the step first")
-    memory = [memory_timeline(program) for program, _, _ in parts]
+    memory = [memory_timeline(program, _fused(program)) for program, _, _ in parts]
     seconds = sum(line.seconds * times for _, line, times in parts)
     useful = sum(_ideal_seconds(program, device) * times for program, _, times in parts)
     totals: dict[str, float] = defaultdict(float)
@@ -123,6 +123,11 @@ def predict(programs: Mapping[str, Program], device: Device, micro_batches: int 
         largest=sorted(totals.items(), key=lambda row: -row[1])[:_LARGEST],
         error=device.error,
     )
+
+
+def _fused(program: Program) -> bool:
+    """Whether the traffic that was assigned is that of fused kernels."""
+    return any("kernel" in meta(node) for node in program.operations())
 
 
 def _by_category(memory: list[MemoryTimeline]) -> dict[str, int]:

@@ -162,7 +162,7 @@ def frontier(program: Program, gather_again: bool, means: Means) -> tuple[Fronti
 def _evaluated(program: Program, kept: MemoryDecision, means: Means) -> MemoryDecision:
     """Without a backward there is nothing to keep; logits are whole where they fit."""
     budget = means.budget_for(kept.policy)
-    if memory_timeline(program).peak() <= budget:
+    if memory_timeline(program, means.fused).peak() <= budget:
         return kept
     return replace(kept, pieces=find_pieces(program, budget) or None)
 
@@ -254,7 +254,9 @@ def _all_kept(
     Where logits are in pieces, it must not take much longer than with whole ones, too.
     """
     blocks = Blocks(program, gather_again)
-    if blocks.gathers or (not pieces and memory_timeline(program).peak() > _ROOM * budget):
+    if blocks.gathers or (
+        not pieces and memory_timeline(program, means.fused).peak() > _ROOM * budget
+    ):
         return None
     whole = replace(decide_by_policy(program, NONE, gather_again), policy=policy)
     decision = replace(whole, pieces=pieces)

@@ -56,7 +56,7 @@ def engine_report(plan: Plan, programs: dict[str, Program], notes: list[str], st
             f"peak {show_bytes(predicted.peak_bytes)} a rank (error: {predicted.error})"
         )
     for name, program in programs.items():
-        timeline = memory_timeline(program)
+        timeline = memory_timeline(program, LOWERINGS[plan.lowering].fuses)
         lines.append(
             f"  program {name}: {len(timeline.operations)} operations, "
             f"peak {show_bytes(timeline.peak())} a rank{_captured(plan, name)}"

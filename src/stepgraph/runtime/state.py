@@ -87,11 +87,6 @@ class State(optimizer_state.Stored):
             optimizer.register_load_state_dict_post_hook(adopt)
 
     def _shard_parameter(self, name: str, tensor: nn.Parameter, preset: str) -> nn.Parameter:
-        if isinstance(tensor, DTensor):
-            raise errors.OptimizerError(
-                f"parameter {name!r} is a DTensor already",
-                do="give Engine the plain module: it shards by its own plan",
-            )
         if not tensor.is_meta:
             self.before.remember(name, tensor)
         stored = stored_parameter(preset, tuple(tensor.shape), self.ranks.shape)

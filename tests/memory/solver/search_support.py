@@ -96,9 +96,9 @@ def llama_search(layers: int = 3, preset: str = "zero3", mesh: str = "dp=2") -> 
 
 
 @functools.cache
-def llama_search_without_host() -> Search:
+def llama_search_without_host(layers: int = 3) -> Search:
     """Of a device that has no link to memory of its host."""
-    return search_of(llama_program(), plan_on(), device=replace(DEVICE, host=None))
+    return search_of(llama_program(layers), plan_on(), device=replace(DEVICE, host=None))
 
 
 def search_of(

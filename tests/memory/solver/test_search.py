@@ -92,8 +92,8 @@ def test_more_memory_never_takes_more_time():
 
 
 def test_with_a_link_to_the_host_little_memory_costs_little_time():
-    kept, *_, leanest = reversed(llama_search_without_host().frontier())
-    points = llama_search().frontier()
+    kept, *_, leanest = reversed(llama_search_without_host(6).frontier())
+    points = llama_search(6).frontier()
     for one, other in itertools.pairwise(points):
         assert one.peak_bytes < other.peak_bytes and one.step_ms > other.step_ms
     offloaded = next(point for point in points if point.keeps == "none, offloaded")

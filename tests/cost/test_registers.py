@@ -1,0 +1,128 @@
+"""find_registers: what a fusing compiler never puts in memory; and never less than a step takes."""
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from stepgraph import Engine, pipeline, plan
+from stepgraph.cost.memory import memory_timeline
+from stepgraph.cost.registers import find_registers
+from stepgraph.program.metadata import meta
+from stepgraph.program.program import BACKWARD
+from tests.cost.hand_made import Written
+from tests.support import adamw, tiny_llama
+
+aten = torch.ops.aten
+
+
+def names(program):
+    found = find_registers(program)
+    over = {meta(new)["name"]: meta(old)["name"] for new, old in found.over.items()}
+    return {meta(node)["name"] for node in found.until}, over
+
+
+def test_what_runs_as_one_kernel_is_in_no_memory():
+    write = Written({"x": (8, 8)})
+    a = write(aten.add.Tensor, write["x"], 1.0)
+    b = write(aten.t.default, write(aten.mul.Tensor, a, write["x"]))
+    program = write.returning(write(aten.tanh.default, b))
+    assert names(program) == ({"add", "mul"}, {})
+    assert memory_timeline(program, fused=True).peak() == 2 * 256
+    assert memory_timeline(program).peak() == 3 * 256
+
+
+def test_what_a_product_reads_is_in_memory():
+    write = Written({"x": (8, 8)})
+    a = write(aten.neg.default, write["x"])
+    program = write.returning(write(aten.mm.default, a, write["x"]))
+    assert names(program) == (set(), {})
+
+
+def test_what_a_later_kernel_reads_is_computed_again_if_its_operands_are_kept():
+    write = Written({"x": (8, 8)})
+    product = write(aten.mm.default, write["x"], write["x"])
+    a = write(aten.silu.default, product)
+    b = write(aten.mm.default, write(aten.mul.Tensor, a, write["x"]), write["x"])
+    write.phase = BACKWARD
+    c = write(aten.mul.Tensor, b, a)
+    program = write.returning(write(aten.mul.Tensor, c, product))
+    assert "silu" in names(program)[0]
+
+    write = Written({"x": (8, 8)})
+    product = write(aten.mm.default, write["x"], write["x"])
+    a = write(aten.silu.default, product)
+    b = write(aten.mm.default, write(aten.mul.Tensor, a, write["x"]), write["x"])
+    write.phase = BACKWARD
+    program = write.returning(write(aten.mul.Tensor, b, a))  # nobody else needs the product by then
+    assert "silu" not in names(program)[0]
+
+
+def test_a_softmax_is_kept_for_a_backward_behind_a_product():
+    write = Written({"x": (8, 8)})
+    a = write(aten._softmax.default, write["x"], -1, False)
+    b = write(aten.mm.default, write["x"], write["x"])
+    program = write.returning(write(aten._softmax_backward_data.default, b, a, -1, torch.float32))
+    assert names(program) == (set(), {})
+
+
+def test_a_result_lies_where_a_fused_kernel_was_the_last_to_read():
+    write = Written({"x": (8, 8)})
+    a = write(aten.neg.default, write["x"])
+    row = write(aten.sum.dim_IntList, a, [0])  # columns: a kernel of its own
+    b = write(aten.mul.Tensor, a, row)
+    program = write.returning(b)
+    inside, over = names(program)
+    assert "sum" not in inside
+    assert over in ({}, {"mul": "neg"})
+    # What a product made might be what a compiled piece is given, which it does not write over.
+    write = Written({"x": (8, 8)})
+    product = write(aten.mm.default, write["x"], write["x"])
+    assert names(write.returning(write(aten.neg.default, product))) == (set(), {})
+
+
+def test_what_leaves_the_program_is_in_memory():
+    write = Written({"x": (8, 8)})
+    a = write(aten.neg.default, write["x"])
+    assert names(write.returning(a, write(aten.exp.default, a))) == (set(), {})
+
+
+def test_what_reads_too_much_is_written_down():
+    inputs = {f"x{i}": (8, 8) for i in range(12)}
+    write = Written(inputs)
+    total = write["x0"]
+    for name in list(inputs)[1:]:
+        total = write(aten.add.Tensor, total, write[name])
+    inside, _ = names(write.returning(write(aten.exp.default, total)))
+    assert 0 < len(inside) < 11
+
+
+def allocated_peak(run):
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        run()
+    alive = most = 0
+    for event in seen.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            alive += event.nbytes()
+            most = max(most, alive)
+    return most
+
+
+def test_a_compiled_step_takes_what_is_predicted_or_a_little_less():
+    """By what the allocator gives out; as if every operation wrote its result it is much too much."""
+    model = tiny_llama(2, vocab_size=2000, max_position_embeddings=128)
+    ids = torch.randint(2000, (8, 128))
+    batch, optimizer = {"input_ids": ids, "labels": ids.clone()}, adamw(model)
+    asked = {"mesh": "dp=1", "placement": "ddp", "device": "cpu", "compute_dtype": None}
+    planned = plan(model, example=batch, optimizer=optimizer, **asked)
+    programs = planned.programs(model, example=batch, optimizer=optimizer)
+    step = pipeline.as_executed(programs, "inductor")["step"]
+    predicted, one_by_one = (memory_timeline(step, fused).peak() for fused in (True, False))
+    engine = Engine(model, optimizer=optimizer, plan="ddp", lowering="inductor")
+    for _ in range(2):
+        engine.step(batch)
+    above = allocated_peak(lambda: engine.step(batch))
+    tensors = [value for one in optimizer.state.values() for value in one.values()]
+    held = [*model.parameters(), *model.buffers(), *tensors, *batch.values()]
+    measured = above + sum(tensor.untyped_storage().nbytes() for tensor in held)
+    assert planned.predicted.peak_bytes == predicted
+    assert 1.0 <= predicted / measured < 1.1
+    assert one_by_one / measured > 1.5

@@ -129,7 +129,8 @@ def cell(name: str) -> dict[str, Any]:
     for _ in range(3):
         engine.step(batch)
     measured = allocated_peak(lambda: engine.step(batch))
-    state = [t for one in optimizer.state.values() for t in one.values() if isinstance(t, Tensor)]
+    states = optimizer.state_dict()["state"].values()
+    state = [t for one in states for t in one.values() if isinstance(t, Tensor)]
     held = [*model.parameters(), *model.buffers(), *state, *batch.values()]
     kept = sum(tensor.untyped_storage().nbytes() for tensor in held)
     return {

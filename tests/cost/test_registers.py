@@ -3,7 +3,7 @@
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from stepgraph import Engine, pipeline, plan
+from stepgraph import Engine, pipeline, plan, torch_internals
 from stepgraph.cost.memory import memory_timeline
 from stepgraph.cost.registers import find_registers
 from stepgraph.program.metadata import meta
@@ -37,29 +37,38 @@ def test_what_a_product_reads_is_in_memory():
     assert names(program) == (set(), {})
 
 
-def test_what_a_later_kernel_reads_is_computed_again_if_its_operands_are_kept():
-    write = Written({"x": (8, 8)})
-    product = write(aten.mm.default, write["x"], write["x"])
-    a = write(aten.silu.default, product)
-    b = write(aten.mm.default, write(aten.mul.Tensor, a, write["x"]), write["x"])
+def gated(keeps_the_product, device="meta"):
+    """A gate that the backward reads, far behind; and whether that reads what the gate is made of."""
+    write = Written({"x": lambda: torch.empty(8, 8, device=device)})
+    x = write["x"]
+    product = write(aten.mm.default, x, x)
+    gate = write(aten.silu.default, product)
+    forward = write(aten.mul.Tensor, gate, write(aten.mm.default, x, x))
+    for _ in range(4):
+        forward = write(aten.mm.default, forward, x)
     write.phase = BACKWARD
-    c = write(aten.mul.Tensor, b, a)
-    program = write.returning(write(aten.mul.Tensor, c, product))
-    assert "silu" in names(program)[0]
-
-    write = Written({"x": (8, 8)})
-    product = write(aten.mm.default, write["x"], write["x"])
-    a = write(aten.silu.default, product)
-    b = write(aten.mm.default, write(aten.mul.Tensor, a, write["x"]), write["x"])
-    write.phase = BACKWARD
-    program = write.returning(write(aten.mul.Tensor, b, a))  # nobody else needs the product by then
-    assert "silu" not in names(program)[0]
+    backward = write(aten.mul.Tensor, forward, gate)
+    backward = write(aten.mm.default, write(aten.mm.default, backward, x), x)
+    if keeps_the_product:
+        backward = write(aten.silu_backward.default, backward, product)
+    return write.returning(backward)
 
 
-def test_a_softmax_is_kept_for_a_backward_behind_a_product():
-    write = Written({"x": (8, 8)})
+def test_what_a_later_kernel_reads_is_computed_again_if_its_operands_are_there():
+    assert "silu" in names(gated(True))[0]
+    assert "silu" not in names(gated(False))[0]
+
+
+def test_the_host_computes_an_exponential_once_for_several():
+    assert "silu" not in names(gated(True, torch_internals.host_device()))[0]
+
+
+def test_a_softmax_is_kept_for_a_backward_behind_products():
+    write = Written({"x": lambda: torch.empty(8, 8, device="meta")})
     a = write(aten._softmax.default, write["x"], -1, False)
-    b = write(aten.mm.default, write["x"], write["x"])
+    b = write["x"]
+    for _ in range(4):
+        b = write(aten.mm.default, b, write["x"])
     program = write.returning(write(aten._softmax_backward_data.default, b, a, -1, torch.float32))
     assert names(program) == (set(), {})
 

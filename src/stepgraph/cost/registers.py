@@ -1,9 +1,10 @@
 """Which values are in no memory where a compiler fuses operations, and which lie where another one was.
 
-What inductor does, to first order. Element-wise arithmetic, and that of rows, which only fused kernels read
-is computed where it is read: between two kernels of their own (a product, a collective) always; further on
-where what it is computed of is kept anyway. A kernel writes over what it is the last to read, if a fused
-kernel made that. In doubt a value is in memory: no less may be foreseen than a step takes.
+What inductor does, to first order. A value of element-wise arithmetic, or of that of rows, is computed
+where it is read, if only fused kernels read it and it is not too much to do: nearby always (with few
+products, collectives or sums over columns between), further on where what it is computed of is read nearby
+as well. A kernel writes over what it is the last to read, if a fused kernel made that. In doubt a value is
+in memory: no less may be foreseen than a step takes.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -11,6 +12,8 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from stepgraph import torch_internals
+from stepgraph.cost.traffic import is_reduction, over_rows
 from stepgraph.operators import table as operators
 from stepgraph.operators.table import CONSTANT, LOOP, ROWS
 from stepgraph.operators.views import storage_roots
@@ -20,7 +23,23 @@ from stepgraph.program.program import Program, is_write, tensors_of
 from stepgraph.torch_internals.storages import shared_arguments
 
 _DEPTH = 4  # operations that a later kernel computes anew, one behind the other
-_READS, _READS_FOR_SEVERAL = 8, 4  # of memory by what is computed anew: for one reader, for several
+# Kernels of their own: a gate is read behind the next product, in the backward behind two.
+_NEARBY = 2
+# What is computed where it is read, by one kernel or by several: reads of memory, steps of arithmetic.
+_READS, _READS_BY_SEVERAL, _STEPS = 8, 4, 30
+# Steps of an operator that has a cost of its own: an exponential, a draw.
+_COSTLY = 8
+# On the host these are computed once for all who read them.
+_ONCE_ON_HOST = {
+    "exp",
+    "tanh",
+    "gelu",
+    "gelu_backward",
+    "softmax",
+    "safe_softmax",
+    "log_softmax",
+    "softmax_backward",
+}
 
 
 @dataclass(frozen=True)
@@ -63,55 +82,65 @@ class _Values:
             self.held |= {
                 root[one] for writes, one in shared if writes and isinstance(one, fx.Node)
             }
-        # How many kernels of their own stand before each operation.
+        # How many kernels of their own, or sums over columns, stand before each operation.
         self.alone = [0]
         for node in operations:
-            own = node in self.sources and not _fuses(node)
+            own = node in self.sources and (not _fuses(node) or _is_of_columns(node))
             self.alone.append(self.alone[-1] + own)
         self.last: dict[fx.Node, int] = {}  # position of the last kernel that reads it
+        self.read_in: dict[fx.Node, set[int]] = {}  # between which kernels of their own
         self.until: dict[fx.Node, int] = {}
         self._inline(set())
         self._inline(self._large())
 
     def _inline(self, large: Collection[fx.Node]) -> None:
-        """``large``: what reads too much for that."""
-        self.last, self.until = {}, {}
+        """``large``: what is too much for that."""
+        self.last, self.read_in, self.until = {}, {}, {}
         depth: dict[fx.Node, int] = {}
         for node in reversed(self.nodes):
             here, end = self.position[node], self.last.get(node)
-            inlined = (
-                end is not None
-                and _is_inlined(node)
-                and node not in self.held
-                and node not in large
-            )
+            inlined = end is not None and _is_inlined(node) and node not in self.held | large
             if inlined and all(map(_fuses, self.readers[node])):
                 below = 1 + max(depth.get(reader, 0) for reader in self.readers[node])
-                if self.alone[end] == self.alone[here + 1]:
+                nearby = self.alone[here] + _NEARBY
+                elsewhere = {place for place in self.read_in[node] if place > nearby}
+                if not elsewhere:
                     self.until[node] = end
-                elif below <= _DEPTH and _is_elementwise(node) and self._stays(node, end):
+                elif below <= _DEPTH and _is_elementwise(node) and self._is_there(node, elsewhere):
                     self.until[node], depth[node] = end, below
+            read_in = self.read_in[node] if node in self.until else {self.alone[here]}
             for source in self.sources[node]:
                 self.last[source] = max(self.last.get(source, -1), self.until.get(node, here))
+                self.read_in.setdefault(source, set()).update(read_in)
 
     def _large(self) -> set[fx.Node]:
-        """What is computed from so much in memory that a compiler writes it down."""
-        reads: dict[fx.Node, int] = {}
-        found = set()
+        """What is computed of so much, or so laboriously, that a compiler writes it down."""
+        reads, steps = dict[fx.Node, int](), dict[fx.Node, int]()
+        once: set[fx.Node] = set()
+        found: set[fx.Node] = set()
         for node in self.nodes:
-            inlined = (s in self.until and s not in found for s in self.sources[node])
-            sources = zip(self.sources[node], inlined, strict=True)
-            reads[node] = sum(reads[source] if inline else 1 for source, inline in sources)
-            most = _READS_FOR_SEVERAL if len(self.readers.get(node, ())) > 1 else _READS
-            if node in self.until and reads[node] > most:
+            known, sources = operators.of(node.target), self.sources[node]
+            inside = [source for source in sources if source in self.until and source not in found]
+            reads[node] = len(sources) - len(inside) + sum(map(reads.__getitem__, inside))
+            steps[node] = (_COSTLY if known.cost else 2) + sum(map(steps.__getitem__, inside))
+            if _is_on_host(node) and known.cost in _ONCE_ON_HOST or once & {*inside}:
+                once.add(node)
+            several = len(self.readers.get(node, ())) > 1
+            most = _READS_BY_SEVERAL if several else _READS
+            too_much = reads[node] > most or steps[node] > _STEPS or (several and node in once)
+            if node in self.until and too_much:
                 found.add(node)
         return found
 
-    def _stays(self, node: fx.Node, end: int) -> bool:
-        """Whether others need all that a value is computed of up to the same stretch."""
-        made = (source for source in self.sources[node] if source.op == "call_function")
-        reached = self.alone[end]
-        return all(_is_constant(s) or self.alone[self.last.get(s, 0)] >= reached for s in made)
+    def _is_there(self, node: fx.Node, elsewhere: set[int]) -> bool:
+        """Whether others read all that a value is computed of nearby, too."""
+        for source in self.sources[node]:
+            if source.op != "call_function" or _is_constant(source):
+                continue
+            others = self.read_in.get(source, ())
+            if not all(any(abs(one - other) <= _NEARBY for other in others) for one in elsewhere):
+                return False
+        return True
 
     def written_over(self) -> dict[fx.Node, fx.Node]:
         """Result of a fused kernel -> what it is the last to read, of one size, in the same stretch."""
@@ -161,6 +190,15 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 def _is_constant(node: fx.Node) -> bool:
     return operators.of(node.target).fusing == CONSTANT
+
+
+def _is_of_columns(node: fx.Node) -> bool:
+    return is_reduction(node) and not over_rows(node)
+
+
+def _is_on_host(node: fx.Node) -> bool:
+    made = tensors_of(meta(node).get("val"))
+    return bool(made) and made[0].device.type == torch_internals.host_device().type
 
 
 def _bytes(node: fx.Node) -> int:

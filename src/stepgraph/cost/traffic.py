@@ -113,7 +113,7 @@ class _Groups:
 
     def _find_loop(self, node: fx.Node, sources: list[fx.Node]) -> None:
         self.loop[node] = _loop_size(node)
-        if _is_reduction(node) and _over_rows(node):
+        if is_reduction(node) and over_rows(node):
             self.of_rows.add(node)
             return
         # What is computed of a row's sum belongs to the loop over the rows: a norm is one kernel.
@@ -128,7 +128,7 @@ class _Groups:
             return False
         if not self.fuses[source] or not self.fuses[node]:
             return False
-        if _is_reduction(source) and not _over_rows(source):
+        if is_reduction(source) and not over_rows(source):
             return False
         if self.loop[source] == self.loop[node]:
             return True
@@ -204,11 +204,12 @@ def _fuses(node: fx.Node) -> bool:
     return known.fusing is not None or known.reduces
 
 
-def _is_reduction(node: fx.Node) -> bool:
+def is_reduction(node: fx.Node) -> bool:
+    """Whether an operation adds up, or compares, elements of its argument."""
     return operators.of(node.target).reduces
 
 
-def _over_rows(node: fx.Node) -> bool:
+def over_rows(node: fx.Node) -> bool:
     """Whether a reduction runs over the innermost dimension alone."""
     source = next(iter(node.all_input_nodes), None)
     if source is None or len(node.args) < 2:
@@ -224,6 +225,6 @@ def _over_rows(node: fx.Node) -> bool:
 def _loop_size(node: fx.Node) -> int:
     """Elements that a kernel of this operation visits."""
     sizes = [tensor.numel() for tensor in tensors_of(meta(node).get("val"))]
-    if _is_reduction(node):
+    if is_reduction(node):
         sizes += [_numel(argument) for argument in node.all_input_nodes]
     return max(sizes, default=0)

@@ -34,7 +34,7 @@ class Classifier(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """The loss."""
         found = self.body(x)
-        rows = found.flatten(2).mean(2) if x.dim() > 2 else found
+        rows = found.flatten(2).mean(2) if found.dim() > 2 else found
         return nn.functional.cross_entropy(self.head(rows), y)
 
 
@@ -84,6 +84,49 @@ def convolutions() -> tuple[nn.Module, Batch]:
     return Classifier(body, 128), {"x": torch.randn(32, 3, 64, 64), "y": torch.randint(10, (32,))}
 
 
+class Gated(nn.Module):
+    """Many steps of arithmetic, each read by several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(64, 512), nn.Linear(512, 64)
+        self.weight = nn.Parameter(torch.ones(2, 512))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of the same shape."""
+        inside = self.enter(x)
+        one, other = torch.sin(inside * self.weight[0]), torch.cos(inside * self.weight[1])
+        both = one * other
+        return x + self.leave(both * inside + both * one + other)
+
+
+class Attention(nn.Module):
+    """As written by hand, with dropout of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of the same shape: (batch, tokens, 64)."""
+        batch, tokens, width = x.shape
+        q, k, v = self.enter(x).view(batch, tokens, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
+        weights = nn.functional.dropout(
+            (q @ k.transpose(-1, -2) / 4).softmax(-1), 0.1, self.training
+        )
+        return x + self.leave((weights @ v).transpose(1, 2).reshape(batch, tokens, width))
+
+
+def gated() -> tuple[nn.Module, Batch]:
+    body = nn.Sequential(*[Gated() for _ in range(4)])
+    return Classifier(body, 64), {"x": torch.randn(4096, 64), "y": torch.randint(10, (4096,))}
+
+
+def attention() -> tuple[nn.Module, Batch]:
+    body = nn.Sequential(*[Attention() for _ in range(3)], nn.Flatten())
+    return Classifier(body, 256 * 64), {"x": torch.randn(4, 256, 64), "y": torch.randint(10, (4,))}
+
+
 NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 MODELS: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {
     "llama, a large vocabulary": lambda: llama(128, 2, 16000, 256),
@@ -95,6 +138,8 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {
     "vit": vit,
     "perceptron": perceptron,
     "convolutions": convolutions,
+    "many steps of arithmetic": gated,
+    "attention by hand, dropout": attention,
 }
 
 

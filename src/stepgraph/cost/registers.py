@@ -135,7 +135,7 @@ class _Values:
     def _is_there(self, node: fx.Node, elsewhere: set[int]) -> bool:
         """Whether others read all that a value is computed of nearby, too."""
         for source in self.sources[node]:
-            if source.op != "call_function" or _is_constant(source):
+            if source.op == "call_function" and _is_constant(source):
                 continue
             others = self.read_in.get(source, ())
             if not all(any(abs(one - other) <= _NEARBY for other in others) for one in elsewhere):
@@ -185,7 +185,9 @@ def _is_inlined(node: fx.Node) -> bool:
 
 
 def _is_elementwise(node: fx.Node) -> bool:
-    return operators.of(node.target).fusing == LOOP
+    """Whether a later piece of a program computes it anew: what is drawn is kept."""
+    known = operators.of(node.target)
+    return known.fusing == LOOP and (known.elementwise or known.copies) and not known.draws
 
 
 def _is_constant(node: fx.Node) -> bool:

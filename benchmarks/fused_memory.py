@@ -140,6 +140,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {
     "convolutions": convolutions,
     "many steps of arithmetic": gated,
     "attention by hand, dropout": attention,
+    "attention by hand, dropout, full": attention,
 }
 
 
@@ -160,17 +161,20 @@ def cell(name: str) -> dict[str, Any]:
     torch.manual_seed(0)
     model, batch = MODELS[name]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    memory = "full" if name.endswith(", full") else "none"
     asked: dict[str, Any] = {
         "mesh": "dp=1",
         "placement": "ddp",
         "device": "cpu",
         "compute_dtype": None,
     }
-    plan = stepgraph.plan(model, example=batch, optimizer=optimizer, **asked)
+    plan = stepgraph.plan(model, example=batch, optimizer=optimizer, memory=memory, **asked)
     programs = plan.programs(model, example=batch, optimizer=optimizer)
     step = pipeline.as_executed(programs, "inductor")["step"]
     predicted, one_by_one = (memory_timeline(step, fused).peak() for fused in (True, False))
-    engine = stepgraph.Engine(model, optimizer=optimizer, plan="ddp", compute_dtype=None)
+    engine = stepgraph.Engine(
+        model, optimizer=optimizer, plan="ddp", memory=memory, compute_dtype=None
+    )
     for _ in range(3):
         engine.step(batch)
     measured = allocated_peak(lambda: engine.step(batch))

@@ -10,6 +10,7 @@ in memory: no less may be foreseen than a step takes.
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
 from stepgraph import torch_internals
@@ -22,14 +23,18 @@ from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program, is_write, tensors_of
 from stepgraph.torch_internals.storages import shared_arguments
 
+aten = torch.ops.aten
+
 _DEPTH = 4  # operations that a later kernel computes anew, one behind the other
 # Kernels of their own: a gate is read behind the next product, in the backward behind two.
 _NEARBY = 2
-# What is computed where it is read, by one kernel or by several: reads of memory, steps of arithmetic.
+# What is computed where it is read, by one kernel or by several: reads of memory, steps of arithmetic
+# (torch._inductor.config, realize_acc_reads_threshold and the two beside it, as for a GPU).
 _READS, _READS_BY_SEVERAL, _STEPS = 8, 4, 30
 # Steps of an operator that has a cost of its own: an exponential, a draw.
 _COSTLY = 8
-# On the host these are computed once for all who read them.
+# On the host what has an exponential, a logarithm or a tanh in it is computed once for all who read it
+# (torch._inductor.ir, should_realize_on_reuse).
 _ONCE_ON_HOST = {
     "exp",
     "tanh",
@@ -46,7 +51,8 @@ _ONCE_ON_HOST = {
 class Registers:
     """Of a Program's values.
 
-    ``until``: those that are in no memory, with the position of the last kernel that computes them.
+    ``until``: those that are in no memory, with the position of the last kernel that computes them, which
+    reads what they are made of.
     ``over``: those that are written over another one, which ends there.
     """
 
@@ -76,12 +82,12 @@ class _Values:
         for node, sources in self.sources.items():
             for source in sources:
                 self.readers.setdefault(source, []).append(node)
-        self.held = {root[node] for node in program.results}  # where others find it
+        self.written: set[fx.Node] = set()  # parameters that are trained, for one
         for write in filter(is_write, self.nodes):
             shared = shared_arguments(write.target, write.args, write.kwargs)
-            self.held |= {
-                root[one] for writes, one in shared if writes and isinstance(one, fx.Node)
-            }
+            targets = (one for writes, one in shared if writes and isinstance(one, fx.Node))
+            self.written |= {root[one] for one in targets}
+        self.held = self.written | {root[node] for node in program.results}  # others find it there
         # How many kernels of their own, or sums over columns, stand before each operation.
         self.alone = [0]
         for node in operations:
@@ -94,12 +100,13 @@ class _Values:
         self._inline(self._large())
 
     def _inline(self, large: Collection[fx.Node]) -> None:
-        """``large``: what is too much for that."""
+        """``large``: what is too much to be computed where it is read."""
         self.last, self.read_in, self.until = {}, {}, {}
+        kept = self.held | {*large}
         depth: dict[fx.Node, int] = {}
         for node in reversed(self.nodes):
             here, end = self.position[node], self.last.get(node)
-            inlined = end is not None and _is_inlined(node) and node not in self.held | large
+            inlined = end is not None and _is_inlined(node) and node not in kept
             if inlined and all(map(_fuses, self.readers[node])):
                 below = 1 + max(depth.get(reader, 0) for reader in self.readers[node])
                 nearby = self.alone[here] + _NEARBY
@@ -114,7 +121,10 @@ class _Values:
                 self.read_in.setdefault(source, set()).update(read_in)
 
     def _large(self) -> set[fx.Node]:
-        """What is computed of so much, or so laboriously, that a compiler writes it down."""
+        """What reads so much memory, or takes so many steps, that a compiler keeps it.
+
+        What is read into something larger is read several times over; draws are long.
+        """
         reads, steps = dict[fx.Node, int](), dict[fx.Node, int]()
         once: set[fx.Node] = set()
         found: set[fx.Node] = set()
@@ -123,9 +133,11 @@ class _Values:
             inside = [source for source in sources if source in self.until and source not in found]
             reads[node] = len(sources) - len(inside) + sum(map(reads.__getitem__, inside))
             steps[node] = (_COSTLY if known.cost else 2) + sum(map(steps.__getitem__, inside))
-            if _is_on_host(node) and known.cost in _ONCE_ON_HOST or once & {*inside}:
+            by_host = known.cost in _ONCE_ON_HOST and _is_on_host(node)
+            if by_host or known.cost == "random" or once & {*inside}:
                 once.add(node)
-            several = len(self.readers.get(node, ())) > 1
+            readers, size = self.readers.get(node, ()), _bytes(node)
+            several = len(readers) > 1 or any(_bytes(reader) > size for reader in readers)
             most = _READS_BY_SEVERAL if several else _READS
             too_much = reads[node] > most or steps[node] > _STEPS or (several and node in once)
             if node in self.until and too_much:
@@ -133,10 +145,10 @@ class _Values:
         return found
 
     def _is_there(self, node: fx.Node, elsewhere: set[int]) -> bool:
-        """Whether others read all that a value is computed of nearby, too."""
+        """Whether others read all that a value is computed of nearby, too, and nobody writes there."""
+        if self.written & {*self.sources[node]}:
+            return False
         for source in self.sources[node]:
-            if source.op == "call_function" and _is_constant(source):
-                continue
             others = self.read_in.get(source, ())
             if not all(any(abs(one - other) <= _NEARBY for other in others) for one in elsewhere):
                 return False
@@ -152,8 +164,14 @@ class _Values:
                 continue
             for source in self._read(node):
                 near = self.alone[self.position[source]] == self.alone[here] and _fuses(source)
-                ends = self.last[source] == here and source not in self.held | taken
-                if near and ends and _bytes(source) == _bytes(node):
+                ends = self.last[source] == here and not _joins(source)
+                if (
+                    near
+                    and ends
+                    and source not in taken
+                    and source not in self.held
+                    and _bytes(source) == _bytes(node)
+                ):
                     found[node] = source
                     taken.add(source)
                     break
@@ -181,17 +199,19 @@ def _fuses(node: fx.Node) -> bool:
 
 def _is_inlined(node: fx.Node) -> bool:
     known = operators.of(node.target)
-    return known.fusing in (LOOP, ROWS, CONSTANT) and not known.reduces and not is_write(node)
+    is_loop = known.fusing in (LOOP, ROWS, CONSTANT) and not known.reduces
+    return is_loop and not is_write(node) and not _joins(node)
+
+
+def _joins(node: fx.Node) -> bool:
+    """Whether parts are put together, each by its own kernel, in memory that stays theirs."""
+    return node.target in (aten.cat.default, aten.stack.default)
 
 
 def _is_elementwise(node: fx.Node) -> bool:
     """Whether a later piece of a program computes it anew: what is drawn is kept."""
     known = operators.of(node.target)
     return known.fusing == LOOP and (known.elementwise or known.copies) and not known.draws
-
-
-def _is_constant(node: fx.Node) -> bool:
-    return operators.of(node.target).fusing == CONSTANT
 
 
 def _is_of_columns(node: fx.Node) -> bool:

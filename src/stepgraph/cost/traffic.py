@@ -41,6 +41,7 @@ def assign_traffic(program: Program, fused: bool) -> None:
         if node.target is torch_internals.mutable_copy:
             reads[0] = False  # what is written over
         _set(node, tuple(reads), not is_view(node), not is_view(node))
+        meta(node).pop("kernel", None)
         meta(node)["dispatched"] = node.target is not operator.getitem
 
 

@@ -73,6 +73,44 @@ def test_a_softmax_is_kept_for_a_backward_behind_products():
     assert names(program) == (set(), {})
 
 
+def test_what_is_read_into_something_larger_is_read_several_times():
+    write = Written({"y": (8, 8, 8)} | dict.fromkeys("abcdef", (8, 8)))
+    a = write["a"]
+    for name in "bcdef":  # six reads: too much for several readers
+        a = write(aten.add.Tensor, a, write[name])
+    row = write(aten.unsqueeze.default, write(aten.neg.default, a), 0)
+    wide = write.returning(write(aten.mul.Tensor, row, write["y"]))
+    assert "neg" not in names(wide)[0]
+
+
+def test_what_a_trained_parameter_makes_is_kept_for_a_later_piece():
+    """A piece of a program does not read again what the update may have written."""
+
+    def inlined(trains):
+        write = Written(dict.fromkeys("xw", lambda: torch.empty(8, 8, device="meta")))
+        x, w = write["x"], write["w"]
+        scaled = write(aten.mul.Tensor, x, w)
+        forward = write(aten.sin.default, scaled)
+        for _ in range(4):
+            forward = write(aten.mm.default, forward, x)
+        write.phase = BACKWARD
+        backward = write(aten.mul.Tensor, forward, scaled)
+        backward = write(aten.mul.Tensor, write(aten.mul.Tensor, backward, x), w)
+        if trains:
+            write(torch_internals.mutable_copy, w, backward)
+        return "mul" in names(write.returning(backward))[0]
+
+    assert inlined(trains=False) and not inlined(trains=True)
+
+
+def test_joined_parts_are_in_memory():
+    write = Written({"x": (8, 8)})
+    joined = write(aten.cat.default, [write["x"], write(aten.neg.default, write["x"])])
+    program = write.returning(write(aten.exp.default, joined))
+    inside, over = names(program)
+    assert "cat" not in inside and not over
+
+
 def test_a_result_lies_where_a_fused_kernel_was_the_last_to_read():
     write = Written({"x": (8, 8)})
     a = write(aten.neg.default, write["x"])

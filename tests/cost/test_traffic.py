@@ -129,3 +129,11 @@ def test_a_whole_step_moves_less_when_it_is_fused():
             reads, _ = node.meta["traffic"]
             assert len(reads) == len(tensor_arguments(node))
     assert 0.2 * moved[False] < moved[True] < 0.8 * moved[False]
+
+
+def test_what_was_fused_before_is_not_where_nothing_is():
+    write = Written({"x": (8, 8)})
+    program = write.returning(write(aten.tanh.default, write(aten.neg.default, write["x"])))
+    assign_traffic(program, fused=True)
+    assign_traffic(program, fused=False)
+    assert not any("kernel" in node.meta for node in program.operations())

@@ -82,13 +82,13 @@ def parallelize(
     Raises:
         UsageError, MeshError, CaptureError: before or while the first program is made.
     """
-    arguments.check_arguments(model, None, 1, None, compute_dtype, reduce_dtype)
-    arguments.check_kinds(loss, mesh, plan, memory, lowering, None)
-    if "forward" in vars(model):
+    if isinstance(model, nn.Module) and "forward" in vars(model):
         raise UsageError(
             "the module's forward has been replaced already",
             do="parallelize a module once, and before anything else wraps its forward",
         )
+    arguments.check_arguments(model, None, 1, None, compute_dtype, reduce_dtype)
+    arguments.check_kinds(loss, mesh, plan, memory, lowering, None)
     check_hooks(model)
     device = arguments.device_of(model)
     ranks = join_ranks(mesh, device)

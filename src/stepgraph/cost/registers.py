@@ -36,15 +36,8 @@ _COSTLY = 8
 # On the host what has an exponential, a logarithm or a tanh in it is computed once for all who read it
 # (torch._inductor.ir, should_realize_on_reuse).
 _ONCE_ON_HOST = {
-    "exp",
-    "tanh",
-    "gelu",
-    "gelu_backward",
-    "softmax",
-    "safe_softmax",
-    "log_softmax",
-    "softmax_backward",
-}
+    "exp", "tanh", "gelu", "gelu_backward", "softmax", "safe_softmax", "log_softmax", "softmax_backward",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -163,19 +156,17 @@ class _Values:
             if node in self.until or is_write(node) or not _fuses(node) or not _bytes(node):
                 continue
             for source in self._read(node):
-                near = self.alone[self.position[source]] == self.alone[here] and _fuses(source)
-                ends = self.last[source] == here and not _joins(source)
-                if (
-                    near
-                    and ends
-                    and source not in taken
-                    and source not in self.held
-                    and _bytes(source) == _bytes(node)
-                ):
+                ends = self.last[source] == here and source not in taken and source not in self.held
+                if ends and self._fits(source, node):
                     found[node] = source
                     taken.add(source)
                     break
         return found
+
+    def _fits(self, source: fx.Node, node: fx.Node) -> bool:
+        """Whether one compiled piece surely makes both, and as large as each other."""
+        near = self.alone[self.position[source]] == self.alone[self.position[node]]
+        return near and _fuses(source) and not _joins(source) and _bytes(source) == _bytes(node)
 
     def _read(self, node: fx.Node) -> list[fx.Node]:
         """What the kernel of an operation reads of others' results in memory."""

@@ -1,6 +1,6 @@
 """What a compiled step holds at its peak beside what was predicted, counted by the allocator; one process.
 
-    python benchmarks/fused_memory.py --json benchmarks/results/fused_memory.json
+    PYTHONPATH=. python benchmarks/fused_memory.py --json benchmarks/results/fused_memory.json
 
 Bytes above what is held between steps (parameters, optimizer state, the batch) are those of the profiler's
 memory events of one step on the host under inductor. ``operator by operator`` is the prediction as if every
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.allocated_memory import allocated_peak, bytes_between_steps
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 import stepgraph
 from stepgraph import pipeline
@@ -144,44 +144,25 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {
 }
 
 
-def allocated_peak(run: Callable[[], Any]) -> int:
-    """Most bytes above those at its start that the host's allocator has given out at once."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        run()
-    alive = most = 0
-    for event in seen.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            alive += event.nbytes()
-            most = max(most, alive)
-    return most
-
-
 def cell(name: str) -> dict[str, Any]:
     """One model: MiB above what is held between steps, and ratios of the whole."""
     torch.manual_seed(0)
     model, batch = MODELS[name]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     memory = "full" if name.endswith(", full") else "none"
-    asked: dict[str, Any] = {
-        "mesh": "dp=1",
-        "placement": "ddp",
-        "device": "cpu",
-        "compute_dtype": None,
-    }
-    plan = stepgraph.plan(model, example=batch, optimizer=optimizer, memory=memory, **asked)
+    asked: dict[str, Any] = {"memory": memory, "compute_dtype": None}
+    plan = stepgraph.plan(
+        model, example=batch, optimizer=optimizer,
+        mesh="dp=1", placement="ddp", device="cpu", **asked,
+    )  # fmt: skip
     programs = plan.programs(model, example=batch, optimizer=optimizer)
     step = pipeline.as_executed(programs, "inductor")["step"]
     predicted, one_by_one = (memory_timeline(step, fused).peak() for fused in (True, False))
-    engine = stepgraph.Engine(
-        model, optimizer=optimizer, plan="ddp", memory=memory, compute_dtype=None
-    )
+    engine = stepgraph.Engine(model, optimizer=optimizer, plan="ddp", **asked)
     for _ in range(3):
         engine.step(batch)
     measured = allocated_peak(lambda: engine.step(batch))
-    states = optimizer.state_dict()["state"].values()
-    state = [t for one in states for t in one.values() if isinstance(t, Tensor)]
-    held = [*model.parameters(), *model.buffers(), *state, *batch.values()]
-    kept = sum(tensor.untyped_storage().nbytes() for tensor in held)
+    kept = bytes_between_steps(model, optimizer, batch)
     return {
         "held between steps": kept / 2**20,
         "measured above": measured / 2**20,

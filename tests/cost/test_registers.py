@@ -1,13 +1,13 @@
 """find_registers: what a fusing compiler never puts in memory; and never less than a step takes."""
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from stepgraph import Engine, pipeline, plan, torch_internals
 from stepgraph.cost.memory import memory_timeline
 from stepgraph.cost.registers import find_registers
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import BACKWARD
+from tests.allocated_memory import allocated_peak, bytes_between_steps
 from tests.cost.hand_made import Written
 from tests.support import adamw, tiny_llama
 
@@ -37,6 +37,13 @@ def test_what_a_product_reads_is_in_memory():
     assert names(program) == (set(), {})
 
 
+def behind_products(write, value):
+    """A value that is made of another one, so far on that this is not nearby."""
+    for _ in range(4):
+        value = write(aten.mm.default, value, write["x"])
+    return value
+
+
 def gated(keeps_the_product, device="meta"):
     """A gate that the backward reads, far behind; and whether that reads what the gate is made of."""
     write = Written({"x": lambda: torch.empty(8, 8, device=device)})
@@ -44,8 +51,7 @@ def gated(keeps_the_product, device="meta"):
     product = write(aten.mm.default, x, x)
     gate = write(aten.silu.default, product)
     forward = write(aten.mul.Tensor, gate, write(aten.mm.default, x, x))
-    for _ in range(4):
-        forward = write(aten.mm.default, forward, x)
+    forward = behind_products(write, forward)
     write.phase = BACKWARD
     backward = write(aten.mul.Tensor, forward, gate)
     backward = write(aten.mm.default, write(aten.mm.default, backward, x), x)
@@ -66,9 +72,7 @@ def test_the_host_computes_an_exponential_once_for_several():
 def test_a_softmax_is_kept_for_a_backward_behind_products():
     write = Written({"x": lambda: torch.empty(8, 8, device="meta")})
     a = write(aten._softmax.default, write["x"], -1, False)
-    b = write["x"]
-    for _ in range(4):
-        b = write(aten.mm.default, b, write["x"])
+    b = behind_products(write, write["x"])
     program = write.returning(write(aten._softmax_backward_data.default, b, a, -1, torch.float32))
     assert names(program) == (set(), {})
 
@@ -90,9 +94,7 @@ def test_what_a_trained_parameter_makes_is_kept_for_a_later_piece():
         write = Written(dict.fromkeys("xw", lambda: torch.empty(8, 8, device="meta")))
         x, w = write["x"], write["w"]
         scaled = write(aten.mul.Tensor, x, w)
-        forward = write(aten.sin.default, scaled)
-        for _ in range(4):
-            forward = write(aten.mm.default, forward, x)
+        forward = behind_products(write, write(aten.sin.default, scaled))
         write.phase = BACKWARD
         backward = write(aten.mul.Tensor, forward, scaled)
         backward = write(aten.mul.Tensor, write(aten.mul.Tensor, backward, x), w)
@@ -112,14 +114,19 @@ def test_joined_parts_are_in_memory():
 
 
 def test_a_result_lies_where_a_fused_kernel_was_the_last_to_read():
+    write = Written(dict.fromkeys("abcdef", (8, 8)))
+    total = write["a"]
+    for name in "bcdef":  # the sum reads too much to be computed for both of its readers
+        total = write(aten.add.Tensor, total, write[name])
+    more = write(aten.mul.Tensor, total, write(aten.neg.default, total))
+    program = write.returning(more)
+    assert names(program)[1] == {"mul": "add.4"}
+    assert memory_timeline(program, fused=True).peak() == 7 * 256
+    # What is computed anew is nowhere.
     write = Written({"x": (8, 8)})
     a = write(aten.neg.default, write["x"])
-    row = write(aten.sum.dim_IntList, a, [0])  # columns: a kernel of its own
-    b = write(aten.mul.Tensor, a, row)
-    program = write.returning(b)
-    inside, over = names(program)
-    assert "sum" not in inside
-    assert over in ({}, {"mul": "neg"})
+    program = write.returning(write(aten.mul.Tensor, a, write(aten.sum.dim_IntList, a, [0])))
+    assert names(program) == ({"neg"}, {})
     # What a product made might be what a compiled piece is given, which it does not write over.
     write = Written({"x": (8, 8)})
     product = write(aten.mm.default, write["x"], write["x"])
@@ -142,17 +149,6 @@ def test_what_reads_too_much_is_written_down():
     assert 0 < len(inside) < 11
 
 
-def allocated_peak(run):
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        run()
-    alive = most = 0
-    for event in seen.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            alive += event.nbytes()
-            most = max(most, alive)
-    return most
-
-
 def test_a_compiled_step_takes_what_is_predicted_or_a_little_less():
     """By what the allocator gives out; as if every operation wrote its result it is much too much."""
     model = tiny_llama(2, vocab_size=2000, max_position_embeddings=128)
@@ -167,10 +163,7 @@ def test_a_compiled_step_takes_what_is_predicted_or_a_little_less():
     for _ in range(2):
         engine.step(batch)
     above = allocated_peak(lambda: engine.step(batch))
-    states = optimizer.state_dict()["state"].values()
-    tensors = [value for one in states for value in one.values()]
-    held = [*model.parameters(), *model.buffers(), *tensors, *batch.values()]
-    measured = above + sum(tensor.untyped_storage().nbytes() for tensor in held)
+    measured = above + bytes_between_steps(model, optimizer, batch)
     assert planned.predicted.peak_bytes == predicted
     assert 1.0 <= predicted / measured < 1.1
     assert one_by_one / measured > 1.4

@@ -14,11 +14,10 @@ import torch
 from torch import fx
 
 from stepgraph import torch_internals
-from stepgraph.cost.traffic import is_reduction, over_rows
+from stepgraph.cost.traffic import fuses, is_reduction, over_rows
 from stepgraph.operators import table as operators
 from stepgraph.operators.table import CONSTANT, LOOP, ROWS
 from stepgraph.operators.views import storage_roots
-from stepgraph.program.collectives import is_collective
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program, is_write, tensors_of
 from stepgraph.torch_internals.storages import shared_arguments
@@ -63,7 +62,7 @@ class _Values:
     """Walks a Program: which values are inlined, from the last one to the first."""
 
     def __init__(self, program: Program) -> None:
-        self.root = root = storage_roots(program)
+        root = storage_roots(program)
         operations = list(program.operations())
         self.position = {node: i for i, node in enumerate(operations)}
         # Those that compute something: a view does not.
@@ -84,7 +83,7 @@ class _Values:
         # How many kernels of their own, or sums over columns, stand before each operation.
         self.alone = [0]
         for node in operations:
-            own = node in self.sources and (not _fuses(node) or _is_of_columns(node))
+            own = node in self.sources and (not fuses(node) or _is_of_columns(node))
             self.alone.append(self.alone[-1] + own)
         self.last: dict[fx.Node, int] = {}  # position of the last kernel that reads it
         self.read_in: dict[fx.Node, set[int]] = {}  # between which kernels of their own
@@ -100,7 +99,7 @@ class _Values:
         for node in reversed(self.nodes):
             here, end = self.position[node], self.last.get(node)
             inlined = end is not None and _is_inlined(node) and node not in kept
-            if inlined and all(map(_fuses, self.readers[node])):
+            if inlined and all(map(fuses, self.readers[node])):
                 below = 1 + max(depth.get(reader, 0) for reader in self.readers[node])
                 nearby = self.alone[here] + _NEARBY
                 elsewhere = {place for place in self.read_in[node] if place > nearby}
@@ -153,7 +152,7 @@ class _Values:
         taken: set[fx.Node] = set()
         for node in self.nodes:
             here = self.position[node]
-            if node in self.until or is_write(node) or not _fuses(node) or not _bytes(node):
+            if node in self.until or is_write(node) or not fuses(node) or not _bytes(node):
                 continue
             for source in self._read(node):
                 ends = self.last[source] == here and source not in taken and source not in self.held
@@ -166,7 +165,7 @@ class _Values:
     def _fits(self, source: fx.Node, node: fx.Node) -> bool:
         """Whether one compiled piece surely makes both, and as large as each other."""
         near = self.alone[self.position[source]] == self.alone[self.position[node]]
-        return near and _fuses(source) and not _joins(source) and _bytes(source) == _bytes(node)
+        return near and fuses(source) and not _joins(source) and _bytes(source) == _bytes(node)
 
     def _read(self, node: fx.Node) -> list[fx.Node]:
         """What the kernel of an operation reads of others' results in memory."""
@@ -181,11 +180,6 @@ class _Values:
 
 def _unique(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     return list(dict.fromkeys(nodes))
-
-
-def _fuses(node: fx.Node) -> bool:
-    known = operators.of(node.target)
-    return not is_collective(node) and (known.fusing is not None or known.reduces)
 
 
 def _is_inlined(node: fx.Node) -> bool:

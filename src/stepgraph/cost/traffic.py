@@ -68,7 +68,7 @@ class _Groups:
         self.loop: dict[fx.Node, int] = {}
         self.of_rows: set[fx.Node] = set()  # one number a row of the loop
         self.readers: dict[fx.Node, int] = {}
-        self.fuses = {node: _fuses(node) for node in program.operations()}
+        self.fuses = {node: fuses(node) for node in program.operations()}
         self.results = [self._whole(node) for node in program.results]
 
     def assign(self) -> None:
@@ -198,7 +198,8 @@ def _is_constant(node: fx.Node) -> bool:
     return node.op == "call_function" and operators.of(node.target).fusing == CONSTANT
 
 
-def _fuses(node: fx.Node) -> bool:
+def fuses(node: fx.Node) -> bool:
+    """Whether a compiler makes one kernel of an operation and what it reads, or what reads it."""
     if is_collective(node) or node.target is torch_internals.WAIT:
         return False
     known = operators.of(node.target)

@@ -118,6 +118,20 @@ def test_one_rule_serves_all_parameters_of_a_kind():
     assert len(functional.group_of) == 10
 
 
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "Rprop"])
+def test_nothing_is_copied_but_what_is_returned(name):
+    """Of a functional step nobody writes what it was given."""
+    make, options = FUNCTIONAL[name]
+    model = mlp()
+    functional = functionalize_optimizer(
+        make(model.parameters(), **options), dict(model.named_parameters())
+    )
+    for rule in functional.rules.values():
+        graph = rule.graph.graph
+        copies = graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
+        assert {*copies} <= {*graph.output_node().all_input_nodes}
+
+
 def test_numbers_of_a_group_are_told_from_switches():
     optimizer = optim.Adam(mlp().parameters(), lr=torch.tensor(0.5), betas=(0.8, 0.9), amsgrad=True)
     numbers = group_numbers(optimizer.param_groups[0])

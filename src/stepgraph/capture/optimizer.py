@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from stepgraph import torch_internals
 from stepgraph.capture.masked_writes import MASKED_WRITES
-from stepgraph.capture.passes.drop_identities import IDENTITIES, copies_alike
+from stepgraph.capture.passes.drop_identities import IDENTITIES, copies_alike, lie_alike
 from stepgraph.capture.update_rules import (
     FIRST_STEP,
     Condition,
@@ -37,6 +37,7 @@ from stepgraph.capture.update_rules import (
     with_kernel,
 )
 from stepgraph.errors import OptimizerError
+from stepgraph.program.metadata import meta
 
 # Options that choose an implementation, not a result; the single-tensor path is what is traced.
 _IMPLEMENTATION = {"foreach": False, "fused": False, "differentiable": False}
@@ -258,13 +259,21 @@ def _select_first(first: Callable, later: Callable, split: int) -> Callable:
 def _trace(function, examples: list[torch.Tensor]) -> fx.GraphModule:
     functional = torch.func.functionalize(function, remove="mutations")
     graph = make_fx(functional, decomposition_table=MASKED_WRITES)(*examples)
+    results = graph.graph.output_node().all_input_nodes
     for node in list(graph.graph.nodes):
         if copies_alike(node):
             node.replace_all_uses_with(node.args[1])
-        elif node.target in IDENTITIES:
+        elif node.target in IDENTITIES or (_is_clone(node) and node not in results):
             node.replace_all_uses_with(node.args[0])
     graph.graph.eliminate_dead_code()
     return graph
+
+
+def _is_clone(node: fx.Node) -> bool:
+    """Of a value that nobody writes, and that lies alike."""
+    if node.target is not torch.ops.aten.clone.default:
+        return False
+    return lie_alike(meta(node)["val"], meta(node.all_input_nodes[0])["val"])
 
 
 class _NumbersAsTensors(TorchFunctionMode):

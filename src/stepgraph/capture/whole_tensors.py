@@ -92,21 +92,14 @@ def _text(
     names: dict[fx.Node, Any] = {node: Shown(f"t{i}") for i, node in enumerate(tensors)}
     names |= {node: Shown(f"n{i}") for i, node in enumerate(numbers)}
     takes = ", ".join(map(repr, names.values()))
-    shows: dict[fx.Node, fx.Node] = {}  # a copy of what nobody writes is that itself
-    for node in computed:
-        if node.target is aten.clone.default and node not in results:
-            source = node.all_input_nodes[0]
-            shows[node] = shows.get(source, source)
-    kept = [node for node in computed if node not in shows]
-    last = {shows.get(n, n): node for node in kept for n in node.all_input_nodes}
+    last = {source: node for node in computed for source in node.all_input_nodes}
     lines: list[str] = []
     free: list[Shown] = []
     new = itertools.count()
-    for node in kept:
-        read = [shows.get(n, n) for n in node.all_input_nodes]
-        args, kwargs = map_arg((list(node.args), node.kwargs), lambda n: names[shows.get(n, n)])
+    for node in computed:
+        args, kwargs = map_arg((list(node.args), node.kwargs), names.__getitem__)
         shown = [*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())]
-        over = [n for n in dict.fromkeys(read) if last[n] is node and n in computed]
+        over = [n for n in node.all_input_nodes if last[n] is node and n in computed]
         free += [names[n] for n in over if n not in results]
         names[node] = free.pop() if free else Shown(f"v{next(new)}")
         lines.append(f"{names[node]!r} = {node.target}({', '.join(shown)})")

@@ -36,6 +36,8 @@ from tests.support import (
     mlp,
     regression_batch,
     spec_of,
+    tiny_llama,
+    token_batch,
     values,
 )
 
@@ -103,6 +105,20 @@ def test_gradients_wait_where_that_does_not_raise_the_peak(monkeypatch):
     clipped = compiled(model, batch, adamw(model), plan="ddp", clip=True).programs["step"]
     _, (late,) = written(clipped, update_early)  # all of them wait for the norm
     assert count(late, FUSED_ADAM) == 1
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero3"])
+def test_the_updates_of_a_layer_are_one_call_on_ranks(plan):
+    model, batch = tiny_llama(4), token_batch()
+    optimizer = adamw(model)
+    placed = compiled(model, batch, optimizer, ranks=2, plan=plan).programs["step"]
+    before, after = written(placed, update_early)
+    for program in after:
+        calls = [len(n.args[0]) for n in program.operations() if n.target is FUSED_ADAM]
+        assert calls == [1, *[len([*model.model.layers[0].parameters()])] * 4, 1, 1]
+    inputs = values(model, batch, optimizer)
+    expected = inputs.execute(before, in_place=True)
+    assert_summation(expected, inputs.execute(after, in_place=True))
 
 
 def test_clipping_is_done_within_the_call():

@@ -1,7 +1,7 @@
 """Updates for which torch has a fused kernel on the host call that, several at once, in place."""
 
 from collections.abc import Mapping
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -46,22 +46,13 @@ def fuse_updates(program: Program, fuses: bool) -> Program:
         return program
     if not any(map(_names_a_kernel, program.operations())):
         return program.finish()
-    position = {node: i for i, node in enumerate(program.operations())}
-    root = storage_roots(program)
-    reads, writes = _uses(program, root)
-    updates = _fusable(program, root)
+    uses = _Uses(program)
+    updates = _fusable(program, uses.root)
     groups = _groups(program, updates)
-    if not _fits(program, groups):
+    if not _fits(program, groups, uses):
         groups = _groups(program, updates, _HELD)
     for group in groups:
-        behind = position[group[-1].node]
-        read = {node for node, at in reads.items() if at[-1] > behind}
-        renewed = {
-            node
-            for node, at in writes.items()
-            if at[-1] > behind and not any(behind < place < at[-1] for place in reads.get(node, ()))
-        }
-        _join(program, group, root, read, renewed)
+        _join(program, group, uses)
     return program.finish()
 
 
@@ -82,6 +73,40 @@ class _Update(NamedTuple):
     def kind(self) -> tuple[Any, ...]:
         """What those that are done together have in common."""
         return (*self.node.args[3:], meta(self.gradient)["val"].dtype, self.factor)
+
+
+class _Uses:
+    """Where each storage is read, by whoever does not write there, and where an input is written whole.
+
+    Places are positions in the Program as it was.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.root = storage_roots(program)
+        self.place = {node: i for i, node in enumerate(program.operations())}
+        self.reads: dict[fx.Node, list[int]] = {}
+        self.writes: dict[fx.Node, list[int]] = {}
+        for node, place in self.place.items():
+            copies = node.target is torch_internals.mutable_copy
+            target = node.args[0] if copies else node.kwargs.get("out")
+            if isinstance(target, fx.Node) and target.op == "placeholder":
+                self.writes.setdefault(target, []).append(place)
+            sources = node.all_input_nodes
+            if node.target is torch_internals.WAIT:  # until then what is sent is read
+                sources = [*sources, *(s for start in sources for s in start.all_input_nodes)]
+            for source in sources:
+                if source is not target:
+                    self.reads.setdefault(self.root[source], []).append(place)
+
+    def is_read_behind(self, memory: fx.Node, place: int) -> bool:
+        """Whether somebody reads it later."""
+        return self.reads.get(memory, [-1])[-1] > place
+
+    def renewal(self, memory: fx.Node, place: int) -> int | None:
+        """Where all of it is written later, before anybody reads it."""
+        last = self.writes.get(memory, [-1])[-1]
+        between = any(place < read < last for read in self.reads.get(memory, ()))
+        return last if last > place and not between else None
 
 
 def _fusable(program: Program, root: dict[fx.Node, fx.Node]) -> dict[fx.Node, _Update]:
@@ -133,69 +158,94 @@ def _groups(
 ) -> list[list[_Update]]:
     """Updates of one kernel that are done together.
 
-    None waits for what is awaited in between, nor for another layer's while something else is computed:
-    layers are then the same code, which is compiled once.
+    Those of a repeated layer wait for its last one: layers are then the same code, which is compiled once.
+    Others wait neither for what is awaited in between, nor for a layer's while something else is computed.
 
     Args:
         limit: bytes of gradients that may wait in a group.
     """
-    order = [*updates]
-    letters = [(meta(updates[node].gradient)["val"].shape, node.args[2:4]) for node in order]
-    layers = repetitions(letters, [0] * (len(order) + 1))
-    starts = {order[edge] for edges in layers for edge in edges if edge < len(order)}
+    layer = _layers(program, updates)
     groups: list[list[_Update]] = []
     kind: tuple | None = None
-    computes = False  # since the last update
+    last: int | None = None  # the layer of the last update
+    computes = awaits = False  # since then
     made: set[fx.Node] = set()  # by the updates of the last group
     for node in program.operations():
         if node in updates:
-            mine = updates[node]
+            mine, another = updates[node], layer[node] != last
             full = limit is not None and kind and sum(one.bytes() for one in groups[-1]) > limit
-            if mine.kind() != kind or full or (node in starts and computes):
+            apart = (computes and another) or (awaits and (another or last is None))
+            if mine.kind() != kind or full or apart:
                 groups.append([])
                 kind, made = mine.kind(), set()
             groups[-1].append(mine)
             made.add(node)
-            computes = False
+            last, computes, awaits = layer[node], False, False
         elif is_view(node) and node.all_input_nodes[0] in made:
             made.add(node)
         elif not _may_stand_between(node, made):
             kind = None
         else:
-            computes |= meta(node)["phase"] != OPTIMIZER and not is_view(node)
+            computes |= _computes(node)
+            awaits |= node.target is torch_internals.WAIT
     return groups
+
+
+def _layers(program: Program, updates: Mapping[fx.Node, _Update]) -> dict[fx.Node, int | None]:
+    """Which repeated layer each update is one of; None: of none.
+
+    Layers are divided where most is computed between two updates.
+    """
+    computed = [0]
+    for node in program.operations():
+        if node in updates:
+            computed.append(0)
+        else:
+            computed[-1] += _computes(node)
+    order = [*updates]
+    letters = [(meta(updates[node].gradient)["val"].shape, node.args[2:4]) for node in order]
+    repeated = repetitions(letters, [-count for count in computed])
+    layer: dict[fx.Node, int | None] = dict.fromkeys(order)
+    for start, stop in chain.from_iterable(map(pairwise, repeated)):
+        layer.update(dict.fromkeys(order[start:stop], start))
+    return layer
+
+
+def _computes(node: fx.Node) -> bool:
+    return meta(node)["phase"] != OPTIMIZER and not is_view(node)
 
 
 def _may_stand_between(node: fx.Node, made: set[fx.Node]) -> bool:
     """Whether an update may wait for another that comes behind this operation."""
     if node.target is torch_internals.mutable_copy:
         return True
-    return not (
-        is_write(node) or node.target is torch_internals.WAIT or made & {*node.all_input_nodes}
-    )
+    return not (is_write(node) or made & {*node.all_input_nodes})
 
 
-def _fits(program: Program, groups: list[list[_Update]]) -> bool:
+def _fits(program: Program, groups: list[list[_Update]], uses: _Uses) -> bool:
     """Whether gradients may wait without raising the most that is held at once.
 
     New values that the kernel will write over the old ones are not counted.
     """
-    memory = memory_timeline(program)
-    position = {node: i for i, node in enumerate(memory.operations)}
-    held = [sum(alive.values()) for alive in memory.at]
+    held = [sum(alive.values()) for alive in memory_timeline(program).at]
     for update in (update.node for group in groups for update in group):
-        values = _written_values(update)
-        writes = [write for result, old in values if (write := _only_write(result, old))]
-        made = sum(meta(write)["val"].nbytes for write in writes)
-        # A list of results is held until the last of them is taken out.
-        for i in range(position[update], max(map(position.__getitem__, writes), default=0) + 1):
-            held[i] -= made
+        place = uses.place[update]
+        taken = max(
+            (uses.place[user] for user in update.users), default=0
+        )  # a list is held until then
+        for result, old in _written_values(update):
+            write = _only_write(result, old)
+            until = uses.place[write] if write else uses.renewal(uses.root[old], place)
+            if until is not None:
+                for i in range(place, max(until, taken) + 1):
+                    held[i] -= meta(old)["val"].nbytes
     peak = max(held, default=0)
     for group in groups:
         waiting = 0
         for one, following in pairwise(group):
             waiting += one.bytes()
-            if waiting + max(held[position[one.node] + 1 : position[following.node] + 1]) > peak:
+            between = held[uses.place[one.node] + 1 : uses.place[following.node] + 1]
+            if waiting + max(between) > peak:
                 return False
     return True
 
@@ -207,20 +257,10 @@ def _written_values(update: fx.Node) -> list[tuple[fx.Node | None, fx.Node]]:
     return [(results.get(i), tensors[place]) for i, place in enumerate(_WRITTEN)]  # type: ignore
 
 
-def _join(
-    program: Program,
-    group: list[_Update],
-    root: dict[fx.Node, fx.Node],
-    read_behind: set[fx.Node],
-    renewed_behind: set[fx.Node],
-) -> None:
-    """One call, where the last of them stands.
-
-    Args:
-        read_behind: memory that is read behind that.
-        renewed_behind: memory that is written there before anybody reads it.
-    """
+def _join(program: Program, group: list[_Update], uses: _Uses) -> None:
+    """One call, where the last of them stands."""
     last = group[-1].node
+    behind = uses.place[last]
     emit = Builder(program, OPTIMIZER, last)
     gradients: list[fx.Node] = []
     written: tuple[list[fx.Node], ...] = ([], [], [])  # parameters and their two states
@@ -230,10 +270,10 @@ def _join(
         gradients.append(gradient)
         for column, (result, tensor) in zip(written, _written_values(node), strict=True):
             write = _only_write(result, tensor)
-            if write is not None and tensor not in read_behind:
+            if write is not None and not uses.is_read_behind(tensor, behind):
                 program.graph.erase_node(write)
             else:
-                if tensor.op == "placeholder" or root[tensor] not in renewed_behind:
+                if tensor.op == "placeholder" or uses.renewal(uses.root[tensor], behind) is None:
                     tensor = emit(aten.clone.default, tensor)
                 replaced += [(result, tensor)] if result is not None else []
             column.append(tensor)
@@ -257,26 +297,6 @@ def _views_before(value: fx.Node, last: fx.Node) -> list[fx.Node]:
     """Views of a value, and views of those, that stand before an operation."""
     found = [user for user in value.users if is_view(user) and user < last]
     return [view for user in found for view in (user, *_views_before(user, last))]
-
-
-def _uses(
-    program: Program, root: dict[fx.Node, fx.Node]
-) -> tuple[dict[fx.Node, list[int]], dict[fx.Node, list[int]]]:
-    """Where each storage is read, by whoever does not write there, and where an input is written whole."""
-    reads: dict[fx.Node, list[int]] = {}
-    writes: dict[fx.Node, list[int]] = {}
-    for position, node in enumerate(program.operations()):
-        copies = node.target is torch_internals.mutable_copy
-        target = node.args[0] if copies else node.kwargs.get("out")
-        if isinstance(target, fx.Node) and target.op == "placeholder":
-            writes.setdefault(target, []).append(position)
-        sources = node.all_input_nodes
-        if node.target is torch_internals.WAIT:  # until then what is sent is read
-            sources = [*sources, *(s for start in sources for s in start.all_input_nodes)]
-        for source in sources:
-            if source is not target:
-                reads.setdefault(root[source], []).append(position)
-    return reads, writes
 
 
 def _only_write(result: fx.Node | None, target: fx.Node) -> fx.Node | None:

@@ -99,6 +99,10 @@ def test_a_model_may_be_a_name():
         "llama-tiny", example={"input_ids": ids, "labels": ids}, mesh="dp=2", placement="zero3"
     )
     assert "model.layers.3.mlp.up_proj.weight" in plan.fingerprint.parameters
+    programs = plan.programs("llama-tiny", example={"input_ids": ids, "labels": ids})
+    assert [*programs] == ["step"]
+    with pytest.raises(PlanError, match="another model"):
+        plan.programs("gpt2", example={"input_ids": ids, "labels": ids})
 
 
 def test_a_prediction_is_that_of_the_programs_that_run(monkeypatch):

@@ -42,7 +42,7 @@ class Plan(data.Plan):
 
     def programs(
         self,
-        model: nn.Module,
+        model: str | nn.Module,
         *,
         example: Any,
         loss: LossFunction | None = None,
@@ -52,7 +52,7 @@ class Plan(data.Plan):
         """What a rank executes, scheduled and bound; nothing is launched.
 
         Args:
-            model: as it was planned; it may be on the meta device, and is not changed.
+            model: as it was planned, or its name; it may be on the meta device, and is not changed.
             example: a batch of the global shape.
             loss: ``(model, batch) -> scalar``; by default as for Engine.
             optimizer: of the step, where its name does not say all.
@@ -69,20 +69,21 @@ class Plan(data.Plan):
 
     def _planner(
         self,
-        model: nn.Module,
+        model: str | nn.Module,
         example: Any,
         loss: LossFunction | None,
         optimizer: str | torch.optim.Optimizer | None,
     ) -> Planner:
+        model, loss = _with_loss(model, loss)
         self.check_model(model)
         step = self.request.step
         device = find_device(self.request.device or torch_internals.host_device().type)
         made = make_optimizer(optimizer or step.optimizer, model)
-        return Planner(model, example, loss or default_loss, made, device, step)
+        return Planner(model, example, loss, made, device, step)
 
     def obstacles(
         self,
-        model: nn.Module,
+        model: str | nn.Module,
         *,
         example: Any,
         loss: LossFunction | None = None,
@@ -226,17 +227,14 @@ def plan(
         UsageError, MeshError, BatchError: arguments that cannot be used.
         CaptureError: the step cannot be captured as one program.
     """
-    make = find_model(model) if isinstance(model, str) else None
     shape = mesh_shape(mesh)
     table = find_device(device)
     policy: str = as_text(memory)
     check_request(shape, placement, policy, constraints)
     check_schedule(schedule)
     budget = parse_size(memory_budget)
-    made: Any = model if make is None else build_on_meta(make)
+    made, loss = _with_loss(model, loss)
     check_arguments(made, None, micro_batches, None, compute_dtype, None)
-    if loss is None:
-        loss = language_model_loss if isinstance(model, str) else default_loss
     optimizer = make_optimizer(optimizer, made)
     precision = Precision(compute_dtype, None)
     step = StepSettings(name_of(optimizer), micro_batches, max_grad_norm is not None, precision)
@@ -251,6 +249,15 @@ def plan(
     if not attempt.fits and (is_searched(policy) or budget is not None):
         raise attempt.error()
     return public(attempt.plan)
+
+
+def _with_loss(
+    model: str | nn.Module, loss: LossFunction | None
+) -> tuple[nn.Module, LossFunction]:
+    """A model, which is made on the meta device where it is a name, and the loss that is usual for it."""
+    if not isinstance(model, str):
+        return model, loss or default_loss
+    return build_on_meta(find_model(model)), loss or language_model_loss
 
 
 def check_request(

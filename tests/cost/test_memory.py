@@ -130,6 +130,16 @@ def test_a_collective_holds_what_it_reads_until_its_wait():
     assert totals == [2, 4, 5, 5]
 
 
+def test_an_all_reduce_sends_a_copy():
+    write = Written({"x": (64, 64)}, mesh="dp=2")
+    given = write(aten.neg.default, write["x"])
+    reduced = write(torch_internals.ALL_REDUCE, given, "sum", "dp")
+    between = write(aten.exp.default, write["x"])
+    program = write.returning(between, write(torch_internals.WAIT, reduced))
+    totals = [sum(alive.values()) // (4 * 64 * 64) for alive in memory_timeline(program).at]
+    assert totals == [2, 3, 3, 3]
+
+
 @pytest.mark.parametrize("copies", [False, True])
 def test_a_reshape_is_a_view_unless_the_layout_makes_it_copy(copies):
     write = Written({"x": (64, 32)})

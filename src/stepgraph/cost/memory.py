@@ -1,8 +1,8 @@
 """Memory of a Program over time: which storage lives when, by category.
 
 A storage is born with the operation that allocates it and dies with the last reader of it or of any view
-of it, as in the Python that fx generates; what a collective reads is held until its wait. Inputs live
-throughout; a ``New*`` result written over an input costs nothing beyond it. Bytes are this rank's. What
+of it, as in the Python that fx generates; what a collective sends is held until its wait (an all-reduce
+sends a copy, its result). Inputs live throughout; a ``New*`` result written over an input costs nothing beyond it. Bytes are this rank's. What
 waits on the host is counted apart, also where the device is the host.
 """
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from stepgraph import torch_internals
 from stepgraph.cost.registers import Registers, find_registers
 from stepgraph.cost.work import size_in_bytes, workspace
 from stepgraph.operators.views import viewed
@@ -112,7 +113,7 @@ class _Lives:
             until = registers.until.get(node, self.position[node])
             for source in node.all_input_nodes:
                 self._needed(source, until)
-            if is_collective(node):
+            if is_collective(node) and node.target is not torch_internals.ALL_REDUCE:
                 for wait in node.users:
                     self._needed(node.all_input_nodes[0], self.position.get(wait, 0))
         self._hold_results()

@@ -251,9 +251,7 @@ def plan(
     return public(attempt.plan)
 
 
-def _with_loss(
-    model: str | nn.Module, loss: LossFunction | None
-) -> tuple[nn.Module, LossFunction]:
+def _with_loss(model: str | nn.Module, loss: LossFunction | None) -> tuple[nn.Module, LossFunction]:
     """A model, which is made on the meta device where it is a name, and the loss that is usual for it."""
     if not isinstance(model, str):
         return model, loss or default_loss

@@ -2,8 +2,8 @@
 
 A storage is born with the operation that allocates it and dies with the last reader of it or of any view
 of it, as in the Python that fx generates; what a collective sends is held until its wait (an all-reduce
-sends a copy, its result). Inputs live throughout; a ``New*`` result written over an input costs nothing beyond it. Bytes are this rank's. What
-waits on the host is counted apart, also where the device is the host.
+sends a copy, its result). Inputs live throughout; a ``New*`` result written over an input costs nothing
+beyond it. Bytes are this rank's. What waits on the host is counted apart, also where the device is that.
 """
 
 import operator

@@ -230,12 +230,10 @@ def _fits(program: Program, groups: list[list[_Update]], uses: _Uses) -> bool:
     held = [sum(alive.values()) for alive in memory_timeline(program).at]
     for update in (update.node for group in groups for update in group):
         place = uses.place[update]
-        taken = max(
-            (uses.place[user] for user in update.users), default=0
-        )  # a list is held until then
+        # A list of results is held until the last of them is taken out.
+        taken = max((uses.place[user] for user in update.users), default=0)
         for result, old in _written_values(update):
-            write = _only_write(result, old)
-            until = uses.place[write] if write else uses.renewal(uses.root[old], place)
+            until = None if result is None else _held_until(result, old, place, uses)
             if until is not None:
                 for i in range(place, max(until, taken) + 1):
                     held[i] -= meta(old)["val"].nbytes
@@ -248,6 +246,14 @@ def _fits(program: Program, groups: list[list[_Update]], uses: _Uses) -> bool:
             if waiting + max(between) > peak:
                 return False
     return True
+
+
+def _held_until(result: fx.Node, old: fx.Node, place: int, uses: _Uses) -> int | None:
+    """Where a new value ends that the kernel will write over the old one; None: it will not."""
+    if write := _only_write(result, old):
+        return uses.place[write]
+    renewed = uses.renewal(uses.root[old], place)
+    return renewed and min(renewed, uses.reads[uses.root[result]][-1])
 
 
 def _written_values(update: fx.Node) -> list[tuple[fx.Node | None, fx.Node]]:

@@ -5,15 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from stepgraph.operators import table as operators
 from stepgraph.operators.scalar_functions import Overload, Shown
 from stepgraph.program.metadata import meta
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Updates for which torch has a fused kernel on the host call that, several at once, in place."""
 
 from collections.abc import Mapping
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -48,9 +48,10 @@ def fuse_updates(program: Program, fuses: bool) -> Program:
         return program.finish()
     uses = _Uses(program)
     updates = _fusable(program, uses.root)
-    groups = _groups(program, updates)
+    layer = _layers(program, updates)
+    groups = _groups(program, updates, layer)
     if not _fits(program, groups, uses):
-        groups = _groups(program, updates, _HELD)
+        groups = _groups(program, updates, layer, _HELD)
     for group in groups:
         _join(program, group, uses)
     return program.finish()
@@ -154,7 +155,10 @@ def _scaled(gradient: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _groups(
-    program: Program, updates: Mapping[fx.Node, _Update], limit: int | None = None
+    program: Program,
+    updates: Mapping[fx.Node, _Update],
+    layer: Mapping[fx.Node, int | None],
+    limit: int | None = None,
 ) -> list[list[_Update]]:
     """Updates of one kernel that are done together.
 
@@ -162,9 +166,9 @@ def _groups(
     Others wait neither for what is awaited in between, nor for a layer's while something else is computed.
 
     Args:
+        layer: of each update; None: it is of none.
         limit: bytes of gradients that may wait in a group.
     """
-    layer = _layers(program, updates)
     groups: list[list[_Update]] = []
     kind: tuple | None = None
     last: int | None = None  # the layer of the last update
@@ -227,7 +231,8 @@ def _fits(program: Program, groups: list[list[_Update]], uses: _Uses) -> bool:
 
     New values that the kernel will write over the old ones are not counted.
     """
-    held = [sum(alive.values()) for alive in memory_timeline(program).at]
+    totals = [sum(alive.values()) for alive in memory_timeline(program).at]
+    change = [0] * (len(totals) + 1)
     for update in (update.node for group in groups for update in group):
         place = uses.place[update]
         # A list of results is held until the last of them is taken out.
@@ -235,8 +240,9 @@ def _fits(program: Program, groups: list[list[_Update]], uses: _Uses) -> bool:
         for result, old in _written_values(update):
             until = None if result is None else _held_until(result, old, place, uses)
             if until is not None:
-                for i in range(place, max(until, taken) + 1):
-                    held[i] -= meta(old)["val"].nbytes
+                change[place] -= meta(old)["val"].nbytes
+                change[max(until, taken) + 1] += meta(old)["val"].nbytes
+    held = [total + less for total, less in zip(totals, accumulate(change), strict=False)]
     peak = max(held, default=0)
     for group in groups:
         waiting = 0

@@ -80,7 +80,8 @@ def size(storage: Storage) -> int:
     node, index = storage
     value = node.meta.get("val")
     part = value[index] if isinstance(value, (tuple, list)) else value
-    return size_in_bytes(part)
+    found = size_in_bytes(part)
+    return found if isinstance(found, int) else int(found.node.hint)  # a generator's state
 
 
 def peak(graph: fx.Graph, held: Iterable[fx.Node], arriving: Iterable[fx.Node]) -> int:
@@ -147,9 +148,14 @@ def first_partition(module: torch.nn.Module) -> dict:
 
 def of_sides(first: Program, second: Program) -> dict:
     """Of two Programs."""
-    saved = [node for role, node, _ in first.output_rows if isinstance(role, roles.Saved)]
-    arrived = [node for role, node, _ in second.input_rows if isinstance(role, roles.Saved)]
-    return described((first.graph, saved), (second.graph, arrived, second.results))
+    saved = {role: node for role, node, _ in first.output_rows if isinstance(role, roles.Saved)}
+    state = {role for role, node in saved.items() if storages(node)[0][0].op == "placeholder"}
+    arrived = [
+        node
+        for role, node, _ in second.input_rows
+        if isinstance(role, roles.Saved) and role not in state
+    ]
+    return described((first.graph, [*saved.values()]), (second.graph, arrived, second.results))
 
 
 # -- compiling again

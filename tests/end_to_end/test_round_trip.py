@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,11 @@ from torch._dynamo.backends.common import aot_autograd
 import stepgraph
 from stepgraph.cli.launcher import launch
 from stepgraph.errors import UsageError
+from stepgraph.graphwise.graph_compiler import GraphCompiler
+from stepgraph.planning.request import Request
+from stepgraph.planning.target import usual_target
 from stepgraph.program.collectives import is_collective
+from stepgraph.program.layout import data_mesh
 from stepgraph.program.program import BACKWARD, FORWARD
 from tests.end_to_end.models import bring
 from tests.sampling import sampled
@@ -162,6 +167,52 @@ def test_plain_inductor_keeps_what_was_decided(name, plan, memory, mesh, ranks):
         kept, decided = Counter(second), Counter([*first, torch.int64.itemsize])
         assert not kept - decided
         assert kept == decided or name == "gpt2"
+
+
+class Layer(nn.Module):
+    """A product that is gathered alone, and small parameters that could be gathered with other layers'."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.LayerNorm(1024), nn.LayerNorm(1024)
+        self.product = nn.Linear(1024, 1024, bias=False)
+
+    def forward(self, x):
+        return x + self.last(self.product(self.first(x)))
+
+
+def sent_twice(target):
+    """One rank: what a module's forward and backward send, and where they wait, as decided and compiled
+    again by our own backend."""
+    module = nn.Sequential(*(Layer() for _ in range(4)))
+    x = torch.ones(4, 1024)
+    stepgraph.parallelize(module, plan="zero3", mesh="dp=2", example=(x,), lowering="eager")
+    module(x[:2]).sum().backward()
+    compiler = GraphCompiler(Request("ddp", data_mesh(1), lowering="eager"), target)
+    again = torch.compile(module, backend=compiler, fullgraph=True)
+    again(x[:2]).sum().backward()
+    decided = module.forward.compiler.programs["gradients"]
+    return [sent_by(program) for program in (decided, *compiler.programs)]
+
+
+def sent_by(program):
+    """Collectives and waits among the operations of each phase, in order, with shapes."""
+    return [
+        [
+            (str(node.target), node.meta["val"].shape)
+            for node in program.operations(phase)
+            if "_c10d_functional" in str(node.target)
+        ]
+        for phase in (FORWARD, BACKWARD)
+    ]
+
+
+def test_our_own_backend_does_not_decide_again_what_is_sent_together():
+    """Not even for a target whose calls cost so much that all of a kind would be sent as one."""
+    target = replace(usual_target("cpu"), call_bytes=10**9, overlaps=True)
+    for decided, again in launch(sent_twice, target, ranks=2):
+        assert again == decided
+        assert sum("all_gather" in name for name, _ in again[0]) > 4  # not one for all layers
 
 
 def one_process():

@@ -8,6 +8,7 @@ from torch import fx
 from stepgraph.program import roles
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import BACKWARD, FORWARD, Program
+from stepgraph.torch_internals.kept import PLANNED
 
 # How dynamo spells a submodule that Python reached through ``__getattr__`` (peft's wrappers do).
 _STORED_MODULE = re.compile(r"\.__dict__\['_modules'\]\['([^']+)'\]")
@@ -39,7 +40,7 @@ def annotate(node: fx.Node, root: re.Pattern) -> None:
         if "seq_nr" in metadata:
             kept["sequence"] = metadata["seq_nr"]
         if metadata.get("recompute") is not None:
-            kept["checkpoint"] = metadata.get("ac_graph_id", 0)
+            kept["checkpoint"] = metadata.get("ac_graph_id", PLANNED)
             kept["region_policy"] = metadata["recompute"].name.lower()
     node.meta = kept
 

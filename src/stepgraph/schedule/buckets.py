@@ -18,6 +18,7 @@ from stepgraph.planning.target import Target
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import BACKWARD, FORWARD, Program
 from stepgraph.torch_internals import operators as private
+from stepgraph.torch_internals.kept import PLANNED
 
 aten = torch.ops.aten
 # Their result is their argument, laid out anew or in another type.
@@ -71,7 +72,7 @@ class _Bucket:
 
 
 def find_buckets(program: Program, sizes: Sizes) -> tuple[tuple[str, ...], ...]:
-    """Runs of small collectives that can be one, by stable name."""
+    """Runs of small collectives that can be one, by stable name; none of what a plan has decided before."""
     position = positions(program)
     layer = {
         node: (phase, number)
@@ -82,7 +83,7 @@ def find_buckets(program: Program, sizes: Sizes) -> tuple[tuple[str, ...], ...]:
     alike: dict[tuple, list[fx.Node]] = {}
     large: Counter[tuple] = Counter()
     for node in program.operations():
-        if not sizes.most(node.target):
+        if not sizes.most(node.target) or meta(node).get("checkpoint") == PLANNED:
             continue
         kind = (node.target, meta(node)["phase"])
         if moved_bytes(node) > sizes.large:

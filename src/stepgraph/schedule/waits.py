@@ -11,16 +11,19 @@ from stepgraph.planning.decisions import Table
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program
+from stepgraph.torch_internals.kept import PLANNED
 
 MOVED = {torch_internals.WAIT, *PARTS_OF_A_RESULT}
 
 
 def find_waits(program: Program, overlaps: bool) -> Table[str, str]:
-    """Waits of a Program -> the operation before which each completes."""
+    """Waits of a Program, without those that a plan has decided before -> what each completes before."""
     found: dict[str, str] = {}
     point: dict[fx.Node, fx.Node] = {}  # what is moved -> what it goes right before
     position = {node: i for i, node in enumerate(program.graph.nodes)}
     for node, following in moved_last_first(program):
+        if meta(node).get("checkpoint") == PLANNED:
+            continue
         readers = [point.get(user, user) for user in node.users]
         first = min(readers, key=position.__getitem__, default=None)
         if following is not None and not overlaps and node.target is torch_internals.WAIT:

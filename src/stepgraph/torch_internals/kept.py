@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 _MARK = torch.ops.aten.alias.default  # compilers drop it
+PLANNED = 0  # the number of a region that a plan has decided: torch counts others from 1
 
 
 def mark(graph: fx.Graph, kept: Iterable[fx.Node]) -> None:
@@ -92,7 +93,7 @@ class _OneRegion:
 
     @property
     def ac_graph_id(self) -> int:
-        return 0
+        return PLANNED
 
     @ac_graph_id.setter
     def ac_graph_id(self, number: int) -> None: ...

@@ -1,18 +1,19 @@
 """``auto`` is never worse than a preset: presets are simulated too, and the best of all is taken.
 
 A deep step takes as long to simulate as to capture. So a preset is simulated on two steps of few layers
-first: what a layer adds is the same however deep a step is, so they say what the whole takes. Where that is
-clearly more than what is known to be possible, the whole is not simulated.
+first, which say what the whole takes (:mod:`stepgraph.cost.short_steps`). Where that is clearly more than
+what is known to be possible, the whole is not simulated.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from stepgraph.analysis.layers import find_layers
+from stepgraph.cost.collectives import links
 from stepgraph.cost.device import Device
 from stepgraph.cost.memory import memory_timeline
 from stepgraph.cost.predict import Prediction
+from stepgraph.cost.short_steps import Said, short_steps
 from stepgraph.errors import StepgraphError, UsageError
 from stepgraph.lowering.presets import LOWERINGS
 from stepgraph.memory.decide import candidates
@@ -32,13 +33,8 @@ from stepgraph.program.layout import MeshShape, Placements, show
 from stepgraph.program.program import Program
 
 MANY = 2500  # operations of a step that is simulated with fewer layers first
-# Layers that the two short steps differ in: memory policies may recompute every second one.
-_APART = 2
 # What is foreseen to take so much more does take more.
 _SURELY = 1.03
-# And whole steps: where each layer has collectives of its own, and where the short steps have one for all
-# of their layers, which in the whole is several that overlap with more.
-_APART_SURELY, _MERGED_SURELY = 1.002, 1.1
 _KEEPS = "-keep"  # of presets: what is gathered for the forward is kept for the backward
 _NORMS = 1.1  # norms on slices of the sequence make a step faster by less than this
 _SAME = 1e-9  # a preset that differs by less is not taken
@@ -77,16 +73,20 @@ class Entrant:
 
 @dataclass(frozen=True)
 class Foreseen:
-    """A preset that may be the best: the ms that a step takes by what short ones do, and at least.
-
-    ``whole``: what they say of the whole, where they say anything; ``exact``: that is what it takes.
-    """
+    """A preset that may be the best, and what short steps say of the whole; None: nothing."""
 
     name: str
-    step_ms: float = 0.0
-    least_ms: float = 0.0
-    whole: Prediction | None = None
-    exact: bool = False
+    said: Said | None = None
+
+    @property
+    def step_ms(self) -> float:
+        """That a step takes; 0: it is not known."""
+        return self.said.whole.step_ms if self.said else 0.0
+
+    @property
+    def least_ms(self) -> float:
+        """That it takes at least."""
+        return self.said.least_ms if self.said else 0.0
 
 
 def make_best(
@@ -166,8 +166,8 @@ def promising(own: Entrant, names: Sequence[str], contest: Contest) -> list[Fore
     roomy: set[str] = set()
     times: dict[str, float] = {}
     peaks: dict[str, float] = {}
-    wholes: dict[str, Prediction] = {}
-    apart: set[str] = set()
+    said: dict[str, Said] = {}
+    wires = links(contest.plan.mesh, contest.device)
     for name in sorted(names, key=lambda name: not name.endswith(_KEEPS)):
         plain = name.replace(f"+{SEQUENCE_PARALLEL}", "", 1)
         if name + _KEEPS in roomy:  # it gathers twice what that one gathers once
@@ -184,67 +184,14 @@ def promising(own: Entrant, names: Sequence[str], contest: Contest) -> list[Fore
             more = _foreseen(name, longer)
         times[name] = peaks[name] = 0.0
         if few is not None and more is not None:
-            whole = wholes[name] = found.whole(few, more)
-            times[name], peaks[name] = whole.step_ms, whole.peak_bytes
+            said[name] = found.say(few, more, wires)
+            times[name], peaks[name] = said[name].whole.step_ms, said[name].whole.peak_bytes
             if peaks[name] * _SURELY <= contest.budget:
                 roomy.add(name)
-            if sends_layers_apart(few, more):
-                apart.add(name)
     if fits or roomy & peaks.keys():  # nothing larger is asked for
         room = contest.budget * _SURELY
-    kept = [
-        Foreseen(
-            name, times[name], times[name] / surely(name in apart), wholes.get(name), name in apart
-        )
-        for name, peak in peaks.items()
-        if peak <= room
-    ]
+    kept = [Foreseen(name, said.get(name)) for name, peak in peaks.items() if peak <= room]
     return sorted(kept, key=lambda foreseen: foreseen.step_ms)
-
-
-def surely(exact: bool) -> float:
-    """By so much a step may take less than what short ones say."""
-    return _APART_SURELY if exact else _MERGED_SURELY
-
-
-def sends_layers_apart(few: Prediction, more: Prediction) -> bool:
-    """Whether each further layer has collectives of its own, of every kind that has its bytes."""
-    none = {"count": 0, "bytes": 0}
-    grown = [
-        {what: row[what] - few.collectives_by_dim.get(key, none)[what] for what in none}
-        for key, row in more.collectives_by_dim.items()
-    ]
-    return all(row["count"] >= _APART for row in grown if row["bytes"])
-
-
-@dataclass(frozen=True)
-class ShortSteps:
-    """Two steps of few layers of a deep one, and how many of their difference it has beyond the first."""
-
-    programs: tuple[dict[str, Program], dict[str, Program]]
-    steps: float
-
-    def whole(self, few: Prediction, more: Prediction) -> Prediction:
-        """What the deep step takes by what the two do: its time and its peak."""
-        time, peak = (
-            getattr(few, what) + (getattr(more, what) - getattr(few, what)) * self.steps
-            for what in ("step_ms", "peak_bytes")
-        )
-        return replace(more, step_ms=time, peak_bytes=peak)
-
-
-def short_steps(programs: Mapping[str, Program]) -> ShortSteps | None:
-    """Steps of as few layers as there can be, and of some more; None where layers do not repeat."""
-    found = {name: find_layers(program) for name, program in programs.items()}
-    layers = {name: known for name, known in found.items() if known is not None}
-    most = min((known.most for known in layers.values()), default=0)
-    if len(layers) < len(found) or most < 2 * _APART:
-        return None
-    few, more = (
-        {name: known.without(count) for name, known in layers.items()}
-        for count in (most, most - _APART)
-    )
-    return ShortSteps((few, more), most / _APART)
 
 
 def _short(contest: Contest, programs: Mapping[str, Program]) -> Contest:

@@ -14,17 +14,14 @@ from stepgraph.contest import (
     Contest,
     Entrant,
     Foreseen,
-    ShortSteps,
     in_rank,
     predicted,
     promising,
     rivals,
-    sends_layers_apart,
-    short_steps,
-    surely,
     taken,
 )
-from stepgraph.cost.predict import Prediction
+from stepgraph.cost.collectives import links
+from stepgraph.cost.short_steps import Said, ShortSteps, short_steps
 from stepgraph.errors import StepgraphError
 from stepgraph.pipeline import Made, form, in_order, make, place
 from stepgraph.placement.presets.beside_data import SEQUENCE_PARALLEL
@@ -67,17 +64,18 @@ def leader(contest: Contest, limit: int | None) -> tuple[Plan, Entrant | None]:
     deep = len(contest.programs["step"].graph.nodes) > MANY
     short = short_steps(contest.programs) if names and deep else None
     own = placed(contest.programs, contest.plan, limit, hasty=short is not None)
-    solver = short and _solver(own, short, contest)
+    said = short and _foreseen(own, short, contest)
     if short is None:
         return own, None
-    if solver is None:
+    if said is None:
         return placed(contest.programs, contest.plan, limit), None
-    others = promising(solver[0], _lean(names), contest) or promising(solver[0], names, contest)
+    solver = Entrant(AUTO, Made(own), said.whole)
+    others = promising(solver, _lean(names), contest) or promising(solver, names, contest)
     gap = max(decided.placement.optimality_gap or 0.0 for decided in own.decisions.values())
-    if gap > _CLOSE and not _beaten(solver[0], gap, others, contest.budget):
+    if gap > _CLOSE and not _beaten(said, gap, others, contest.budget):
         own = placed(contest.programs, contest.plan, limit)
-        solver = _solver(own, short, contest)
-    return own, solver and _leads(*solver, others, contest)
+        said = _foreseen(own, short, contest)
+    return own, said and _leads(own, said, others, contest)
 
 
 def _lean(names: Sequence[str]) -> list[str]:
@@ -90,33 +88,29 @@ def _lean(names: Sequence[str]) -> list[str]:
     return [name for name in names if name not in whole]
 
 
-def _solver(own: Plan, short: ShortSteps, contest: Contest) -> tuple[Entrant, bool] | None:
-    """A solver's answer by short steps, and whether they say surely what it takes."""
-    found = _foreseen(own, short, contest)
-    return found and (Entrant(AUTO, Made(own), found[0]), found[1])
-
-
-def _beaten(own: Entrant, gap: float, others: Sequence[Foreseen], budget: int) -> bool:
+def _beaten(own: Said, gap: float, others: Sequence[Foreseen], budget: int) -> bool:
     """Whether a preset that fits takes less than a solver's answer without its gap."""
-    fitting = (o.step_ms for o in others if o.exact and o.whole and o.whole.peak_bytes <= budget)
-    return min(fitting, default=inf) < own.predicted.step_ms * (1 - gap)
+    sure = [o.said.whole for o in others if o.said and o.said.exact]
+    fitting = (whole.step_ms for whole in sure if whole.peak_bytes <= budget)
+    return min(fitting, default=inf) < own.whole.step_ms * (1 - gap)
 
 
-def _leads(
-    own: Entrant, exact: bool, others: Sequence[Foreseen], contest: Contest
-) -> Entrant | None:
+def _leads(plan: Plan, own: Said, others: Sequence[Foreseen], contest: Contest) -> Entrant | None:
     """The best, with its placements; None where another may be better, or it cannot be placed."""
-    entrants = [Entrant(o.name, Made(contest.plan), o.whole) for o in others if o.whole]
-    if len(entrants) < len(others):
+    said = {AUTO: own, **{other.name: other.said for other in others if other.said}}
+    if len(said) <= len(others):
         return None
-    sure = {AUTO: exact, **{other.name: other.exact for other in others}}
-    best, *rest = in_rank([own, *entrants], contest.budget)
-    least = (e.predicted.step_ms / surely(False) for e in rest if not sure[e.name])
-    if not sure[best.name] or min(least, default=inf) < best.predicted.step_ms:
+    entrants = [
+        Entrant(name, Made(plan if name == AUTO else contest.plan), one.whole)
+        for name, one in said.items()
+    ]
+    best, *rest = in_rank(entrants, contest.budget)
+    least = (said[e.name].least_ms for e in rest if not said[e.name].exact)
+    if not said[best.name].exact or min(least, default=inf) < best.predicted.step_ms:
         return None
-    if best is not own and not _place(best, contest):
+    if best is not entrants[0] and not _place(best, contest):
         return None
-    return taken([own, *entrants], contest.budget)
+    return taken(entrants, contest.budget)
 
 
 def _place(entrant: Entrant, contest: Contest) -> bool:
@@ -131,8 +125,8 @@ def _place(entrant: Entrant, contest: Contest) -> bool:
     return True
 
 
-def _foreseen(plan: Plan, short: ShortSteps, contest: Contest) -> tuple[Prediction, bool] | None:
-    """What a step takes under placements, and whether short ones say that surely; None: they cannot say."""
+def _foreseen(plan: Plan, short: ShortSteps, contest: Contest) -> Said | None:
+    """What a step takes under placements; None: short ones cannot say."""
     found = []
     for programs in short.programs:
         of_short = _of_short(plan, programs)
@@ -143,7 +137,8 @@ def _foreseen(plan: Plan, short: ShortSteps, contest: Contest) -> tuple[Predicti
         except StepgraphError:
             return None
         found.append(predicted(made, contest.device, keep=False))
-    return short.whole(*found), sends_layers_apart(*found)
+    few, more = found
+    return short.say(few, more, links(plan.mesh, contest.device))
 
 
 def _of_short(plan: Plan, programs: Mapping[str, Program]) -> Plan | None:

@@ -150,12 +150,14 @@ def of_sides(first: Program, second: Program) -> dict:
     """Of two Programs."""
     saved = {role: node for role, node, _ in first.output_rows if isinstance(role, roles.Saved)}
     state = {role for role, node in saved.items() if storages(node)[0][0].op == "placeholder"}
-    arrived = [
-        node
-        for role, node, _ in second.input_rows
-        if isinstance(role, roles.Saved) and role not in state
-    ]
-    return described((first.graph, [*saved.values()]), (second.graph, arrived, second.results))
+    arrived: dict[Storage, fx.Node] = {}
+    for role, node, _ in second.input_rows:
+        if isinstance(role, roles.Saved) and role not in state:
+            (storage, *_) = storages(saved[role])
+            if (same := arrived.setdefault(storage, node)) is not node:
+                node.replace_all_uses_with(same)  # two views of one memory: it is only counted
+    sides = (first.graph, [*saved.values()]), (second.graph, [*arrived.values()], second.results)
+    return described(*sides)
 
 
 # -- compiling again

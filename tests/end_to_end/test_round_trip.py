@@ -182,8 +182,7 @@ class Layer(nn.Module):
 
 
 def sent_twice(target):
-    """One rank: what a module's forward and backward send, and where they wait, as decided and compiled
-    again by our own backend."""
+    """One rank: what forward and backward send, and where they wait; as decided, and by our own backend."""
     module = nn.Sequential(*(Layer() for _ in range(4)))
     x = torch.ones(4, 1024)
     stepgraph.parallelize(module, plan="zero3", mesh="dp=2", example=(x,), lowering="eager")

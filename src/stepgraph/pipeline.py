@@ -330,10 +330,16 @@ def simulation(plan: Plan, target: Target) -> Callable[[Program, MemoryDecision]
     On the request's device, scheduled and lowered as it asks for, bound to the first rank.
     """
     request, device = plan.request, plan.request.costs()
+    driver, there = (
+        PassDriver(),
+        dict[int, tuple[Program, Program]](),
+    )  # what was tried, on the target
 
     def simulate(program: Program, decision: MemoryDecision) -> Trial:
-        driver = PassDriver()
-        program = memory.apply(program.copy(), decision, REMEMBERED, driver)
+        if id(program) not in there:
+            moved = driver.through((move_to_target,), program.copy(), target=target)
+            there[id(program)] = program, moved
+        program = memory.apply(there[id(program)][1].copy(), decision, REMEMBERED, driver)
         _, program = schedule.decide_and_apply(program, request.schedule, target, SCHEDULED, driver)
         program = driver.through(BOUND, program, rank=0)
         program = driver.through(TARGETED, program, target=target, strict=False, rank=0)

@@ -109,6 +109,7 @@ def data_parallel(unit: int, storage: Storage, taken: frozenset = frozenset()) -
         updated,
         crossing,
         _cost,
+        _is_work_on_the_batch,
         returned=as_sharded,  # this rank's rows, if the result has any
         gathers=True,
         reduces_each=storage.accumulate_sharded,
@@ -164,11 +165,15 @@ def _cost(walk: Walk, node: fx.Node, strategy: Strategy, reads: Sequence[Read]) 
             have, want = SUM, REPLICATE
         cost += redistribution_bytes(meta(argument)["val"], have, want, walk.rules.size)
     # A preset may want the update done on every rank; work on the batch never.
-    update = meta(node)["phase"] == OPTIMIZER or walk.reduced_before(node)
-    repeated = node in walk.from_batch and not update
-    if repeated and not any(isinstance(p, (Shard, Partial)) for p in strategy.outputs):
+    divided = any(isinstance(p, (Shard, Partial)) for p in strategy.outputs)
+    if _is_work_on_the_batch(walk, node) and not divided:
         return with_repeated_work(cost, node, reads)
     return cost
+
+
+def _is_work_on_the_batch(walk: Walk, node: fx.Node) -> bool:
+    update = meta(node)["phase"] == OPTIMIZER or walk.reduced_before(node)
+    return node in walk.from_batch and not update
 
 
 def ranks_that_divide(program: Program) -> int:

@@ -17,7 +17,7 @@ After Shoeybi et al., "Megatron-LM" (2019), and Korthikanti et al., "Reducing Ac
 in Large Transformer Models" (2022). Names of modules are never looked at.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -88,7 +88,8 @@ class TensorParallel:
 
     def walk(self, program: Program, ranks: int, others: int) -> Walk:
         """A walk that has placed the inputs."""
-        kind = Kind(self._stored, self._laid_out, as_sharded, self._cost, offers=self._offers)
+        decides = self._stored, self._laid_out, as_sharded, self._cost, self._sees
+        kind = Kind(*decides, offers=self._offers)
         # Data parallelism divides rows of the batch, and a fused weight along another dimension.
         apart = frozenset(self.blocks.values())
         return Walk(program, kind, Rules(ranks, ranks, others, _BESIDE_RULES, apart))
@@ -105,6 +106,20 @@ class TensorParallel:
             case roles.Accumulator(name):
                 return self._laid_out(name.removeprefix("grad:"), shape)
         return REPLICATE
+
+    def _sees(self, walk: Walk, node: fx.Node) -> Hashable:
+        """What :meth:`_offers` and :meth:`_cost` look at."""
+
+        def about(argument: fx.Node) -> Hashable:
+            names = self.made_of.get(argument)
+            weights = names and (self._blocks_in(argument), names.isdisjoint(self.whole or ()))
+            return (
+                self.sequence.get(argument), walk.now.get(argument), argument in walk.from_batch,
+                names is None, weights,
+            )  # fmt: skip
+
+        arguments = tuple(map(about, tensor_arguments(node)))
+        return self.sequence.get(node), node in walk.from_batch, arguments
 
     def _offers(
         self, walk: Walk, node: fx.Node, placements: tuple[Placement, ...]

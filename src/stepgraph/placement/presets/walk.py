@@ -7,7 +7,7 @@ values made of constants are sharded where they are made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,14 +51,17 @@ class Kind:
     update reads a parameter, and leaves its gradient. ``crossing(walk, node)``: where the update reads a
     value of the forward or the backward: a gradient, mostly. ``cost(walk, node, strategy, reads)``:
     infinite: never. ``returned(walk, node)``: where a module's result goes to its caller.
-    ``offers(walk, node, placements)``: the strategies to choose from. ``gathers``: the model reads
-    parameters whole, else as they are stored. ``reduces_each``: accumulators of gradients are sharded.
+    ``offers(walk, node, placements)``: the strategies to choose from. ``sees(walk, node)``: all that costs
+    and offers follow from beside the operation and where it finds its arguments; in an update, nothing.
+    ``gathers``: the model reads parameters whole, else as they are stored. ``reduces_each``: accumulators
+    of gradients are sharded.
     """
 
     stored: Callable[[roles.Input, tuple[int, ...]], Placement]
     updated: Callable[[str, tuple[int, ...]], Placement]
     crossing: Callable[[Walk, fx.Node], Placement]
     cost: Callable[[Walk, fx.Node, Strategy, Sequence[Read]], float]
+    sees: Callable[[Walk, fx.Node], Hashable]
     returned: Callable[[Walk, fx.Node], Placement] = lambda walk, node: REPLICATE
     offers: Callable[[Walk, fx.Node, tuple[Placement, ...]], list[Strategy]] = rules_alone
     gathers: bool = False
@@ -188,12 +191,15 @@ class Walk:
             self.unruled[meta(node)["name"]] = str(node.target)
 
     def _known_as(self, node: fx.Node, placements: tuple[Placement, ...]) -> tuple:
-        """What the choice follows from in an update, which repeats for every parameter; else nothing."""
+        """What the choice follows from, which repeats for every layer, and every parameter; or nothing."""
         tags = meta(node)
-        alike = tags["phase"] == OPTIMIZER and self.kind.offers is rules_alone
-        if not alike or node in self.sharded_for_some or any(tag in tags for tag in _SETS_APART):
+        if node in self.sharded_for_some or any(tag in tags for tag in _SETS_APART):
             return ()
-        return node.target, freeze(node.args), freeze(node.kwargs), placements
+        update = tags["phase"] == OPTIMIZER
+        if update and self.kind.offers is not rules_alone:
+            return ()
+        seen = None if update else self.kind.sees(self, node)
+        return node.target, freeze(node.args), freeze(node.kwargs), placements, tags["phase"], seen
 
     def _cheapest(
         self, node: fx.Node, arguments: list[fx.Node], placements: tuple[Placement, ...]

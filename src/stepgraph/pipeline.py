@@ -74,7 +74,7 @@ from stepgraph.planning.decisions import (
 )
 from stepgraph.planning.facts import ValueFacts, gather_facts
 from stepgraph.planning.plan import Plan
-from stepgraph.planning.request import AUTO, StepSettings
+from stepgraph.planning.request import AUTO, StepSettings, is_searched
 from stepgraph.planning.target import Target
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.program import Program
@@ -162,8 +162,8 @@ def capture_of(source: Source, settings: StepSettings, driver: PassDriver | None
 class Made:
     """A plan, and what it makes of the programs that it was asked about: one rank's own.
 
-    ``decided``: for each of them; ``facts``: what is to be told of values, ``frontiers``: with how much
-    memory each can be run, where that was asked for.
+    ``decided``: for each; ``facts``: what is to be told of values, ``frontiers``: with how much memory each
+    can be run, where that was asked for; ``trials``: what each takes, where that is known already.
     """
 
     plan: Plan
@@ -171,6 +171,7 @@ class Made:
     decided: dict[str, Decisions] = field(default_factory=dict)
     facts: dict[str, Mapping[str, ValueFacts]] = field(default_factory=dict)
     frontiers: dict[str, tuple[FrontierPoint, ...]] = field(default_factory=dict)
+    trials: dict[str, Trial] = field(default_factory=dict)
 
 
 def in_order(programs: Mapping[str, Program]) -> list[tuple[str, Program]]:
@@ -233,11 +234,9 @@ def make(
         strict: nothing is drawn that another mesh would draw otherwise.
     """
     made = Made(plan)
-    driver = driver or PassDriver()
+    asked = (driver or PassDriver(), limit, with_facts, with_frontier, strict)
     for name, program in in_order(programs):
-        program = program.copy() if keep else program
-        asked = (limit, with_facts, with_frontier, strict)
-        _through_rooms(program, name, made, target, rank, driver, *asked)
+        _through_rooms(program.copy() if keep else program, name, made, target, rank, *asked)
     return made
 
 
@@ -254,8 +253,7 @@ def _through_rooms(
     strict: bool,
 ) -> None:
     """One program through the rooms, decided where the plan has not decided it."""
-    plan, request = made.plan, made.plan.request
-    mesh = request.mesh
+    plan, request, mesh = made.plan, made.plan.request, made.plan.mesh
     micro_batches = request.step.micro_batches if name in STEP else 1
     program = form(program, plan, driver)
     key = plan.key_of(program)
@@ -271,6 +269,8 @@ def _through_rooms(
     if kept is None:
         kept = decide_memory(program, request.memory, again, means)
         decided = replace(decided, memory=kept)
+        if is_searched(request.memory) and (found := means().found):
+            made.trials[name] = found
     if with_frontier:
         made.frontiers[name] = frontier(program, again, means())
     program = memory.apply(program, kept, REMEMBERED, driver)
@@ -337,8 +337,7 @@ def simulation(plan: Plan, target: Target) -> Callable[[Program, MemoryDecision]
 
     def simulate(program: Program, decision: MemoryDecision) -> Trial:
         if id(program) not in there:
-            moved = driver.through((move_to_target,), program.copy(), target=target)
-            there[id(program)] = program, moved
+            there[id(program)] = program, driver.run(move_to_target, program.copy(), target=target)
         program = memory.apply(there[id(program)][1].copy(), decision, REMEMBERED, driver)
         _, program = schedule.decide_and_apply(program, request.schedule, target, SCHEDULED, driver)
         program = driver.through(BOUND, program, rank=0)
@@ -352,10 +351,9 @@ def simulation(plan: Plan, target: Target) -> Callable[[Program, MemoryDecision]
 
 def _means(plan: Plan, target: Target) -> Means:
     """What a search for what is kept goes by."""
-    request = plan.request
-    fused = LOWERINGS[request.lowering].fuses
-    simulate, counted = simulation(plan, target), request.counted
-    return Means(simulate, request.costs(), fused, request.memory_budget, counted)
+    request, simulate = plan.request, simulation(plan, target)
+    fused, budget = LOWERINGS[request.lowering].fuses, request.memory_budget
+    return Means(simulate, request.costs(), fused, budget, request.counted)
 
 
 def executed(

@@ -161,6 +161,8 @@ def test_a_budget_is_kept_to_and_no_named_policy_that_fits_is_faster(stack, peak
     assert found.plan.predicted.peak_bytes == found.peak <= budget
     assert found.plan.predicted.step_ms <= named.plan.predicted.step_ms * (1 + 1e-9)
     assert any(note.startswith(f"memory {found.plan.memory}: ") for note in found.plan.notes)
+    run = foresee(found.made.programs, find_device("h100"), found.plan.lowering)
+    assert found.plan.predicted == run, "it is that of what was tried, which is what runs"
 
 
 def test_a_plan_within_a_budget_is_replayed(stack, peaks, monkeypatch):
@@ -213,6 +215,14 @@ def test_a_frontier_goes_from_least_memory_to_least_time(stack, peaks, tmp_path)
     assert stepgraph.Plan.load(tmp_path / "plan.json").frontier() == points
     within = plan_mlp(memory=f"budget:{points[0].peak_bytes}B", frontier=True)
     assert within.frontier() == points and within.predicted.peak_bytes <= points[0].peak_bytes
+
+
+def test_within_a_budget_both_programs_of_micro_batches_are_predicted():
+    plan = plan_mlp(memory="budget:1GiB", micro_batches=2)
+    model = mlp()
+    run = plan.programs(model, example=regression_batch(), optimizer=adamw(model))
+    assert set(run) == {"accumulate", "step"}
+    assert plan.predicted == foresee(run, plan.request.costs(), plan.lowering, 2)
 
 
 @pytest.mark.slow

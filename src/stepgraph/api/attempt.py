@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from stepgraph.cost.memory import CATEGORIES, memory_timeline
 from stepgraph.cost.predict import Prediction
 from stepgraph.errors import BudgetError
-from stepgraph.lowering.presets import LOWERINGS
 from stepgraph.pipeline import Made
 from stepgraph.planning.plan import Plan
 from stepgraph.planning.sizes import show_bytes
@@ -15,7 +14,7 @@ from stepgraph.planning.sizes import show_bytes
 
 @dataclass
 class Attempt:
-    """A plan, and whether it fits: ``largest`` is the category with most bytes at the peak.
+    """A plan, and whether it fits: ``largest`` is the category that takes most bytes at any time.
 
     ``lean``: the peak under the policy that keeps least, where its placements were found under that.
     """
@@ -25,7 +24,7 @@ class Attempt:
     peak: int
     budget: int
     largest: tuple[str, int]
-    predicted: Prediction | None = None
+    predicted: Prediction
     lean: int = 0
 
     @property
@@ -40,7 +39,7 @@ class Attempt:
         return BudgetError(
             f"no plan fits {show_bytes(self.budget)} a rank: the smallest peak is {show_bytes(self.peak)}",
             where=f"{plan.placement} on mesh {plan.mesh}, memory {plan.memory}",
-            why=f"at the peak, {name} take {show_bytes(size)}",
+            why=f"{name} take up to {show_bytes(size)}",
             do=f"give at least {show_bytes(self.peak)}, more ranks, or fewer rows a rank; or {_HELP[name]}",
         )
 
@@ -56,16 +55,7 @@ _HELP = {
 }
 
 
-def attempt_of(made: Made, budget: int) -> Attempt:
-    """A plan with the peak of its programs."""
-    peak, largest = -1, ("", 0)
-    fused = LOWERINGS[made.plan.lowering].fuses
-    for program in made.programs.values():
-        timeline = memory_timeline(program, fused)
-        totals = [sum(alive.values()) for alive in timeline.at]
-        at = max(range(len(totals)), key=totals.__getitem__)
-        if totals[at] > peak:
-            alive = timeline.at[at]
-            name = max(CATEGORIES, key=lambda c: alive.get(c, 0))
-            peak, largest = totals[at], (name, alive[name])
-    return Attempt(made.plan, made, peak, budget, largest)
+def attempt_of(made: Made, budget: int, predicted: Prediction) -> Attempt:
+    """A plan with what its step is predicted to take."""
+    largest = max(predicted.bytes_by_category.items(), key=lambda row: row[1])
+    return Attempt(made.plan, made, math.ceil(predicted.peak_bytes), budget, largest, predicted)

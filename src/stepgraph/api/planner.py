@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,8 +14,9 @@ from stepgraph import torch_internals
 from stepgraph.api.attempt import Attempt, attempt_of
 from stepgraph.capture.module import BatchSpec, LossFunction
 from stepgraph.capture.step import Captured, Source
-from stepgraph.contest import Contest, Entrant, compete, predicted, rivals, taken
+from stepgraph.contest import Contest, Entrant, compete, rivals, taken
 from stepgraph.cost.device import Device
+from stepgraph.cost.predict import foretell
 from stepgraph.errors import BatchError, BudgetError, MemoryPolicyError, UsageError, near_misses
 from stepgraph.leading import leader
 from stepgraph.lowering.graphs.obstacles import find_obstacles
@@ -187,12 +187,9 @@ class Planner:
             *(d.memory.reason for d in plan.decisions.values() if d.memory and d.memory.reason),
             *(n for p in programs.values() for n in p.notes),
         ]
-        predicted = best.predicted or foresee(
-            programs, self.device, plan.lowering, self.settings.micro_batches, keep=False
-        )
         best.plan = replace(
             plan,
-            predicted=predicted.with_gap(gap),
+            predicted=best.predicted.with_gap(gap),
             values={key: Table(facts) for key, facts in best.made.facts.items()},
             notes=tuple(dict.fromkeys(notes)),
             points=points,
@@ -220,10 +217,12 @@ class Planner:
         self.stage("solve")
         asked = {"with_facts": True, "with_frontier": frontier}
         made = make(programs, plan, self.target, driver=self.driver, **asked)
-        attempt = attempt_of(made, plan.request.memory_budget or self.device.capacity)
         steps = self.settings.micro_batches
-        predicted = foresee(made.programs, self.device, made.plan.lowering, steps)
-        return replace(attempt, predicted=predicted, peak=predicted.peak_bytes)
+        if made.trials.keys() == made.programs.keys():
+            predicted = foretell(made.trials, self.device, steps)
+        else:
+            predicted = foresee(made.programs, self.device, made.plan.lowering, steps)
+        return attempt_of(made, plan.request.memory_budget or self.device.capacity, predicted)
 
     def _fit(self, first: Plan, programs: Mapping[str, Program], last: bool) -> Attempt:
         """The first memory policy whose peak fits, or the one with the smallest peak."""
@@ -317,7 +316,9 @@ class Planner:
                 if best is None:
                     raise
                 break
-            attempt = attempt_of(made, budget)
+            steps = self.settings.micro_batches
+            predicted = foresee(made.programs, self.device, plan.lowering, steps)
+            attempt = attempt_of(made, budget, predicted)
             if best is None or attempt.fits or not best.fits:
                 best = attempt
             held = max(decided.placement.held_bytes for decided in made.plan.decisions.values())
@@ -336,9 +337,7 @@ class Planner:
         own, best = leader(Contest(programs, plan, self.target, self.device), limit)
         if best is None or best.predicted.peak_bytes > budget:
             return own, None
-        largest = max(best.predicted.bytes_by_category.items(), key=lambda row: row[1])
-        peak = math.ceil(best.predicted.peak_bytes)
-        return own, Attempt(best.made.plan, best.made, peak, budget, largest)
+        return own, attempt_of(best.made, budget, best.predicted)
 
     def _best_of(
         self,
@@ -352,12 +351,12 @@ class Planner:
         if not names:
             return own
         self.stage("simulation")
-        solved = Entrant(AUTO, own.made, predicted(own.made, self.device, keep=False))
+        solved = Entrant(AUTO, own.made, own.predicted)
         contest = Contest(programs, plan, self.target, self.device)
         best = taken(compete(solved, names, contest), budget)
         if best is solved:
-            return replace(own, plan=best.made.plan, predicted=best.predicted)
-        return replace(attempt_of(best.made, budget), predicted=best.predicted)
+            return replace(own, plan=best.made.plan)
+        return attempt_of(best.made, budget, best.predicted)
 
 
 def host_batch(example: Any, micro_batches: int = 1) -> BatchSpec:

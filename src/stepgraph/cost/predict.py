@@ -73,15 +73,21 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Trial:
-    """What one Program takes: ``seconds``, and its memory over time."""
+    """One Program as it is executed, and what it takes: its time, and its memory over time."""
 
-    seconds: float
+    program: Program
+    line: StepTimeline
     memory: MemoryTimeline
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole of it."""
+        return self.line.seconds
 
 
 def try_program(program: Program, device: Device) -> Trial:
     """One Program by itself, as it is executed, on a device; its traffic is assigned."""
-    return Trial(simulate(program, device).seconds, memory_timeline(program, _fused(program)))
+    return Trial(program, simulate(program, device), memory_timeline(program, _fused(program)))
 
 
 def predict(programs: Mapping[str, Program], device: Device, micro_batches: int = 1) -> Prediction:
@@ -92,15 +98,22 @@ def predict(programs: Mapping[str, Program], device: Device, micro_batches: int 
         device: what they would run on.
         micro_batches: of the step.
     """
-    runs = {name: 1 if name == "step" else micro_batches - 1 for name in programs}
-    parts = [
-        (programs[name], simulate(programs[name], device), runs[name])
+    run = [name for name in programs if name == "step" or micro_batches > 1]
+    return foretell({n: try_program(programs[n], device) for n in run}, device, micro_batches)
+
+
+def foretell(trials: Mapping[str, Trial], device: Device, micro_batches: int = 1) -> Prediction:
+    """:func:`predict`, by what each of the programs has been seen to take."""
+    runs = {name: 1 if name == "step" else micro_batches - 1 for name in trials}
+    tried = [
+        (trials[name], runs[name])
         for name in ("accumulate", "step")
-        if name in programs and runs[name] > 0
+        if name in trials and runs[name] > 0
     ]
-    if not parts:
+    if not tried:
         raise UsageError("there is no program 'step' to predict", do="compile the step first")
-    memory = [memory_timeline(program, _fused(program)) for program, _, _ in parts]
+    parts = [(trial.program, trial.line, times) for trial, times in tried]
+    memory = [trial.memory for trial, _ in tried]
     seconds = sum(line.seconds * times for _, line, times in parts)
     useful = sum(_ideal_seconds(program, device) * times for program, _, times in parts)
     totals: dict[str, float] = defaultdict(float)

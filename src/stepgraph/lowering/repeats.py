@@ -14,7 +14,6 @@ from itertools import pairwise
 from typing import Any
 
 from torch import fx
-from torch.fx.node import map_arg
 
 from stepgraph import torch_internals
 from stepgraph.analysis.blocks import possible_edges, stretches
@@ -22,6 +21,7 @@ from stepgraph.lowering.attention import KEYED
 from stepgraph.lowering.beside import find_beside, is_a_call
 from stepgraph.lowering.handed_on import root_of, roots_of
 from stepgraph.operators.views import is_view
+from stepgraph.program.build import kind_of
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program, tensors_of
@@ -227,16 +227,19 @@ def _several(period: int, layers: int) -> int:
 
 
 def _letter(node: fx.Node) -> tuple:
+    """What an operation computes: its arguments but for values, and what results are like."""
     at = VARYING.get(node.target, ())
-    args = [None if i in at else _constant(arg) for i, arg in enumerate(node.args)]
-    kwargs = [(key, _constant(value)) for key, value in node.kwargs.items()]
-    values = tensors_of(meta(node).get("val"))
-    shapes = tuple((tuple(t.shape), t.stride(), t.dtype) for t in values)
-    return (str(node.target), repr(args), repr(kwargs), shapes)
+    args = tuple(None if i in at else _constant(arg) for i, arg in enumerate(node.args))
+    kwargs = tuple((key, _constant(value)) for key, value in node.kwargs.items())
+    return id(node.target), args, kwargs, tuple(map(kind_of, tensors_of(meta(node).get("val"))))
 
 
 def _constant(argument: Any) -> Any:
-    return map_arg(argument, lambda _: None)
+    if argument is None or isinstance(argument, fx.Node):
+        return None
+    if isinstance(argument, (tuple, list)):
+        return tuple(map(_constant, argument))
+    return repr(argument)
 
 
 def _crossings(operations: list[fx.Node]) -> list[int]:

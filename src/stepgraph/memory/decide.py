@@ -52,6 +52,9 @@ class Means:
         fused: whether operations are fused into kernels.
         budget: bytes of a rank that are said beside the policy; None: the device's.
         counted: of a budget, the bytes of predictions that it has room for.
+
+    Attributes:
+        found: what the Program takes under what was decided; None: that is not searched for.
     """
 
     simulate: Simulate
@@ -59,6 +62,7 @@ class Means:
     fused: bool
     budget: int | None = None
     counted: Callable[[int], int] = int
+    found: Trial | None = None
     _searches: dict[tuple, Search] = field(default_factory=dict, repr=False)
 
     @property
@@ -187,6 +191,7 @@ def _search(program: Program, policy: str, gather_again: bool, means: Means) -> 
     kept, trial = profile.decision(policy, mix), profile.trial(mix)
     if divided and not profile.is_deep:
         divided, trial = _fewest(program, replace(kept, pieces=divided), means, budget, trial)
+    means.found = trial
     reason = (
         f"memory {policy}: {search.describe(mix)}{_said(divided)}; "
         f"{show_bytes(trial.memory.peak())} of {show_bytes(budget)}, and {trial.seconds * 1e3:.4g} ms"
@@ -267,6 +272,7 @@ def _all_kept(
         pieces, trial = _fewest(program, decision, means, budget, trial)
         if trial.seconds > _SLOWER * means.simulate(program, whole).seconds:
             return None
+    means.found = trial
     kept, peak = f"all is kept{_said(pieces)}", trial.memory.peak()
     reason = f"memory {policy}: none; {kept}, in {show_bytes(peak)} of {show_bytes(budget)}"
     return replace(decision, reason=reason, pieces=pieces)

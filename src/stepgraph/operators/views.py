@@ -52,6 +52,8 @@ def viewed(node: fx.Node) -> fx.Node | None:
     aliased = operators.of(node.target).aliased
     if aliased is None:  # one of several results; a higher-order operator makes its own
         return node.args[0] if node.target is operator.getitem else None  # type: ignore[return-value]
+    if not aliased:
+        return None
     for position in aliased:
         value = node.args[position] if position < len(node.args) else None
         if isinstance(value, fx.Node):

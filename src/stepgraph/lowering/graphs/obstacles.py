@@ -80,10 +80,11 @@ def obstacles_within(program: Program, target: Target) -> dict[fx.Node, Obstacle
     """The operations that cannot be captured, each with the reason."""
     found: dict[fx.Node, Obstacle] = {}
     on_host = _for_keyed_draws(program)
+    sized = {node for node in program.graph.nodes if is_sized_by_data(meta(node).get("val"))}
     for node in program.operations():
         if node in on_host:
             continue
-        if why := _why_not(node, target):
+        if why := _why_not(node, target, sized):
             found[node] = obstacle(node, why)
     found |= {node: obstacle(node, APART) for node in _awaited_elsewhere(program)}
     return {node: found[node] for node in program.graph.nodes if node in found}
@@ -113,7 +114,7 @@ def is_sized_by_data(value: Any) -> bool:
 # -- one operation
 
 
-def _why_not(node: fx.Node, target: Target) -> str:
+def _why_not(node: fx.Node, target: Target, sized: set[fx.Node]) -> str:
     if node.target is KEYED:  # its draws are registered with the graph
         return ""
     if why := _waits(node):
@@ -122,10 +123,7 @@ def _why_not(node: fx.Node, target: Target) -> str:
         return DRAWS
     if why := _elsewhere(node, target):
         return why
-    read = (meta(source).get("val") for source in node.all_input_nodes)
-    if is_sized_by_data(meta(node).get("val")) or any(map(is_sized_by_data, read)):
-        return NOT_FIXED
-    return ""
+    return "" if sized.isdisjoint((node, *node.all_input_nodes)) else NOT_FIXED
 
 
 def _waits(node: fx.Node) -> str:

@@ -1,7 +1,7 @@
 """What brings parameters and takes gradients away runs between repeated layers, not within some of them."""
 
+from collections.abc import Iterable
 from itertools import pairwise
-from typing import NamedTuple
 
 from torch import fx
 
@@ -63,19 +63,50 @@ def _steps_between(node: fx.Node, source: fx.Node) -> list[fx.Node]:
     return steps
 
 
-class _Touched(NamedTuple):
-    """What an operation does to memory: what it reads; writes or makes; reads or writes."""
+class _Order:
+    """Which operations have to stay in their order.
 
-    communicates: bool
-    reads: set[fx.Node]
-    changes: set[fx.Node]
-    uses: set[fx.Node]
+    Two that communicate; and one that changes memory, or makes it, with each that reads it.
+    """
 
-    def before(self, other: "_Touched") -> bool:
-        """Whether two operations must stay in their order."""
-        if self.communicates and other.communicates:
-            return True
-        return not (self.reads.isdisjoint(other.changes) and self.changes.isdisjoint(other.uses))
+    def __init__(self, program: Program, operations: Iterable[fx.Node]) -> None:
+        self.root = storage_roots(program)
+        self.reads = {node: self._read(node) for node in operations}
+        self.changes = {node: self._changed(node) for node in operations}
+        self.communicating = {node for node in operations if is_of_a_collective(node)}
+        self.changing: dict[fx.Node, list[fx.Node]] = {}  # memory -> by whom it is changed
+        self.using: dict[fx.Node, list[fx.Node]] = {}  # or read
+        for node in operations:
+            for one in self.changes[node]:
+                self.changing.setdefault(one, []).append(node)
+            for one in self.changes[node] | self.reads[node]:
+                self.using.setdefault(one, []).append(node)
+        self._bound: dict[fx.Node, set[fx.Node]] = {}
+
+    def bound(self, node: fx.Node) -> set[fx.Node]:
+        """What an operation cannot be moved past."""
+        if (found := self._bound.get(node)) is None:
+            found = self._bound[node] = {
+                other
+                for memory, others in (
+                    (self.reads[node], self.changing), (self.changes[node], self.using)
+                )
+                for one in memory
+                for other in others.get(one, ())
+            }  # fmt: skip
+            if node in self.communicating:
+                found |= self.communicating
+        return found
+
+    def _read(self, node: fx.Node) -> set[fx.Node]:
+        reads = {self.root[source] for source in node.all_input_nodes}
+        if node.target is torch_internals.WAIT:  # until then it reads what it sends
+            reads |= {self.root[s] for start in node.all_input_nodes for s in start.all_input_nodes}
+        return reads
+
+    def _changed(self, node: fx.Node) -> set[fx.Node]:
+        writes = {self.root[target] for target in targets_of(node)} if is_write(node) else set()
+        return writes | {self.root[node]}
 
 
 class _Moves:
@@ -83,12 +114,12 @@ class _Moves:
 
     def __init__(self, reader: Reader) -> None:
         self.reader, self.program = reader, reader.program
-        self.root = storage_roots(self.program)
-        self.touched: dict[fx.Node, _Touched] = {}
+        self.order = _Order(self.program, reader.letter)
 
     def made(self) -> bool:
         """Whether there was anything to move in the order as it is now."""
         self.text, self.moved = self.reader.text(), False
+        self.of_layers = [self.text.operations[i] for i in self.text.inside]
         self.between = {
             place: [self.text.operations[i] for i in self.text.between(place)]
             for place, cluster in enumerate(self.text.clusters)
@@ -134,31 +165,15 @@ class _Moves:
         here, later = self.between[place], edge > place
         number = here.index(node)
         low, high = sorted((place, edge))
-        passed = [self.text.operations[i] for i in self.text.inside[low:high]]
+        passed = self.of_layers[low:high]
         passed += here[number + 1 :] if later else here[:number]
         for between in range(low + 1, high):
-            passed += self.between.get(between, [])
-        mine = self.touches(node)
-        if not any(mine.before(self.touches(other)) for other in passed):
+            passed += self.between.get(between, ())
+        if self.order.bound(node).isdisjoint(passed):
             here.remove(node)
             there = self.between.setdefault(edge, [])
             there.insert(0 if later else len(there), node)
             self.moved = True
-
-    def touches(self, node: fx.Node) -> _Touched:
-        """The memory that an operation reads and changes."""
-        found = self.touched.get(node)
-        if found is None:
-            found = self.touched[node] = self._touches(node)
-        return found
-
-    def _touches(self, node: fx.Node) -> _Touched:
-        reads = {self.root[source] for source in node.all_input_nodes}
-        if node.target is torch_internals.WAIT:  # until then it reads what it sends
-            reads |= {self.root[s] for start in node.all_input_nodes for s in start.all_input_nodes}
-        writes = {self.root[target] for target in targets_of(node)} if is_write(node) else set()
-        made = {self.root[node]}
-        return _Touched(is_of_a_collective(node), reads, writes | made, reads | writes)
 
     def put_in_order(self) -> None:
         """The Program follows; views go to their first reader."""
@@ -177,6 +192,6 @@ class _Moves:
             for node in self.between.get(place, ()):
                 put(node)
             if i is not None:
-                put(self.text.operations[i])
+                put(self.of_layers[place])
         for node in output.all_input_nodes:
             put(node)

@@ -118,7 +118,8 @@ def test_no_preset_costs_less(name, mesh, device):
 @pytest.fixture
 def narrow(monkeypatch):
     """A contest that a preset wins: the solver's own placements take a second more."""
-    import stepgraph.contest as contest
+    from stepgraph import contest
+    from stepgraph.api import planner
 
     seen = []
 
@@ -128,7 +129,11 @@ def narrow(monkeypatch):
             return type(seen[0])(**{**vars(seen[0]), "step_ms": 1000.0})
         return seen[-1]
 
-    monkeypatch.setattr(contest, "foresee", slower)
+    for module in (
+        contest,
+        planner,
+    ):  # it foresees the solver's answer, the contest those of presets
+        monkeypatch.setattr(module, "foresee", slower)
     return seen
 
 

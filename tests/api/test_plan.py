@@ -204,6 +204,27 @@ def test_a_search_for_placements_keeps_to_a_budget_too(stack_on, peaks):
     assert stack_on("dp=2", "auto", "auto", none.peak).fits
 
 
+class Deep(nn.Module):
+    """Narrow layers on many rows: activations are most of what a step holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(m for _ in range(12) for m in (nn.Linear(8, 8), nn.Tanh())))
+
+    def forward(self, x):
+        return self.layers(x).square().mean()
+
+
+def test_what_waits_on_the_host_takes_no_memory_of_a_rank():
+    model, batch = Deep(), (torch.empty(4096, 8),)
+    asked = default_loss, adamw(model), find_device("h100"), StepSettings("adamw")
+    made = planner.Planner(model, batch, *asked)
+    attempt = made.plan(mesh_shape("dp=2"), "zero3", "*=offload", 1000)
+    sizes = attempt.plan.predicted.bytes_by_category
+    assert max(sizes, key=sizes.get) == "on the host" and not attempt.fits
+    assert "smallest peak is" in str(attempt.error()) and "host" not in str(attempt.error())
+
+
 def test_a_frontier_goes_from_least_memory_to_least_time(stack, peaks, tmp_path):
     plan = plan_mlp(memory="none", frontier=True)
     points = plan.frontier()

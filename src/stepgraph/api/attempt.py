@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from stepgraph.cost.memory import CATEGORIES
 from stepgraph.cost.predict import Prediction
 from stepgraph.errors import BudgetError
 from stepgraph.pipeline import Made
@@ -57,5 +58,6 @@ _HELP = {
 
 def attempt_of(made: Made, budget: int, predicted: Prediction) -> Attempt:
     """A plan with what its step is predicted to take."""
-    largest = max(predicted.bytes_by_category.items(), key=lambda row: row[1])
+    on_device = {name: predicted.bytes_by_category.get(name, 0) for name in CATEGORIES}
+    largest = max(on_device.items(), key=lambda row: row[1])
     return Attempt(made.plan, made, math.ceil(predicted.peak_bytes), budget, largest, predicted)

@@ -330,10 +330,8 @@ def simulation(plan: Plan, target: Target) -> Callable[[Program, MemoryDecision]
     On the request's device, scheduled and lowered as it asks for, bound to the first rank.
     """
     request, device = plan.request, plan.request.costs()
-    driver, there = (
-        PassDriver(),
-        dict[int, tuple[Program, Program]](),
-    )  # what was tried, on the target
+    driver = PassDriver()
+    there: dict[int, tuple[Program, Program]] = {}  # what was tried, and that on the target
 
     def simulate(program: Program, decision: MemoryDecision) -> Trial:
         if id(program) not in there:

@@ -22,7 +22,8 @@ def run(*args):
 
 def attempt(plan, fits=True):
     budget = 80 * 2**30 if fits else 1
-    return Attempt(plan, Made(plan), plan.predicted.peak_bytes, budget, ("activations", 5))
+    predicted = plan.predicted
+    return Attempt(plan, Made(plan), predicted.peak_bytes, budget, ("activations", 5), predicted)
 
 
 @pytest.fixture
@@ -165,7 +166,8 @@ def search(monkeypatch, stored, kept, peaks):
             if peak is None:
                 raise BudgetError("too much")
             plan = llama_plan(memory="full")
-            return Attempt(plan, Made(plan), peak, budget, ("activations", 5))
+            largest = ("activations", 5)
+            return Attempt(plan, Made(plan), peak, budget, largest, plan.predicted)
 
     monkeypatch.setattr(plan_commands, "Planner", FakePlanner)
     options = plan_commands.PlanOptions(

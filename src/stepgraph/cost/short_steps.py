@@ -12,7 +12,8 @@ from stepgraph.cost.collectives import Group, collective_seconds
 from stepgraph.cost.predict import Prediction
 from stepgraph.program.program import Program
 
-# Layers that the two short steps differ in: memory policies may recompute every second one.
+# Layers that the two short steps differ in: memory policies may recompute every second one, and collectives
+# of neighbours may be merged.
 APART = 2
 # A whole step may take less than is said by so much: where each layer has collectives of its own, and else.
 _APART_SURELY, _MERGED_SURELY = 1.002, 1.1

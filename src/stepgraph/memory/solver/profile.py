@@ -17,6 +17,7 @@ from stepgraph import torch_internals
 from stepgraph.analysis.layers import find_layers
 from stepgraph.cost.device import Device
 from stepgraph.cost.predict import Trial
+from stepgraph.cost.short_steps import APART
 from stepgraph.cost.traffic import assign_traffic
 from stepgraph.cost.work import operation_seconds
 from stepgraph.memory.solver.blocks import Blocks, Level
@@ -27,7 +28,6 @@ from stepgraph.program.metadata import meta
 from stepgraph.program.program import BACKWARD, FORWARD, Program
 
 MANY = 2500  # operations of a Program of which shorter ones are simulated
-_APART = 2  # layers that the two differ in: collectives of neighbours may be merged
 _SURELY = 0.8  # part of the seconds of what is computed again that a step takes longer at least
 
 Simulate = Callable[[Program, MemoryDecision], Trial]
@@ -197,11 +197,11 @@ class Profile:
         if nodes <= MANY or len(set(self.blocks.kinds)) > 1:
             return []
         layers = find_layers(self.program)
-        if layers is None or layers.most < 2 * _APART or layers.forward != self.blocks.blocks:
+        if layers is None or layers.most < 2 * APART or layers.forward != self.blocks.blocks:
             return []
         names = self.blocks.names
         self._behind = {meta(node)["name"] for layer in layers.backward for node in layer}
-        counts = (layers.most, layers.most - _APART)
+        counts = (layers.most, layers.most - APART)
         return [Blocks(layers.without(count), gather_again, names) for count in counts]
 
     def _by_shorter(self, found: Mapping[Level, Costs], few: Blocks, more: Blocks) -> list[_Alike]:

@@ -36,6 +36,7 @@ from stepgraph.cost.traffic import assign_traffic
 from stepgraph.errors import PlanError
 from stepgraph.lowering import apply as lowering
 from stepgraph.lowering.decide import decide as decide_lowering
+from stepgraph.lowering.passes.add_up_in_place import add_up_in_place
 from stepgraph.lowering.passes.bind_to_rank import bind_to_rank
 from stepgraph.lowering.passes.choose_attention_kernels import choose_attention_kernels
 from stepgraph.lowering.passes.communicate_between_layers import communicate_between_layers
@@ -118,6 +119,7 @@ BOUND: Road = (bind_to_rank,)
 TARGETED: Road = (move_to_target, choose_attention_kernels)
 LOWERED: Road = (
     write_state_in_place,
+    add_up_in_place,
     fuse_square_sums,
     fuse_updates,
     communicate_between_layers,
@@ -259,8 +261,7 @@ def _through_rooms(
     key = plan.key_of(program)
     if key is None:
         key = plan.new_key(program.name)
-        where = place(program, plan, limit)
-        plan = plan.with_decisions(key, Decisions(where))
+        plan = plan.with_decisions(key, Decisions(place(program, plan, limit)))
     decided = plan.decisions[key]
     formed = program
     program = placement.apply(program, decided.placement, mesh, micro_batches, PLACED, driver)

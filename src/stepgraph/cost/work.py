@@ -52,7 +52,8 @@ def flops_of(target: Any, arguments: Sequence[Any], result: Any) -> float:
 
 # Position of a product's left factor among its arguments.
 _LEFT_FACTOR: dict[Any, int] = {
-    aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1
+    aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1,
+    aten.addmm_.default: 1,
 }  # fmt: skip
 
 

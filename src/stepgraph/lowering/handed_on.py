@@ -129,7 +129,7 @@ def computed_anew(
         return found
 
     for node in reversed(operations):
-        if node not in readers or node in sent or not pointwise(node):
+        if node not in readers or node in sent or node in written or not pointwise(node):
             continue
         if not readers[node].isdisjoint(plain):
             continue

@@ -23,7 +23,8 @@ from stepgraph.program.program import BACKWARD, Program
 # Under which a solver of placements looks for one, in this order: the first whose peak fits. What is kept
 # where they have put it is searched for afterwards.
 CANDIDATES = (NONE, FULL)
-_SLOWER = 1.01  # so little may be lost by logits in pieces, where all else is kept
+# So little time is no reason for more pieces, and may be lost by them where all else is kept.
+_SLOWER = 1.01
 _ROOM = 1.1  # a peak before a Program is scheduled, over its budget: then it does not fit
 
 
@@ -183,6 +184,9 @@ def _search(program: Program, policy: str, gather_again: bool, means: Means) -> 
     ways = _ways(program, gather_again, means, budget, pieces)
     searches = {means.search(program, gather_again, way): way for way in ways}
     found = fastest([*searches], budget)
+    if found is None and (most := find_pieces(program, 0)) != pieces:
+        searches[means.search(program, gather_again, most)] = most
+        found = fastest([*searches], budget)
     if found is None:
         search = min(searches, key=Search.smallest)
         raise _too_small(search, budget, search.smallest(), policy)
@@ -231,11 +235,11 @@ def _many(pieces: Mapping[str, int]) -> int:
 def _fewest(
     program: Program, decision: MemoryDecision, means: Means, budget: int, trial: Trial
 ) -> tuple[Mapping[str, int], Trial]:
-    """As few pieces as fit and are faster so, and what the Program takes with them."""
+    """As few pieces as fit and take no longer, and what the Program takes with them."""
     pieces, *more = _fewer_and_fewer(decision.pieces or {})
     for fewer in more:
         other = means.simulate(program, replace(decision, pieces=fewer))
-        if other.memory.peak() > budget or other.seconds >= trial.seconds:
+        if other.memory.peak() > budget or other.seconds > trial.seconds * _SLOWER:
             break
         pieces, trial = fewer, other
     return pieces, trial

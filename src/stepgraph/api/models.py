@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from stepgraph.errors import UsageError, near_misses
+from stepgraph.program.driver import no_collections
 
 
 def _llama3(hidden: int, intermediate: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
@@ -127,7 +128,7 @@ def find_model(name: str) -> Callable[[], nn.Module]:
 def build_model(name: str, seed: int) -> nn.Module:
     """The model of a name, its values drawn from the seed."""
     make = find_model(name)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), no_collections():
         torch.manual_seed(seed)
         return make()
 

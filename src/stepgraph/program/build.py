@@ -27,11 +27,13 @@ class ShapeRunner:
     def run(self, target: Any, args: Any, kwargs: Any) -> Any:
         """The result of ``target`` on the ``val`` of the nodes among its arguments."""
         key = (target, freeze(args), freeze(kwargs))
-        if key not in self.known:
+        try:
+            return self.known[key]
+        except KeyError:
             fakes, fake_kwargs = map_arg((args, kwargs), lambda a: meta(a)["val"])
             with self.mode:
-                self.known[key] = target(*fakes, **fake_kwargs)
-        return self.known[key]
+                made = self.known[key] = target(*fakes, **fake_kwargs)
+            return made
 
 
 class Builder:
@@ -126,20 +128,28 @@ def _filled(args: Any, values: Iterator[Any]) -> Any:
 
 def freeze(argument: Any) -> Any:
     """A hashable stand-in for an argument: what the shape of a result can depend on."""
-    if type(argument) is fx.Node:
+    kind = type(argument)
+    if kind is tuple:
+        return tuple(map(freeze, argument))
+    if kind in _FROZEN:  # the type, because 1 == True
+        return kind, argument
+    if kind is fx.Node:
         value = meta(argument)["val"]
         try:
             return (value._stepgraph_kind,)  # of one tensor that was asked for before
         except AttributeError:
             return tuple(kind_of(t) for t in tensors_of(value))
     if isinstance(argument, (tuple, list)):
-        return tuple(freeze(item) for item in argument)
+        return tuple(map(freeze, argument))
     if isinstance(argument, dict):
         return tuple((key, freeze(item)) for key, item in argument.items())
     if isinstance(argument, slice):
         return (argument.start, argument.stop, argument.step)
     # The type, because 1 == 1.0 == True; the text, because nan != nan.
     return (type(argument).__name__, str(argument))
+
+
+_FROZEN = {int, bool, str, type(None), torch.dtype, torch.device}
 
 
 def kind_of(tensor: Any) -> Any:

@@ -55,7 +55,7 @@ def name_operations(graph: fx.Graph) -> None:
     unnamed = [
         node
         for node in graph.nodes
-        if "name" not in meta(node) and node.op in ("call_function", "get_attr")
+        if node.op in ("call_function", "get_attr") and "name" not in meta(node)
     ]
     if not unnamed:
         return

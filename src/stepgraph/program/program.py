@@ -89,7 +89,7 @@ class Program:
     def operations(self, phase: str | None = None) -> Iterator[fx.Node]:
         """All call nodes in order, of one phase if given."""
         for node in self.graph.nodes:
-            if node.op == "call_function" and phase in (None, meta(node)["phase"]):
+            if node.op == "call_function" and (phase is None or meta(node)["phase"] == phase):
                 yield node
 
     def input_node(self, role: Input) -> fx.Node:

@@ -313,13 +313,19 @@ def _around(
     """
     rows: list[tuple[float, float, np.ndarray | float]] = []
     known: dict[tuple, tuple[float, float, np.ndarray | float]] = {}
-    for o in range(len(block.cost)):
-        made = int(link.makes[o if link.producer is block else option[link.producer]])
+    count = len(block.cost)
+
+    def of_each(of: Block, indices: np.ndarray) -> list[int]:
+        return indices.tolist() if of is block else [int(indices[option[of]])] * count
+
+    makes = of_each(link.producer, link.makes)
+    wants = [(reader.phases, of_each(reader.block, reader.wants)) for reader in link.readers]
+    for o in range(count):
+        made = makes[o]
         wanted: tuple[list[int], list[int]] = ([], [])
-        for reader in link.readers:
-            q = int(reader.wants[o if reader.block is block else option[reader.block]])
-            for phase in reader.phases:
-                wanted[phase].append(q)
+        for phases, indices in wants:
+            for phase in phases:
+                wanted[phase].append(indices[o])
         key = (made, *map(tuple, wanted))
         if key not in known:
             beside = link.beside(made, {*wanted[0], *wanted[1]})

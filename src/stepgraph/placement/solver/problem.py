@@ -19,7 +19,7 @@ from torch.distributed.tensor import Partial, Replicate
 from stepgraph.cost.devices import Device
 from stepgraph.operators.attention import is_saved_inside
 from stepgraph.operators.entries import Strategy
-from stepgraph.placement.rules.redistribution import Moves
+from stepgraph.placement.rules.redistribution import Cost, Moves
 from stepgraph.placement.solver.candidates import find_strategies
 from stepgraph.placement.solver.choices import (
     BACKWARD,
@@ -270,20 +270,24 @@ class Model:
         shape, strides = tuple(value.shape), value.stride()
         rows = sorted({index[p] for p in made})
         columns = sorted({index[p, _NONE] for *_, ps in wanted for p in ps})
+        found: dict[tuple[int, int], Cost] = {}
         for p in rows:
             have, paid = every[p]
             for q in columns:
                 want, _ = every[q]
-                cost = self.moves.cost(shape, value.dtype, have, want, strides, merged)
                 if want in paid:
                     once[p, q] = 0.0
-                    continue
-                kept[p, q] = count * cost.kept if stays else 0
-                apart_now = 0.0 if have == want else apart
-                once[p, q] = count * (cost.once + apart_now)
-                again[p, q] = count * cost.again
-                temporary[p, q] = cost.temporary
-                wires[:, p, q], last[:, p, q] = count * np.array((cost.wires, cost.last))
+                else:
+                    found[p, q] = self.moves.cost(shape, value.dtype, have, want, strides, merged)
+        if found:
+            here, costs = tuple(np.array([*found]).T), found.values()
+            moves = np.array([every[p][0] != every[q][0] for p, q in found])
+            once[here] = count * (np.array([cost.once for cost in costs]) + apart * moves)
+            again[here] = count * np.array([cost.again for cost in costs])
+            temporary[here] = [cost.temporary for cost in costs]
+            kept[here] = count * np.array([cost.kept for cost in costs]) if stays else 0
+            wires[:, *here] = count * np.array([cost.wires for cost in costs]).T
+            last[:, *here] = count * np.array([cost.last for cost in costs]).T
         hidden: Hidden = {}
         if meta(node).get("phase") == BACKWARD_PHASE:
             once, again = once + again, np.zeros_like(again)  # it is read in one phase alone

@@ -8,14 +8,20 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from stepgraph import torch_internals
+from stepgraph.operators import table as operators
+from stepgraph.operators.views import viewed
 from stepgraph.planning.target import Target
 from stepgraph.program import roles
-from stepgraph.program.build import ShapeRunner
+from stepgraph.program.build import ShapeRunner, kind_of
 from stepgraph.program.copies import is_on_host
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program, tensors_of
 from stepgraph.program.record import program_pass
 from stepgraph.torch_internals import operators as private
+
+aten = torch.ops.aten
+
+_PRODUCTS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default}
 
 
 @program_pass(
@@ -48,6 +54,9 @@ def move_to_target(program: Program, target: Target) -> Program:
                 known[key] = torch.empty_strided(*key[:2], dtype=key[2], device=target.device_type)
         return known[key]
 
+    others: set[fx.Node] = (
+        set()
+    )  # whose results are otherwise there: of another type, other strides
     on_host = {node for role, node, _ in program.input_rows if isinstance(role, roles.HostSeed)}
     on_host |= {*filter(is_on_host, program.operations())}
     for node in program.graph.nodes:
@@ -61,7 +70,11 @@ def move_to_target(program: Program, target: Target) -> Program:
             value = meta(node)["val"]
             one = isinstance(value, torch.Tensor)
             expected = moved(value) if one else map_aggregate(value, moved)
-            meta(node)["val"] = _there(node, expected, shapes)
+            if not _is_the_same(node, others):
+                found = meta(node)["val"] = _there(node, expected, shapes)
+                others |= {node} if _kinds(found) != _kinds(expected) else set()
+            else:
+                meta(node)["val"] = expected
         if node.op == "get_attr" and torch_internals.is_there(target.device_type):
             _move_constant(program.module, node, target.device_type)
     return program
@@ -75,6 +88,19 @@ def _names_a_device(arguments: Iterable[Any]) -> bool:
         if isinstance(argument, (tuple, list)) and _names_a_device(argument):
             return True
     return False
+
+
+def _is_the_same(node: fx.Node, others: set[fx.Node]) -> bool:
+    """Whether an operation surely gives what it gives on the host, but for the device."""
+    known = operators.of(node.target)
+    # Of an expand of a length of 1 torch does not always say the same stride.
+    shows = viewed(node) is not None and node.target is not aten.expand.default
+    alike = known.elementwise or known.copies or shows or node.target in _PRODUCTS
+    return alike and others.isdisjoint(node.all_input_nodes)
+
+
+def _kinds(value: Any) -> list[Any]:
+    return [kind_of(tensor) for tensor in tensors_of(value)]
 
 
 def _there(node: fx.Node, expected: Any, shapes: ShapeRunner) -> Any:

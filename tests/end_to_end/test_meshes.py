@@ -11,6 +11,7 @@ from stepgraph.errors import MeshError, UsageError
 from stepgraph.program import roles
 from stepgraph.runtime.ranks import parse_mesh
 from tests.end_to_end.mesh_cells import ALL, PAIRS, VOCABULARY, Cell, run_in_one_process
+from tests.end_to_end.models import bring
 from tests.end_to_end.training import CLIP, STEPS, adamw, compare, llama_batch, tiny_llama
 from tests.one_process import OneProcessRun
 from tests.sampling import sampled
@@ -75,6 +76,16 @@ def test_the_checker_follows_every_pass(plan, mesh):
         micro_batches=2,
         max_grad_norm=CLIP,
     )
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("plan", sampled(["tp+zero2", "tp+zero3", "tp+sp+zero3"], every=2))
+def test_the_bias_of_queries_keys_and_values_in_one_adds_up_over_micro_batches(plan):
+    """It is read in three blocks: no shard of rows lies within one of them."""
+    model, batch = (brought := bring("gpt2", dropout=False)).model, brought.batch
+    optimizer = adamw(model.parameters())
+    how = {"mesh": "dp=2,tp=2", "plan": plan, "micro_batches": 2}
+    report = check_model(model, entries=("step",), optimizer=optimizer, batch=batch, **how)
     assert report.ok, str(report)
 
 

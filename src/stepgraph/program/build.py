@@ -27,13 +27,12 @@ class ShapeRunner:
     def run(self, target: Any, args: Any, kwargs: Any) -> Any:
         """The result of ``target`` on the ``val`` of the nodes among its arguments."""
         key = (target, freeze(args), freeze(kwargs))
-        try:
-            return self.known[key]
-        except KeyError:
+        made = self.known.get(key)
+        if made is None and key not in self.known:
             fakes, fake_kwargs = map_arg((args, kwargs), lambda a: meta(a)["val"])
             with self.mode:
                 made = self.known[key] = target(*fakes, **fake_kwargs)
-            return made
+        return made
 
 
 class Builder:

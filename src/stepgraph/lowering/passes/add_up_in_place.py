@@ -32,11 +32,8 @@ def add_up_in_place(program: Program) -> Program:
     """
     results = {*program.results}
     for node in list(program.operations()):
-        if (
-            "rows_piece" in meta(node)
-            and node.target in _IN_PLACE
-            and _is_sum_so_far(node, results)
-        ):
+        adds = "rows_piece" in meta(node) and node.target in _IN_PLACE
+        if adds and _is_sum_so_far(node, results):
             node.target = _IN_PLACE[node.target]
             if node.target is aten.add_.Tensor:
                 _without_cast(program, node)

@@ -54,9 +54,7 @@ def move_to_target(program: Program, target: Target) -> Program:
                 known[key] = torch.empty_strided(*key[:2], dtype=key[2], device=target.device_type)
         return known[key]
 
-    others: set[fx.Node] = (
-        set()
-    )  # whose results are otherwise there: of another type, other strides
+    others: set[fx.Node] = set()  # those whose results have another type there, or other strides
     on_host = {node for role, node, _ in program.input_rows if isinstance(role, roles.HostSeed)}
     on_host |= {*filter(is_on_host, program.operations())}
     for node in program.graph.nodes:
@@ -70,11 +68,10 @@ def move_to_target(program: Program, target: Target) -> Program:
             value = meta(node)["val"]
             one = isinstance(value, torch.Tensor)
             expected = moved(value) if one else map_aggregate(value, moved)
+            meta(node)["val"] = expected
             if not _is_the_same(node, others):
                 found = meta(node)["val"] = _there(node, expected, shapes)
                 others |= {node} if _kinds(found) != _kinds(expected) else set()
-            else:
-                meta(node)["val"] = expected
         if node.op == "get_attr" and torch_internals.is_there(target.device_type):
             _move_constant(program.module, node, target.device_type)
     return program

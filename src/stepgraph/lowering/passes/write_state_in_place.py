@@ -1,4 +1,4 @@
-"""The last pass: state is written where it lives, and is no longer a result."""
+"""State is written where it lives, and is no longer a result."""
 
 import torch
 from torch import fx

@@ -159,8 +159,13 @@ def _cost(walk: Walk, node: fx.Node, strategy: Strategy, reads: Sequence[Read]) 
     if node.target in FLEXES and strategy.inputs[0] == Shard(1):
         return float("inf")  # heads are for another kind of parallelism to divide
     cost = 0.0
+    adds_up = meta(node).get("accumulates")
+    if adds_up and any(
+        a.op == "placeholder" and (have,) != strategy.outputs for a, have, _ in reads
+    ):
+        return float("inf")  # the sum so far stays where it is
     for argument, have, want in reads:
-        if meta(node).get("accumulates") and want == SUM and have != SUM:
+        if adds_up and want == SUM and have != SUM:
             # A gradient that is whole, or sharded, already joins: zero on all ranks but one.
             have, want = SUM, REPLICATE
         cost += redistribution_bytes(meta(argument)["val"], have, want, walk.rules.size)

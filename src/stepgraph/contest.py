@@ -6,7 +6,7 @@ what is known to be possible, the whole is not simulated.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from stepgraph.cost.collectives import links
@@ -45,6 +45,7 @@ class Contest:
     """What answers compete for: a request, the programs that it is about, and what they run on.
 
     ``walks``: of each program, where it has its form already and presets place it one after the other.
+    ``foreseen``: what short steps take under presets, by name and size; each is simulated once.
     """
 
     programs: Mapping[str, Program]
@@ -54,6 +55,7 @@ class Contest:
     rank: int = 0
     strict: bool = False
     walks: Mapping[str, SharedWalks] | None = None
+    foreseen: dict[tuple[str, int], Prediction | None] = field(default_factory=dict, repr=False)
 
     @property
     def budget(self) -> int:
@@ -245,20 +247,25 @@ def enter(name: str, contest: Contest) -> list[Entrant]:
 
 def _foreseen(name: str, contest: Contest) -> Prediction | None:
     """What a step takes under a preset's answer, which is not needed itself."""
-    made = _made(name, contest, with_facts=False)
-    return None if made is None else predicted(made, contest.device, keep=False)
+    key = name, len(contest.programs["step"].graph.nodes)
+    if key not in contest.foreseen:
+        made = _made(name, contest, with_facts=False)
+        contest.foreseen[key] = made and predicted(made, contest.device, keep=False)
+    return contest.foreseen[key]
 
 
 def _made(name: str, contest: Contest, with_facts: bool) -> Made | None:
     plan, programs = contest.plan, contest.programs
     preset = replace(plan, request=replace(plan.request, placement=name))
-    given = {"with_facts": with_facts, "strict": contest.strict}
     try:
         for key, shared in (contest.walks or {}).items():
             known = preset.inputs()
             where = decide(programs[key], plan.mesh, name, known_inputs=known, shared=shared)
             preset = preset.with_decisions(key, Decisions(where))
-        made = make(programs, preset, contest.target, contest.rank, **given)
+        made = make(
+            programs, preset, contest.target, contest.rank,
+            with_facts=with_facts, strict=contest.strict,
+        )  # fmt: skip
     except StepgraphError:
         return None
     if plan.request.constraints and not _is_as_asked(made, programs, plan):

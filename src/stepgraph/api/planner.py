@@ -287,6 +287,7 @@ class Planner:
             only_placed: placements are all that is asked for: nothing whole is made where that can be.
         """
         limits, limit = Limits(budget), None
+        contest = Contest(programs, plan, self.target, self.device)
         best: Attempt | None = None
         too_small: BudgetError | None = None
         for _ in range(MOST_SOLUTIONS):
@@ -294,7 +295,7 @@ class Planner:
             try:
                 where = plan
                 if only_placed:
-                    where, found = self._leader(plan, programs, budget, limit)
+                    where, found = self._leader(contest, budget, limit)
                     if found is not None:
                         return found
                 made = make(
@@ -328,31 +329,24 @@ class Planner:
         if best is None:
             assert too_small is not None
             raise too_small
-        return self._best_of(best, plan, programs, budget)
+        return self._best_of(best, contest, budget)
 
     def _leader(
-        self, plan: Plan, programs: Mapping[str, Program], budget: int, limit: int | None
+        self, contest: Contest, budget: int, limit: int | None
     ) -> tuple[Plan, Attempt | None]:
         """A solver's placements, and those that short steps say lead, where they fit."""
-        own, best = leader(Contest(programs, plan, self.target, self.device), limit)
+        own, best = leader(contest, limit)
         if best is None or best.predicted.peak_bytes > budget:
             return own, None
         return own, attempt_of(best.made, budget, best.predicted)
 
-    def _best_of(
-        self,
-        own: Attempt,
-        plan: Plan,
-        programs: Mapping[str, Program],
-        budget: int,
-    ) -> Attempt:
+    def _best_of(self, own: Attempt, contest: Contest, budget: int) -> Attempt:
         """A solver's answer, or that of a preset which is simulated beside it."""
-        names = rivals(programs, plan)
+        names = rivals(contest.programs, contest.plan)
         if not names:
             return own
         self.stage("simulation")
         solved = Entrant(AUTO, own.made, own.predicted)
-        contest = Contest(programs, plan, self.target, self.device)
         best = taken(compete(solved, names, contest), budget)
         if best is solved:
             return replace(own, plan=best.made.plan)

@@ -30,6 +30,9 @@ _WORTH = 0.003  # part of its time for which, once something fits, another one i
 _HOPE = 0.1  # part of a step's time, over its blocks
 _SMALLEST = 3  # and to find the smallest peak, where none of those fits
 _PERIODS = (2, 3, 4)  # of ``layers:N``
+# So much of its budget takes a deep step that offloads where copies fall behind, layer after layer. Short
+# steps do not show that; whatever else offloads does as well.
+_FELL_BEHIND = 1.05
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class _Candidate:
     peak: float
     levels: Hashable
     early: float
+    offloads: bool
 
     def trial(self) -> Trial:
         """What it really takes."""
@@ -72,7 +76,7 @@ class _Off:
         self._known: dict[tuple[Profile, Hashable], tuple[float, float]] = {}
         self._rehearsed: dict[Hashable, tuple[float, float]] = {}
         self._beyond: dict[frozenset[int], tuple[float, float]] = {}
-        self._usual = (0.0, 0.0)
+        self._usual = dict.fromkeys((False, True), (0.0, 0.0))  # by whether it offloads
         self.rehearsals = _REHEARSALS
 
     def rehearse(self, candidate: _Candidate) -> bool:
@@ -89,7 +93,7 @@ class _Off:
     def learn(self, candidate: _Candidate, trial: Trial) -> None:
         """What a candidate really takes."""
         off = trial.seconds - candidate.seconds, trial.memory.peak() - candidate.peak
-        self._known[candidate.profile, candidate.levels] = self._usual = off
+        self._known[candidate.profile, candidate.levels] = self._usual[candidate.offloads] = off
         if candidate.levels in self._rehearsed:
             seconds, peak = self._rehearsed[candidate.levels]
             self._beyond[frozenset(candidate.mix)] = off[0] - seconds, off[1] - peak
@@ -102,7 +106,8 @@ class _Off:
             beyond = self._beyond.get(frozenset(candidate.mix), (0.0, 0.0))
             known = seconds + beyond[0], peak + beyond[1]
         if known is None:
-            seconds, peak = self._usual if self.deep or len(set(candidate.mix)) > 1 else (0.0, 0.0)
+            alike = not self.deep and len(set(candidate.mix)) == 1
+            seconds, peak = (0.0, 0.0) if alike else self._usual[candidate.offloads]
             known = seconds - self.hope * hopeful * candidate.seconds, peak
         return candidate.seconds + known[0], candidate.peak + known[1]
 
@@ -116,7 +121,14 @@ class Search:
         alike = dict.fromkeys if profile.is_deep else frozenset  # in which order counts, or not
         self.candidates = sorted(
             (
-                _Candidate(profile, mix, *estimate, (*alike(mix),), profile.kept_bytes(mix[0]))
+                _Candidate(
+                    profile,
+                    mix,
+                    *estimate,
+                    levels=(*alike(mix),),
+                    early=profile.kept_bytes(mix[0]),
+                    offloads=any(profile.levels[number].offloads for number in {*mix}),
+                )
                 for mix, estimate in zip(mixes, profile.estimates(mixes), strict=True)
             ),
             key=_Candidate.order,
@@ -245,6 +257,8 @@ def fastest(searches: Sequence[Search], budget: int) -> tuple[Search, Mix] | Non
         off.learn(candidate, trial)
         if trial.memory.peak() <= budget:
             limit = min(limit, trial.seconds)
+        elif deep and candidate.offloads and trial.memory.peak() > _FELL_BEHIND * budget:
+            left = [other for other in left if not other.offloads]
     # Named policies are no part of what may be left out.
     for candidate in sorted((c for s in searches for c in s.named()), key=_Candidate.order):
         seconds, peak = candidate.seconds, candidate.peak

@@ -34,6 +34,13 @@ class Words(nn.Module):
         logits = self.head(hidden)
         if kind == "capped":
             logits = 5 * torch.tanh(logits.float() / 5)
+        if kind in (
+            "there and back",
+            "joined",
+        ):  # what a compiler may take for the logits themselves
+            same = torch.cat([logits], -1) if kind == "joined" else logits.double().float()
+            loss = F.cross_entropy((same + torch.sin(logits)).flatten(0, 1), labels.flatten())
+            return loss + 0.01 * (torch.logsumexp(logits, -1) ** 2).mean()
         if kind == "own":
             kept = (labels >= 0).float()
             log = torch.log_softmax(logits, -1)

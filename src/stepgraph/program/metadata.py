@@ -28,6 +28,7 @@ class Metadata(TypedDict):
         reduced_before: it casts a gradient that is reduced already.
         padding_is_zero: what pads an uneven shard adds nothing to its result.
         rows_piece: of what is computed some rows at a time, the number of the piece that it is part of.
+        adds_pieces: it adds what such a piece gives to the sum over those before.
         stands_for: the collective in whose place a check runs it.
         traffic: which arguments come from memory, and whether the result goes there. This and the
             following are set by :mod:`stepgraph.cost.traffic`, where costs are asked for.
@@ -52,6 +53,7 @@ class Metadata(TypedDict):
     reduced_before: NotRequired[bool]
     padding_is_zero: NotRequired[bool]
     rows_piece: NotRequired[int]
+    adds_pieces: NotRequired[bool]
     stands_for: NotRequired[Any]
     traffic: tuple[tuple[bool, ...], bool]
     starts: bool

@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 
 from stepgraph.cost.memory import memory_timeline
 from stepgraph.cost.work import node_flops
+from stepgraph.equivalence.lowered import run_lowered
 from stepgraph.errors import InvariantError
 from stepgraph.lowering.bodies import in_pieces
 from stepgraph.lowering.passes.add_up_in_place import add_up_in_place
+from stepgraph.planning.target import usual_target
 from stepgraph.program.build import Builder
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.invariants import check_invariants
@@ -18,7 +20,7 @@ from stepgraph.program.program import FORWARD, is_write
 from stepgraph.program.text import program_text
 from tests.memory.heads import WIDTH, WORDS, divided, placed
 from tests.sampling import sampled
-from tests.support import assert_bitwise, assert_golden_text, bound
+from tests.support import assert_bitwise, assert_golden_text, assert_summation, bound
 
 aten = torch.ops.aten
 HEADS = ("plain", "tied", "smoothed", "capped", "z-loss", "own", "focal", "taught")
@@ -139,6 +141,17 @@ def test_what_a_compiler_may_leave_out_stays():
     name = meta(reader)["name"]
     after = add_up_in_place(before.finish())
     assert name not in {meta(node)["name"] for node in written(after)}
+
+
+@pytest.mark.parametrize("head", ["there and back", "joined", "plain"])
+@pytest.mark.parametrize("lowering", ["inductor", "inductor_whole"])
+def test_sums_of_the_model_are_its_own(head, lowering):
+    """Compiled, a cast there and back is no memory: what is added to it is not added to the logits."""
+    inputs, before, after = in_place(head)
+    of_model = [n for n in written(after[0]) if "adds_pieces" not in meta(n)]
+    assert not of_model
+    found = run_lowered(inputs, before, lowering, usual_target("cpu"))
+    assert_summation(inputs.execute(before), found)
 
 
 def test_what_is_in_place_is_no_program_for_other_passes():

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.lowering.bodies import OWN_MEMORY
 from stepgraph.operators import table as operators
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program
@@ -20,8 +19,14 @@ _IN_PLACE: dict[Any, Any] = {
 }
 
 
+# Their results are memory of their own in every lowering. (A cast, or a cat, a compiler may leave out.)
+_OWN_MEMORY = {
+    aten.mm.default, aten.bmm.default, aten.addmm.default, aten.embedding_dense_backward.default
+}  # fmt: skip
+
+
 @program_pass(
-    reads="``rows_piece``: what is computed some rows at a time",
+    reads="``adds_pieces``: sums over what is computed some rows at a time",
     writes="``add_`` and ``addmm_``, without the cast of what is added",
     functional=False,
 )
@@ -32,42 +37,31 @@ def add_up_in_place(program: Program) -> Program:
     """
     results = {*program.results}
     for node in list(program.operations()):
-        adds = "rows_piece" in meta(node) and node.target in _IN_PLACE
-        if adds and _is_sum_so_far(node, results):
+        if "adds_pieces" in meta(node) and _is_sum_so_far(node.args[0], node, results):
             node.target = _IN_PLACE[node.target]
             if node.target is aten.add_.Tensor:
                 _without_cast(program, node)
     return program.finish()
 
 
-def _is_sum_so_far(node: fx.Node, results: set[fx.Node]) -> bool:
-    """Whether an addition is the only one to read its first operand, which is memory of its own."""
-    total = node.args[0]
-    if not isinstance(total, fx.Node) or total.op != "call_function" or total in results:
+def _is_sum_so_far(total: Any, node: fx.Node, results: set[fx.Node]) -> bool:
+    """Whether a sum that is added to is read by that alone, and is memory of its own."""
+    if {*total.users} != {node} or node.args.count(total) > 1 or total in results:
         return False
-    same = meta(total)["val"].shape == meta(node)["val"].shape
-    alike = same and meta(total)["val"].dtype == meta(node)["val"].dtype
-    alone = {*total.users} == {node} and node.args.count(total) == 1
-    return alike and alone and _is_memory_of_its_own(total)
-
-
-def _is_memory_of_its_own(total: fx.Node) -> bool:
-    """Whether every lowering allocates it, and for this sum."""
-    if "rows_piece" not in meta(total):
-        return False
-    if total.target is TO_COPY:
-        return meta(total.all_input_nodes[0])["val"].dtype != meta(total)["val"].dtype
-    known = operators.of(total.target)
-    return known.reduces or total.target in OWN_MEMORY or total.target in _IN_PLACE.values()
+    if "adds_pieces" in meta(total):
+        return True
+    source = total.all_input_nodes[0] if total.target is TO_COPY else total
+    own = source.target in _OWN_MEMORY or operators.of(source.target).reduces
+    return own and (source is total or meta(source)["val"].dtype != meta(total)["val"].dtype)
 
 
 def _without_cast(program: Program, node: fx.Node) -> None:
     """What is added is cast as it is read."""
     total, cast, *_ = node.args
-    if not isinstance(cast, fx.Node) or cast.target is not TO_COPY or len(cast.users) > 1:
+    if cast.target is not TO_COPY or len(cast.users) > 1:  # type: ignore[union-attr]
         return
-    source = cast.all_input_nodes[0]
-    dtype = meta(total)["val"].dtype  # type: ignore[arg-type]
-    if torch.promote_types(dtype, meta(source)["val"].dtype) == dtype == meta(cast)["val"].dtype:
-        node.replace_input_with(cast, source)
-        program.graph.erase_node(cast)
+    source, dtype = cast.all_input_nodes[0], meta(total)["val"].dtype  # type: ignore
+    here = source.op == "call_function"  # nobody writes into it
+    if here and torch.promote_types(dtype, meta(source)["val"].dtype) == dtype:
+        node.replace_input_with(cast, source)  # type: ignore[arg-type]
+        program.graph.erase_node(cast)  # type: ignore[arg-type]

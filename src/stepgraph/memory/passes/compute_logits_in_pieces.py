@@ -109,9 +109,8 @@ class _Writer:
             self.emit.module = meta(node)["module"]
             parts = self.parts.get(node, [])
             if way.result is None and parts and _adds_up_inside(node):
-                parts[:] = [
-                    self._described(self.emit(aten.addmm.default, *parts, *args), node, number)
-                ]
+                total = self.emit(aten.addmm.default, *parts, *args)
+                parts[:] = [self._summed(self._described(total, node, number))]
                 continue
             made[node] = self._described(self._emit(computed.target, args, kwargs), node, number)
             if way.result is not None:
@@ -120,12 +119,16 @@ class _Writer:
             part, dtype = made[node], meta(node)["val"].dtype
             if pieces > 1 and dtype.is_floating_point:
                 part = self.emit.cast(part, torch.promote_types(dtype, torch.float32))
-            parts[:] = [self.emit(aten.add.Tensor, *parts, part) if parts else part]
+            parts[:] = [self._summed(self.emit(aten.add.Tensor, *parts, part)) if parts else part]
 
     def _emit(self, target: Any, args: tuple, kwargs: Mapping[str, Any]) -> fx.Node:
         if target in _VIEWS:  # of some rows, which may lie apart
             return self._shaped(*args)
         return self.emit(target, *args, **kwargs)
+
+    def _summed(self, total: fx.Node) -> fx.Node:
+        meta(total)["adds_pieces"] = True
+        return total
 
     def _described(self, new: fx.Node, node: fx.Node, number: int) -> fx.Node:
         """A piece of an operation says where that comes from; a view of the same shape is no operation."""

@@ -378,6 +378,7 @@ PLANTED: dict[str, Planted] = {
         ("move_to_target", "parts", after(scaled(aten.tanh.default))),
         ("choose_attention_kernels", "parts", after(other_scale)),
         ("write_state_in_place", "clipped", after(written_first)),
+        ("add_up_in_place", "in pieces", after(scaled(aten.addmm_.default, last=True))),
         ("fuse_square_sums", "clipped", after(counted_often)),
         ("fuse_updates", "clipped", after(other_decay)),
         ("communicate_between_layers", "clipped", after(written_first)),
@@ -390,22 +391,23 @@ PLANTED: dict[str, Planted] = {
 BESIDE_THE_PASS = {
     "step": (),
     "accumulate": (
-        "compute_logits_in_pieces", "copy_views", "update_early", "fuse_square_sums", "fuse_updates",
+        "compute_logits_in_pieces", "copy_views", "update_early", "add_up_in_place", "fuse_square_sums",
+        "fuse_updates",
     ),
     "evaluate": (
         "compare_with_classes", "compute_logits_in_pieces", "copy_views", "draw_by_global_row",
         "recompute_in_backward", "offload_to_host", "update_early", "write_state_in_place",
-        "fuse_square_sums", "fuse_updates", "communicate_between_layers",
+        "add_up_in_place", "fuse_square_sums", "fuse_updates", "communicate_between_layers",
     ),
     "gradients": (
         "compute_logits_in_pieces", "draw_by_global_row", "update_early", "write_state_in_place",
-        "fuse_square_sums", "fuse_updates", "communicate_between_layers",
+        "add_up_in_place", "fuse_square_sums", "fuse_updates", "communicate_between_layers",
     ),
     "update": (
         "spell_out_log_softmax", "spell_out_norms", "copy_views", "draw_by_global_row", "place_values",
         "compare_with_classes", "compute_logits_in_pieces", "recompute_in_backward", "offload_to_host",
         "merge_small_collectives", "bind_to_rank", "move_to_target", "choose_attention_kernels",
-        "name_groups",
+        "name_groups", "add_up_in_place",
     ),
 }  # fmt: skip
 

@@ -13,6 +13,7 @@ from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program, is_write
 
 aten = torch.ops.aten
+_WAIT, _UNSAFE_VIEW = torch_internals.WAIT, torch_internals.UNSAFE_VIEW  # asked for a million times
 
 # Show an argument in another shape, a part of it, or it repeated, whatever the layout.
 REARRANGES = frozenset({
@@ -44,14 +45,15 @@ def viewed(node: fx.Node) -> fx.Node | None:
     """The argument that a node's result shares storage with, if any."""
     if node.op != "call_function":
         return None
-    if node.target is torch_internals.WAIT or node.target is torch_internals.UNSAFE_VIEW:
+    target = node.target
+    if target is _WAIT or target is _UNSAFE_VIEW:
         return node.args[0]  # type: ignore[return-value]
-    if node.target is SHARD_OF:  # a slice, once it is bound to a rank, if nothing has to be padded
+    if target is SHARD_OF:  # a slice, once it is bound to a rank, if nothing has to be padded
         source, dim, ranks = node.args[:3]
         return source if meta(source)["val"].shape[dim] % ranks == 0 else None  # type: ignore
-    aliased = operators.of(node.target).aliased
+    aliased = operators.of(target).aliased
     if aliased is None:  # one of several results; a higher-order operator makes its own
-        return node.args[0] if node.target is operator.getitem else None  # type: ignore[return-value]
+        return node.args[0] if target is operator.getitem else None  # type: ignore[return-value]
     if not aliased:
         return None
     for position in aliased:

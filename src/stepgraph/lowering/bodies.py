@@ -31,10 +31,10 @@ _WORTH = 0.2  # of the operations: where fewer than that need not be compiled, t
 
 
 # Their results are memory of their own in every lowering: of a product with ones inductor makes its factor.
-_OWN = {
-    aten.cat.default, aten.mm.default, aten.addmm.default, aten.bmm.default,
-    aten.embedding_dense_backward.default,
+OWN_MEMORY = {
+    aten.mm.default, aten.addmm.default, aten.bmm.default, aten.embedding_dense_backward.default
 }  # fmt: skip
+_SENT = {aten.cat.default, *OWN_MEMORY}
 
 
 class IndivisibleError(Exception):
@@ -266,7 +266,7 @@ def _is_read_by(node: fx.Node) -> bool:
     one: fx.Node | None = source
     while one is not node and one is not None:  # whoever else shows it might read it
         one = next(iter(one.users)) if len(one.users) == 1 else None
-    return source.target in _OWN and one is node and meta(value)["val"].is_contiguous()
+    return source.target in _SENT and one is node and meta(value)["val"].is_contiguous()
 
 
 def _joined(

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from stepgraph.lowering.bodies import OWN_MEMORY
 from stepgraph.operators import table as operators
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program
@@ -17,12 +18,6 @@ _IN_PLACE: dict[Any, Any] = {
     aten.add.Tensor: aten.add_.Tensor,
     aten.addmm.default: aten.addmm_.default,
 }
-
-
-# Their results are memory of their own in every lowering. (A cast, or a cat, a compiler may leave out.)
-_OWN_MEMORY = {
-    aten.mm.default, aten.bmm.default, aten.addmm.default, aten.embedding_dense_backward.default
-}  # fmt: skip
 
 
 @program_pass(
@@ -45,13 +40,16 @@ def add_up_in_place(program: Program) -> Program:
 
 
 def _is_sum_so_far(total: Any, node: fx.Node, results: set[fx.Node]) -> bool:
-    """Whether a sum that is added to is read by that alone, and is memory of its own."""
+    """Whether a sum that is added to is read by that alone, and is memory of its own.
+
+    A cast is that of what is: one that leads back to its type, and a cat, a compiler may leave out.
+    """
     if {*total.users} != {node} or node.args.count(total) > 1 or total in results:
         return False
     if "adds_pieces" in meta(total):
         return True
     source = total.all_input_nodes[0] if total.target is TO_COPY else total
-    own = source.target in _OWN_MEMORY or operators.of(source.target).reduces
+    own = source.target in OWN_MEMORY or operators.of(source.target).reduces
     return own and (source is total or meta(source)["val"].dtype != meta(total)["val"].dtype)
 
 

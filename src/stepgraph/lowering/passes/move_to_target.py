@@ -9,6 +9,7 @@ from torch.fx.node import map_aggregate
 
 from stepgraph import torch_internals
 from stepgraph.operators import table as operators
+from stepgraph.operators.by_rows import PRODUCTS
 from stepgraph.operators.views import viewed
 from stepgraph.planning.target import Target
 from stepgraph.program import roles
@@ -20,8 +21,6 @@ from stepgraph.program.record import program_pass
 from stepgraph.torch_internals import operators as private
 
 aten = torch.ops.aten
-
-_PRODUCTS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default}
 
 
 @program_pass(
@@ -92,7 +91,7 @@ def _is_the_same(node: fx.Node, others: set[fx.Node]) -> bool:
     known = operators.of(node.target)
     # Of an expand of a length of 1 torch does not always say the same stride.
     shows = viewed(node) is not None and node.target is not aten.expand.default
-    alike = known.elementwise or known.copies or shows or node.target in _PRODUCTS
+    alike = known.elementwise or known.copies or shows or node.target in PRODUCTS
     return alike and others.isdisjoint(node.all_input_nodes)
 
 

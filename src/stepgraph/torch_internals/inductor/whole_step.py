@@ -166,6 +166,20 @@ def digest_of_passes(decompositions: dict[Any, Callable]) -> bytes:
     return get_hash_for_files(tuple(dict.fromkeys(files)))
 
 
+def _call_kernels_that_write(module: fx.GraphModule) -> None:
+    """Operators that write in place, and of which inductor knows nothing, are called as they are.
+
+    It would do so by itself, but refuses where the environment says ``CI`` and torch could decompose them.
+    """
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.lowering import lowerings, make_fallback
+
+    for target in {node.target for node in module.graph.nodes}:
+        writes = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+        if writes and target not in lowerings and target not in select_decomp_table():
+            make_fallback(target, warn=False)
+
+
 _WHOLE = "whole"  # inductor's passes run on the graphs in a graph, too
 
 
@@ -259,6 +273,7 @@ def compile_with_inductor(
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
 
+    _call_kernels_that_write(module)
     if not collectives_overlap:
         settings = {**settings, "_pre_fusion_custom_pass": one_collective_at_a_time()}
     mode = fake_mode_of(examples) or new_fake_mode()

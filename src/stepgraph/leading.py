@@ -73,9 +73,16 @@ def leader(contest: Contest, limit: int | None) -> tuple[Plan, Entrant | None]:
     others = promising(solver, _lean(names), contest) or promising(solver, names, contest)
     gap = max(decided.placement.optimality_gap or 0.0 for decided in own.decisions.values())
     if gap > _CLOSE and not _beaten(said, gap, others, contest.budget):
-        own = placed(contest.programs, contest.plan, limit)
-        said = _foreseen(own, short, contest)
+        improved = placed(contest.programs, contest.plan, limit)
+        better = _foreseen(improved, short, contest)
+        if better and _rank(better, contest) < _rank(said, contest):
+            own, said = improved, better
     return own, said and _leads(own, said, others, contest)
+
+
+def _rank(said: Said, contest: Contest) -> tuple[int, float]:
+    """Of a solver's answers: what fits comes first."""
+    return max(0, said.whole.peak_bytes - contest.budget), said.whole.step_ms
 
 
 def _lean(names: Sequence[str]) -> list[str]:

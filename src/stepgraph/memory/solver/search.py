@@ -26,7 +26,8 @@ _OPERATIONS, _FEWEST = 45_000, 2
 _REHEARSALS = (
     8  # short steps that show what is off where levels meet, before a deep one is simulated
 )
-_WORTH = 0.003  # part of its time for which, once something fits, another one is
+# Part of its time for which, once something fits, another one is: estimates are not closer than that.
+_WORTH = 0.01
 _HOPE = 0.1  # part of a step's time, over its blocks
 _SMALLEST = 3  # and to find the smallest peak, where none of those fits
 _PERIODS = (2, 3, 4)  # of ``layers:N``

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -183,6 +184,42 @@ def test_what_is_not_feasible_says_the_least_that_is(seed):
     assert problem.memory_limit < caught.value.least <= least + 1e-5
     problem.memory_limit = least
     assert problem.memory(solve(problem).chosen) <= least
+
+
+@pytest.mark.parametrize(
+    "more, fast, taken",
+    [(0.05, 1.0, 0), (0.05, 9.9, 1), (0.2, 1.0, 1)],
+    ids=["much shorter", "hardly shorter", "far too large"],
+)
+def test_a_limit_that_is_an_estimate_is_exceeded_where_that_pays(more, fast, taken):
+    """By a tenth at most; one that holds is not."""
+    block = Block("block", np.array([fast, 10.0]), np.array([100 * (1 + more), 90.0]))
+    problem = Problem([block, Block("rest", np.ones(1))], [], memory_limit=100.0)
+    assert solve(problem).chosen == [1, 0]
+    assert solve(problem, hasty=True).chosen == [taken, 0]
+    assert problem.memory_limit == 100.0
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 2**32))
+def test_what_exceeds_an_estimate_does_so_by_a_tenth_and_is_cheaper(seed):
+    problem = drawn(seed, limited=True)
+    if math.isinf(best := cheapest(problem)):
+        return
+    solution = solve(problem, hasty=True)
+    held, limit = problem.memory(solution.chosen), problem.memory_limit
+    assert held <= limit * 1.1 * (1 + 1e-6)
+    roomy = replace(problem, memory_limit=max(held, limit))
+    assert solution.bound <= cheapest(roomy) + 1e-5
+    if held > limit * (1 + 1e-6):
+        assert solution.bound < best
+
+
+def test_what_no_tenth_more_suffices_for_says_the_least_that_is():
+    problem = Problem([Block("block", np.ones(1), np.array([120.0]))], [], memory_limit=100.0)
+    with pytest.raises(InfeasibleError) as caught:
+        solve(problem, hasty=True)
+    assert caught.value.least == pytest.approx(120.0)
 
 
 def test_a_change_is_paid_once_however_many_want_it():

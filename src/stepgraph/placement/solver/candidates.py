@@ -15,6 +15,7 @@ from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from stepgraph.operators import table as operators
 from stepgraph.operators.entries import TABLE, Strategy
 from stepgraph.operators.sharding import Rules
 from stepgraph.operators.views import REARRANGES
@@ -109,8 +110,12 @@ def _questions(
         for dim in range(max(ranks)):
             yield tuple(Shard(dim) if dim < rank else REPLICATE for rank in ranks)
         yield (SUM,) * len(values)
+    # Of what is alike, element by element, one part asks for the same parts of all others.
+    together = len(values) > 1 and operators.of(node.target).elementwise
+    sizes = {value.shape if isinstance(value, torch.Tensor) else None for value in values}
     for position, rank in enumerate(ranks):
-        for placement in (*map(Shard, range(rank)), *blocks[position], SUM):
+        alone = () if together and len(sizes) == 1 else map(Shard, range(rank))
+        for placement in (*alone, *blocks[position], SUM):
             yield (*whole[:position], placement, *whole[position + 1 :])
 
 

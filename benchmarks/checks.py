@@ -4,10 +4,12 @@
 
 Two gloo ranks; each check is called by itself some thousand times, in an engine that has compiled its step,
 for Llamas of several depths. Microseconds a step, the median of rounds. ``behind other memory``: the same,
-but 128 MiB are written before each call, as a step does: what a check reads is in no cache then.
+but 128 MiB are written before each call: what a check reads, and the interpreter, are in no cache then.
+``in steps``: what a check takes within steps that train, where it finds what they leave.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -23,7 +25,7 @@ import stepgraph
 from stepgraph.cli import launcher
 from stepgraph.runtime.batches import flatten_batch
 
-CALLS, ROUNDS = 500, 9
+CALLS, ROUNDS, STEPS = 500, 9, 150
 
 
 def microseconds(check):
@@ -48,13 +50,68 @@ def microseconds_behind_other_memory(check, calls=31):
     return statistics.median(found)
 
 
+class Stopwatch:
+    """Adds up what it is around, of one step."""
+
+    def __init__(self):
+        self.seconds, self.steps = 0.0, []
+
+    def __enter__(self):
+        self.start = time.perf_counter()
+
+    def __exit__(self, *_):
+        self.seconds += time.perf_counter() - self.start
+
+    def around(self, function):
+        """The same function, timed."""
+
+        def run(*args, **kwargs):
+            with self:
+                return function(*args, **kwargs)
+
+        return run
+
+    @contextlib.contextmanager
+    def around_ends(self, manager):
+        """What entering and leaving takes, not what is inside."""
+        with self:
+            manager.__enter__()
+        yield
+        with self:
+            manager.__exit__(None, None, None)
+
+    def next_step(self):
+        """A step is over."""
+        self.steps.append(self.seconds)
+        self.seconds = 0.0
+
+
+def microseconds_in_steps(engine, batches, compiled):
+    """Of each check, the median over steps."""
+    compiler = engine._compiler
+    values, data, calls = Stopwatch(), Stopwatch(), Stopwatch()
+    one, kind = compiler.call, type(compiled.values)
+    kind.hold = values.around(kind.hold)
+    compiler.data.check = data.around(compiler.data.check)
+    compiler.watch.runs = calls.around(compiler.watch.runs)
+    compiler.call = lambda *args: calls.around_ends(calls.around(one)(*args))
+    for number in range(STEPS):
+        engine.step(batches[number % len(batches)])
+        for watch in (values, data, calls):
+            watch.next_step()
+    names = ("values that code reads", "assigned data", "calls of other ranks")
+    found = (statistics.median(watch.steps) * 1e6 for watch in (values, data, calls))
+    return dict(zip(names, found, strict=True))
+
+
 def measure(name):
     """On a rank: what is checked -> microseconds."""
     torch.set_num_threads(1)
     model = make_model(SIZES[name], 512)
     optimizer = torch.optim.AdamW(model.parameters())
     engine = stepgraph.Engine(model, optimizer=optimizer, plan="zero3", lowering="eager")
-    batch = make_batches(SIZES[name], 512, int(os.environ["RANK"]))[0]
+    batches = make_batches(SIZES[name], 512, int(os.environ["RANK"]))
+    batch = batches[0]
     engine.step(batch)
     compiler, local = engine._compiler, flatten_batch(batch, engine._device)
     compiled = compiler.entry("step", local)
@@ -75,6 +132,7 @@ def measure(name):
         "parameters": len(list(model.parameters())),
         **found,
         "behind other memory": cold,
+        "in steps": microseconds_in_steps(engine, batches, compiled),
     }
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 import stepgraph
 from stepgraph.runtime import compiler
+from stepgraph.runtime.checkpoints.manifest import FileRecord
 
 STEPS, ODD_STEP = 6, 3
 
@@ -48,6 +49,11 @@ class Branching(nn.Module):
         return h.square().mean()
 
 
+def differs():
+    """Says when it was that ranks began to differ."""
+    print(f"differs at {time.time()}", flush=True)
+
+
 def late(function):
     """The same, after a while."""
 
@@ -70,15 +76,21 @@ def main(case: str) -> None:
     if odd and case == "another plan":
         plan = "ddp"
     settings = {"micro_batches": 2} if odd and case == "another setting" else {}
+    if "another" in case:
+        differs()
     engine = stepgraph.Engine(
         model, loss=lambda m, x: m(x), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), plan=plan,
         lowering="eager", **settings,
     )  # fmt: skip
-    x = torch.randn(4, 6).abs()
+    x = torch.randn(4, 3, 6).abs() if case == "lengths" else torch.randn(4, 6).abs()
     for step in range(STEPS):
         batch, now = x, odd and step == ODD_STEP
+        if now:
+            differs()
         if now and case == "rows":
             batch = x[:2]
+        if now and case == "lengths":
+            batch = x[:, :2]
         if now and case == "types":
             batch = x.double()
         if now and case.startswith("branches"):
@@ -96,6 +108,10 @@ def main(case: str) -> None:
             continue
         if now and case == "a late batch":
             time.sleep(float(os.environ["LATE"]))
+        if step == ODD_STEP and case == "a late save":
+            if odd:
+                FileRecord.of = late(FileRecord.of)
+            engine.save(os.environ["SAVED"])
         if step == ODD_STEP and case == "a late program":
             batch = x[:2]
             if odd:

@@ -161,7 +161,9 @@ def run(names):
         value = engine((x, weights))
         value.backward()
         gradients = [p.grad.full_tensor() for p in model.parameters()]
-        found[name] = value.item(), gradients, [n for n in engine.notes if n.startswith("loss")]
+        evaluated = engine.evaluate((x, weights)).item()
+        notes = [n for n in engine.notes if n.startswith("loss")]
+        found[name] = value.item(), gradients, evaluated, notes
     return found
 
 
@@ -188,9 +190,9 @@ OWN = (
 )
 
 
-def expected(name):
+def expected(name, own=None):
     model, (x, weights) = made(), batch()
-    if name in OWN:
+    if name in OWN if own is None else own:
         pairs = zip(x.chunk(2), weights.chunk(2), strict=True)
         value = sum(LOSSES[name](model(part), weight) for part, weight in pairs) / 2
     else:
@@ -201,9 +203,13 @@ def expected(name):
 
 @pytest.mark.parametrize("name", sampled(LOSSES, every=7))
 def test_a_loss_that_a_graph_makes_is_that_of_one_process(name, found):
-    value, gradients, notes = found[name]
+    value, gradients, evaluated, notes = found[name]
     wanted, whole = expected(name)
     assert value == pytest.approx(wanted, rel=1e-5)
     for gradient, other in zip(gradients, whole, strict=True):
         torch.testing.assert_close(gradient, other)
     assert bool(notes) == (name in OWN), notes
+    if evaluated != pytest.approx(
+        expected(name, own=False)[0], rel=1e-5
+    ):  # the batch's, or as said
+        assert notes and evaluated == pytest.approx(wanted, rel=1e-5)

@@ -271,6 +271,28 @@ def whole(parameter):
     parameter.data = torch.zeros(parameter.shape)
 
 
+def averaged(model):
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(vector.detach() * 0.5, model.parameters())
+
+
+def loaded(model):
+    state = {name: value.clone() * 0.5 for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+@pytest.mark.parametrize(
+    "assign, says",
+    [(averaged, "other data was assigned"), (loaded, "replaced|other data was assigned")],
+)
+def test_what_torch_puts_in_place_of_all_parameters_is_not_ignored(assign, says):
+    engine, step, (_, model) = both(Net)
+    step()
+    assign(model)
+    with pytest.raises(stepgraph.errors.UsageError, match=says):
+        engine.step(X)
+
+
 @pytest.mark.parametrize("assign", [halved, whole])
 @pytest.mark.parametrize("make", [Net, Remembering])
 def test_data_that_is_assigned_is_not_ignored(assign, make):

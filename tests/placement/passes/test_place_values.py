@@ -175,6 +175,26 @@ def test_the_gradient_of_a_sum_does_not_make_every_rank_work_on_the_whole_batch(
     assert products(2) == products(1) // 2
 
 
+@pytest.mark.parametrize("plan", ["ddp", "zero3"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_gradient_of_a_sum_whose_second_dimension_is_the_batch_stays_there(plan, ranks):
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 4))
+    made = compiled(Turned(model), (torch.ones(8, 6),), ranks=ranks, plan=plan)
+    sent = [str(node.target) for node in made.programs["step"].operations()]
+    assert not any("all_to_all" in target for target in sent)
+
+
+class Turned(torch.nn.Module):
+    """A loss over [features, rows]."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return (self.model(x).t() * torch.arange(4.0)[:, None]).sum()
+
+
 class Summed(torch.nn.Module):
     def __init__(self, model):
         super().__init__()

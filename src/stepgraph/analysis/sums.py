@@ -46,7 +46,6 @@ class Sums:
         totals: names of values behind other results and how they add up, in graph order.
         tail: names of the operations that read those added up.
         results: results by index, as far as it is known.
-        added: which of those an evaluation adds up.
         written: inputs that have new values, by position.
         notes: what is each rank's own, and why.
     """
@@ -55,7 +54,6 @@ class Sums:
     totals: dict[str, str] = field(default_factory=dict)
     tail: set[str] = field(default_factory=set)
     results: dict[int, Spread] = field(default_factory=dict)
-    added: set[int] = field(default_factory=set)
     written: dict[int, Spread | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -88,7 +86,7 @@ def decide_sums(
         and roles.ResultTangent(role.index) in program.inputs
     ]
     if unknown:
-        why = unknown_rows(unknown)
+        why = f"it is not known whether {unknown[0]} is rows of the batch"
         shapes = [meta(node)["val"].shape for node in program.results]
         numbers = evaluates and any(not shape or shape[0] % rows for shape in shapes)
         own: dict[int, Spread] = {role.index: Apart(why) for role in losses}
@@ -113,14 +111,8 @@ def decide_sums(
             sums.results |= {role.index: Replicate() for role in whole}
     if evaluates:
         apart = [state.reason for state in sums.results.values() if isinstance(state, Apart)]
-        sums.added = {i for i, how in known.items() if how == Replicate() and i not in alike}
         sums.notes = [f"{OWN_RESULT}, because {reason}" for reason in dict.fromkeys(apart)]
     return sums
-
-
-def unknown_rows(names: Sequence[str]) -> str:
-    """Why a graph is computed of what each rank has."""
-    return f"it is not known whether {names[0]} is rows of the batch"
 
 
 def _normalisation(

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph import torch_internals
-from stepgraph.analysis.sums import OWN_LOSS, OWN_NUMBERS, OWN_RESULT
+from stepgraph.analysis.sums import OWN_LOSS, OWN_NUMBERS
 from stepgraph.capture.loss import check_loss, forgotten_loss, loss_of
 from stepgraph.capture.mixed_types import mixed_types_error
 from stepgraph.capture.module import default_loss, in_dtype
@@ -25,14 +26,14 @@ from stepgraph.errors import CaptureError, PlanError, StepgraphError, UsageError
 from stepgraph.graphwise.backend import Backend
 from stepgraph.graphwise.buffers_of_ranks import BuffersOfRanks
 from stepgraph.graphwise.compiled_autograd import WholeBackward
-from stepgraph.graphwise.graph_compiler import GraphCompiler, TotalsMetError
-from stepgraph.graphwise.means import as_one_process, mean_over_ranks
+from stepgraph.graphwise.graph_compiler import GraphCompiler
+from stepgraph.graphwise.means import mean_over_ranks
 from stepgraph.graphwise.parts import MIXED
 from stepgraph.graphwise.rows_by_data import RowsByData
 from stepgraph.graphwise.sharded_modules import Gathering, gather_where_read
 from stepgraph.placement.presets.named import for_own_update, stored_parameter
 from stepgraph.program import roles
-from stepgraph.program.layout import Apart
+from stepgraph.program.layout import Apart, blocks_of
 from stepgraph.program.markers import UNSHARD
 from stepgraph.program.mesh_roles import Role
 from stepgraph.program.program import Value
@@ -121,7 +122,6 @@ class GraphRunner:
         self.change(plan.lowering, whole_backward)
 
     def _compile(self) -> Callable:
-        self._evaluates_own: Callable | None = None  # what was compiled for that
         limit = self.compiler.max_shapes * VARIANTS
         return dynamo.compile_apart(self._function, self._backend(False), limit, False)
 
@@ -186,7 +186,6 @@ class GraphRunner:
                 self._by_hooks.popitem()
             self._by_hooks[now] = self._compile()
         self._hooks, self._compiled = now, self._by_hooks[now]
-        self._evaluates_own = None
         self._warm.clear()
 
     def run(self, entry: str, leaves: Sequence[Any], tree: pytree.TreeSpec) -> Any:
@@ -201,14 +200,13 @@ class GraphRunner:
         self.graphs.rows = next((x.shape[0] for x in tensors if x.dim()), 0)
         self.graphs.known.update((x, Shard(0) if x.dim() else Replicate()) for x in tensors)
         pairs, _ = flatten_with_paths(pytree.tree_unflatten(list(leaves), tree))
+        self._entry, self.graphs.evaluates = entry, entry == "evaluate"
         self._follow_hooks(entry)
-        own = self._evaluates_own if entry == "evaluate" else None
-        self._entry, self.graphs.evaluates = entry, entry == "evaluate" and own is None
         self._buffers.make_alike_if_due()
         before, self._gathering.active = self._gathering.active, True
         read = dynamo.graphs_ended(dynamo.BY_NUMBERS)
         try:
-            run = self._function if self._by_data.found else own or self._compiled
+            run = self._function if self._by_data.found else self._compiled
             looking = self._by_data.looking()
             with self.compiler.capturing(), dynamo.running_regions_once(), looking:
                 result = run(self.compiler.model, pytree.tree_unflatten(cast, tree))
@@ -302,17 +300,9 @@ class GraphRunner:
         return loss
 
     def evaluate(self, batch: LocalBatch) -> Any:
-        """What the callable returns for the global batch, in evaluation mode.
-
-        Where sums of the whole batch would meet what may be one rank's, each has its own, as it trains.
-        """
+        """What the callable returns for the global batch, in evaluation mode."""
         with evaluation_mode(self.compiler.model), torch.no_grad():
-            try:
-                result = self.run("evaluate", batch.leaves, batch.tree)
-            except TotalsMetError as error:
-                self.compiler.report([f"{OWN_RESULT}, because {error.what}"])
-                self._evaluates_own = self._compile()
-                result = self.run("evaluate", batch.leaves, batch.tree)
+            result = self.run("evaluate", batch.leaves, batch.tree)
         self._buffers.make_alike_if_due()
         return pytree.tree_map(self.rows_of_all, result)
 
@@ -353,11 +343,24 @@ class GraphRunner:
         return mean
 
     def rows_of_all(self, value: Any) -> Any:
-        """What every rank returned, as one process would have it."""
-        if not isinstance(value, torch.Tensor):
+        """What every rank returned, as one process would have: rows together, numbers averaged."""
+        ranks = self.compiler.ranks.shape.data_size
+        if not isinstance(value, torch.Tensor) or ranks == 1:
             return value
-        graphs, ranks = self.graphs, self.compiler.ranks.shape.data_size
-        return as_one_process(value, graphs.known.get(value), graphs.rows, self._group, ranks)
+        how, rows = self.graphs.known.get(value), self.graphs.rows
+        if isinstance(how, Partial):  # of a graph that training has, too
+            if how.reduce_op == "avg":
+                return self.mean(value)
+            return torch_internals.sum_over_group(value, self._group, how.reduce_op)
+        if value.dim() == 0:
+            return self.mean(value) if value.is_floating_point() else value
+        if not isinstance(how, Placement):  # its shape says so
+            how = Shard(0) if rows and value.shape[0] % rows == 0 else Replicate()
+        if not isinstance(how, Shard):
+            return value
+        blocks = value.unflatten(how.dim, (blocks_of(how), -1)).movedim(how.dim + 1, 0)
+        whole = torch_internals.gather_over_group(blocks.contiguous(), ranks, self._group)
+        return whole.movedim(0, how.dim + 1).flatten(how.dim, how.dim + 1)
 
     def compile(self, graph: torch.fx.GraphModule, examples: Any, backward: bool) -> Callable:
         """Compiles a graph that dynamo captured, of the model or (``backward``) of its whole backward."""

@@ -16,11 +16,11 @@ from torch import Tensor, fx
 from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from stepgraph.analysis.sums import Sums, decide_sums, unknown_rows
+from stepgraph.analysis.sums import Sums, decide_sums
 from stepgraph.capture.canonical import canonicalise
 from stepgraph.capture.decompositions import decomposition_table
 from stepgraph.capture.mixed_types import check_types
-from stepgraph.errors import CaptureError, StepgraphError
+from stepgraph.errors import CaptureError
 from stepgraph.graphwise.graph import OTHERS, GraphProgram
 from stepgraph.graphwise.lower import lower_graph
 from stepgraph.lowering.decide import decide_for_graph as decide_lowering
@@ -55,10 +55,6 @@ OTHER_INPUTS = (
 )
 
 
-class TotalsMetError(StepgraphError):
-    """Sums of the whole batch would meet what may be one rank's; an evaluation that does not is run."""
-
-
 @dataclass
 class GraphCompiler:
     """Compiles the graphs of one module, one request for all.
@@ -72,8 +68,7 @@ class GraphCompiler:
         programs: of the graphs so far, as this rank runs them, in the order they were captured.
         decided: for each of them.
         known: how ranks have the batch's tensors and what graphs made, as far as it is known.
-        added: what graphs have added up over ranks, in an evaluation.
-        evaluates: what runs now is an evaluation, which hands out what is of the whole batch.
+        evaluates: what runs now is an evaluation.
         watch: tells whether other ranks run the same graphs.
     """
 
@@ -87,7 +82,6 @@ class GraphCompiler:
     decided: list[Decisions] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     known: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
-    added: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     evaluates: bool = False
     watch: Watch | None = None
 
@@ -124,7 +118,6 @@ class GraphCompiler:
             if isinstance(x, Tensor) and not isinstance(x, Parameter)
         ]
         known = self.known_of(examples, places)
-        totals = self.evaluates and any(examples[i] in self.added for i in places)
         made: list[Sums] = []
 
         def rewrite(traced: fx.GraphModule, results: int) -> None:
@@ -132,7 +125,7 @@ class GraphCompiler:
             assert compiler is not None, "its module is gone"
             if watch is not None:
                 digests.append(digest_of_graph(traced.graph, sources))
-            made.append(compiler.rewrite(traced, results, sources, rows, known, totals))
+            made.append(compiler.rewrite(traced, results, sources, rows, known))
             how = compiler.decided[-1].lowering
             assert how is not None
             chosen.append(how)
@@ -157,7 +150,6 @@ class GraphCompiler:
         dynamo.forget_modules(graph)
         adds = any(sums.loss or sums.totals for sums in made)
         results = {i: how for sums in made for i, how in sums.results.items() if i < OTHERS}
-        added = {i for sums in made for i in sums.added if i < OTHERS}
         written = {i: how for sums in made for i, how in sums.written.items()}
         if not (adds or results or written):
             return compiled
@@ -172,7 +164,6 @@ class GraphCompiler:
                     if as_compiled and how is not None:
                         compiler.known[inputs[i]] = how
                 if as_compiled:
-                    compiler.added.update((values[i], True) for i in added)
                     compiler.known.update((values[i], how) for i, how in results.items())
                 elif adds:
                     compiler.note(OTHER_INPUTS)
@@ -187,13 +178,8 @@ class GraphCompiler:
         sources: Sequence[str],
         rows: int,
         known: Mapping[int, Spread],
-        totals: bool,
     ) -> Sums:
-        """Decides for a graph's forward and backward, and applies it.
-
-        Args:
-            totals: among its inputs are sums of the whole batch that an evaluation has added up.
-        """
+        """Decides for a graph's forward and backward, and applies it."""
         driver, request, mesh = self.driver, self.request, self.request.mesh
         described = GraphProgram(joint, results, sources, known, rows)
         program = described.program
@@ -203,8 +189,6 @@ class GraphCompiler:
         program = driver.through(GRAPH_PLACED, program)
         sums = Sums()
         if mesh.world_size > 1 and rows:
-            if described.unknown and totals:
-                raise TotalsMetError(unknown_rows(described.unknown))
             sums = decide_sums(program, rows, described.spread, described.unknown, self.evaluates)
             sums.written = {at: sums.results.get(i) for i, at in described.written.items()}
         program = driver.through(GRAPH_SUMMED, program, mesh=mesh, sums=sums)

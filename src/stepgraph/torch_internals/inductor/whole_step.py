@@ -167,16 +167,18 @@ def digest_of_passes(decompositions: dict[Any, Callable]) -> bytes:
 
 
 def _call_kernels_that_write(module: fx.GraphModule) -> None:
-    """Operators that write in place, and of which inductor knows nothing, are called as they are.
+    """Operators that write in place, which inductor does not know and torch could decompose, are called.
 
-    It would do so by itself, but refuses where the environment says ``CI`` and torch could decompose them.
+    It would do so by itself, but refuses where the environment says ``CI``.
     """
+    from torch._decomp import get_decompositions
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.lowering import lowerings, make_fallback
 
     for target in {node.target for node in module.graph.nodes}:
         writes = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
-        if writes and target not in lowerings and target not in select_decomp_table():
+        unknown = writes and target not in lowerings and target not in select_decomp_table()
+        if unknown and get_decompositions([target]):
             make_fallback(target, warn=False)
 
 

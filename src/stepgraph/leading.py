@@ -75,14 +75,10 @@ def leader(contest: Contest, limit: int | None) -> tuple[Plan, Entrant | None]:
     if gap > _CLOSE and not _beaten(said, gap, others, contest.budget):
         improved = placed(contest.programs, contest.plan, limit)
         better = _foreseen(improved, short, contest)
-        if better and _rank(better, contest) < _rank(said, contest):
+        again = better and Entrant(AUTO, Made(improved), better.whole)
+        if again and in_rank([solver, again], contest.budget)[0] is again:
             own, said = improved, better
     return own, said and _leads(own, said, others, contest)
-
-
-def _rank(said: Said, contest: Contest) -> tuple[int, float]:
-    """Of a solver's answers: what fits comes first."""
-    return max(0, said.whole.peak_bytes - contest.budget), said.whole.step_ms
 
 
 def _lean(names: Sequence[str]) -> list[str]:

@@ -111,10 +111,10 @@ def _questions(
             yield tuple(Shard(dim) if dim < rank else REPLICATE for rank in ranks)
         yield (SUM,) * len(values)
     # Of what is alike, element by element, one part asks for the same parts of all others.
-    together = len(values) > 1 and operators.of(node.target).elementwise
-    sizes = {value.shape if isinstance(value, torch.Tensor) else None for value in values}
+    shapes = {value.shape if isinstance(value, torch.Tensor) else None for value in values}
+    alike = len(values) > 1 and len(shapes) == 1 and operators.of(node.target).elementwise
     for position, rank in enumerate(ranks):
-        alone = () if together and len(sizes) == 1 else map(Shard, range(rank))
+        alone = () if alike else map(Shard, range(rank))
         for placement in (*alone, *blocks[position], SUM):
             yield (*whole[:position], placement, *whole[position + 1 :])
 

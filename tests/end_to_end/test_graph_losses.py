@@ -27,6 +27,55 @@ def divided_outside(total, count):
     return total / count
 
 
+@torch._dynamo.disable
+def clamped_outside(count):
+    return count.clamp(min=1)
+
+
+@torch._dynamo.disable
+def scaled_outside(total, by):
+    return total.mul_(by)
+
+
+@torch._dynamo.disable
+def centred_outside(y, mean):
+    return y - mean
+
+
+@torch._dynamo.disable
+def counted_in_python(w):
+    return int((w > 0.1).sum())
+
+
+@torch._dynamo.disable
+def stacked_outside(*values):
+    return torch.stack(values)
+
+
+def over_a_count_that_python_clamped(y, w):
+    return y.square().sum() / clamped_outside((w > 0.1).sum())
+
+
+def a_sum_that_python_writes_into(y, w):
+    with torch.no_grad():
+        total = y.square().sum()
+    return y.abs().sum() / scaled_outside(total, 0.5)
+
+
+def of_rows_that_python_made_of_a_mean(y, w):
+    return centred_outside(y, y.mean(0)).square().mean()
+
+
+def over_an_integer_that_python_made(y, w):
+    count = counted_in_python(w)
+    return y.square().sum() / count
+
+
+def over_sums_that_python_stacked(y, w):
+    both = stacked_outside(y.square().sum(), w.sum())
+    return y.abs().sum() / both.prod()
+
+
 def a_sum_and_a_count(y, w):
     kept = w > 0.1
     return divided_outside((y.square().sum(1) * kept).sum(), kept.sum())
@@ -126,6 +175,11 @@ LOSSES = {
     "of the batch's sum": of_the_batchs_sum,
     "of rows that Python made": of_rows_that_python_made,
     "over a count that Python made": over_a_count_that_python_made,
+    "over a count that Python clamped": over_a_count_that_python_clamped,
+    "over a sum that Python writes into": a_sum_that_python_writes_into,
+    "of rows that Python made of a mean": of_rows_that_python_made_of_a_mean,
+    "over an integer that Python made": over_an_integer_that_python_made,
+    "over sums that Python stacked": over_sums_that_python_stacked,
     "over ones of an earlier graph": over_ones_of_an_earlier_graph,
     "over their sum of an earlier graph": over_their_sum_of_an_earlier_graph,
     "over a number of an earlier graph": over_a_number_of_an_earlier_graph,
@@ -163,7 +217,7 @@ def run(names):
         gradients = [p.grad.full_tensor() for p in model.parameters()]
         evaluated, again = (engine.evaluate((x, weights)).item() for _ in range(2))
         assert evaluated == again
-        notes = [n for n in engine.notes if n.startswith("loss")]
+        notes = [n for n in engine.notes if n.startswith(("loss", "sums"))]
         found[name] = value.item(), gradients, evaluated, notes
     return found
 
@@ -184,6 +238,11 @@ OWN = (
     "a sum and a count divided outside",
     "a mean without a gradient",
     "over a count that Python made",
+    "over a count that Python clamped",
+    "over a sum that Python writes into",
+    "of rows that Python made of a mean",
+    "over an integer that Python made",
+    "over sums that Python stacked",
     "over ones of an earlier graph",
     "over their sum of an earlier graph",
     "over a number of an earlier graph",
@@ -211,10 +270,6 @@ def test_a_loss_that_a_graph_makes_is_that_of_one_process(name, found):
     for gradient, other in zip(gradients, whole, strict=True):
         torch.testing.assert_close(gradient, other)
     assert bool(notes) == (name in OWN), notes
-    if (
-        name == "over a count that Python made"
-    ):  # a known fault: the batch's sum over a rank's own count
-        return
     of_the_batch, _ = expected(name, own=False)
     if evaluated != pytest.approx(
         of_the_batch, rel=1e-5

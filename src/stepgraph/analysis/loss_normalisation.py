@@ -17,12 +17,14 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from stepgraph.analysis.rows import (
+    GIVEN_NUMBERS,
     MAY_COUNT_ROWS,
     drawn_for_rows,
     is_batched,
     literals,
     may_count_rows,
     of_one_shape,
+    takes_numbers,
     with_numbers,
 )
 from stepgraph.operators.entries import results_of
@@ -79,15 +81,22 @@ class Totals:
 
 
 def find_totals(
-    program: Program, rows: int, spread: Mapping[roles.Input, Spread], adds: bool
+    program: Program,
+    rows: int,
+    spread: Mapping[roles.Input, Spread],
+    adds: bool,
+    given: bool = False,
+    waits: bool = True,
 ) -> Totals:
     """How slices have the results of a graph.
 
     Args:
         rows, spread: as for :func:`find_normalisation`.
-        adds: whether anything is to be added up; otherwise sums stay pending.
+        adds: whether what results need whole is added up; otherwise those are each slice's own.
+        given: numbers in the graph may be each slice's own.
+        waits: results that are sums themselves stay pending.
     """
-    return _Walk(program, None, rows, spread).totals(adds)
+    return _Walk(program, None, rows, spread).totals(adds, given, waits)
 
 
 class _Inexact(Exception):
@@ -121,7 +130,7 @@ class _Walk:
         except _Inexact as error:
             return inexact(loss, str(error))
 
-    def totals(self, adds: bool) -> Totals:
+    def totals(self, adds: bool, given: bool, waits: bool) -> Totals:
         self._forward()
         tail = {node for node, states in self.state.items() if states == (TAIL,)}
         made, found = Totals(), set()
@@ -133,10 +142,10 @@ class _Walk:
                 made.results[role.index] = state
                 continue
             behind = self._behind(result, tail)
-            pending = state if isinstance(state, Partial) else None
-            if reason := self._why_apart(result, behind):
+            pending = state if isinstance(state, Partial) and (waits or not adds) else None
+            if reason := self._why_apart(result, behind, given):
                 made.results[role.index] = Apart(reason)
-            elif not adds:
+            elif pending or not adds:
                 name = meta(result)["name"]
                 made.results[role.index] = pending or Apart(f"{name} needs the whole batch at once")
             else:
@@ -153,11 +162,14 @@ class _Walk:
             found += [n for n in node.all_input_nodes if n in tail and n not in found]
         return set(found)
 
-    def _why_apart(self, result: fx.Node, behind: set[fx.Node]) -> str | None:
+    def _why_apart(self, result: fx.Node, behind: set[fx.Node], given: bool) -> str | None:
         """Why a result that depends on the batch, and is no rows of it, is not to be added up."""
         readers = {user for node in behind for user in node.users if user in self.state}
         if any(isinstance(self.state[user][0], Apart) for user in readers):
             return f"{meta(result)['name']} is computed with rows"
+        adds_up = behind or self.state[result] == (Partial("sum"),)
+        if given and adds_up and takes_numbers(self.program, result, behind):
+            return GIVEN_NUMBERS
         return MAY_COUNT_ROWS if may_count_rows(self.program, result, self.rows or 1) else None
 
     def _forward(self) -> None:

@@ -15,6 +15,7 @@ aten = torch.ops.aten
 _SCALING = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
 _TAKING_NUMBERS = {aten.mul, aten.div, aten.floor_divide, aten.full}
 MAY_COUNT_ROWS = "sums are scaled by numbers, which may count rows"
+GIVEN_NUMBERS = "sums are computed with numbers that code made, which may be a rank's own"
 
 
 def is_batched(role: roles.Input, value: Value, rows: int | None) -> bool:
@@ -68,13 +69,25 @@ def counts_rows(number: float, rows: int) -> bool:
 
 def may_count_rows(program: Program, result: fx.Node, rows: int) -> bool:
     """Whether a number that went into a result may be how many rows there are, or a multiple."""
-    seen, stack = {result}, [result]
+    behind = _behind(result)
+    return any(counts_rows(n, rows) for node in behind for n in numbers_in(program, node))
+
+
+def takes_numbers(program: Program, result: fx.Node, of_totals: Collection[fx.Node]) -> bool:
+    """Whether plain numbers go into a result: sums scaled by them, or ``of_totals``, by any operation."""
+    plain = [a for node in of_totals if torch.Tag.pointwise in _tags(node) for a in node.args]
+    if any(isinstance(a, (int, float)) and not isinstance(a, bool) for a in plain):
+        return True
+    return any(numbers_in(program, node) for node in _behind(result))
+
+
+def _behind(result: fx.Node) -> Iterator[fx.Node]:
+    """A value and all that it is computed of."""
+    found, stack = {result}, [result]
     for node in stack:  # grows
-        if any(counts_rows(number, rows) for number in numbers_in(program, node)):
-            return True
-        stack += set(node.all_input_nodes) - seen
-        seen.update(node.all_input_nodes)
-    return False
+        yield node
+        stack += set(node.all_input_nodes) - found
+        found.update(node.all_input_nodes)
 
 
 def numbers_in(program: Program, node: fx.Node) -> list[float]:

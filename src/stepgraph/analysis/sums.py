@@ -3,12 +3,14 @@
 Ranks are to a graph what micro-batches are to a step. A sum or mean over a rank's rows stays pending, and
 how it is pending is remembered with the value: whoever needs it whole adds it up. That is a graph whose
 loss is computed of totals (a sum over its count), be they its own or those of a graph before it, or who
-hands a loss to the user; in an evaluation it is every graph, as all its results are handed out. So a graph
-in training adds up nothing that a rank may make alone, such as a metric that it logs.
+hands a result to the user; in an evaluation it is every graph that computes of totals, or of what one
+before it left pending. So a graph in training adds up nothing that a rank may make alone, such as a metric
+that it logs, and code between graphs finds a rank's own sums, never those of all beside its own numbers.
 
-What cannot be had from what ranks have is each rank's own, and so is a loss that a later graph makes of
-it, or of inputs of which it is not known how ranks have them (numbers and vectors that code between graphs
-makes, or a graph by counting rows; what has a row for each of the batch is taken for rows).
+What cannot be had from what ranks have is each rank's own, and so is what a later graph makes of it, of
+inputs of which it is not known how ranks have them (numbers and vectors that code between graphs makes, or
+a graph by counting rows; what has a row for each of the batch is taken for rows), or of a sum and numbers
+that Python hands to a graph, which may be a rank's own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +20,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Replicate
 
-from stepgraph.analysis.loss_normalisation import find_normalisation, find_totals
+from stepgraph.analysis.loss_normalisation import Totals, find_normalisation, find_totals
 from stepgraph.analysis.rows import MAY_COUNT_ROWS, counts_rows, drawn_for_rows, numbers_in, reached
 from stepgraph.planning.decisions import Normalisation
 from stepgraph.program import roles
@@ -31,6 +33,10 @@ OWN_LOSS = "loss: the mean over data-parallel ranks of each one's own"
 OWN_NUMBERS = (
     f"{OWN_LOSS}, as far as it is made of numbers that code reads from tensors (.item(), .tolist(), "
     "how many are selected)"
+)
+OWN_SUMS = (
+    "sums: those over rows that code between graphs reads are each data-parallel rank's own there, "
+    "and so is what it makes of them"
 )
 OWN_RESULT = (
     "evaluate: a result is each data-parallel rank's own, floating-point numbers their mean"
@@ -57,6 +63,12 @@ class Sums:
     written: dict[int, Spread | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
+    def exchanged(self) -> str:
+        """What ranks exchange for it, now or when results are handed out; all must mean the same."""
+        partial = {i: how for i, how in self.results.items() if isinstance(how, Partial)}
+        later = {i: how.reduce_op for i, how in partial.items() if how.reduce_op != "avg"}
+        return repr((self.loss and self.loss[1].totals, self.totals, sorted(later.items())))
+
 
 def decide_sums(
     program: Program,
@@ -64,6 +76,7 @@ def decide_sums(
     spread: Mapping[roles.Input, Spread] | None = None,
     unknown: Sequence[str] = (),
     evaluates: bool = False,
+    given: bool = False,
 ) -> Sums:
     """Reads off a graph's Program what it adds up.
 
@@ -72,6 +85,7 @@ def decide_sums(
         spread: how ranks have the inputs of which that is known.
         unknown: names of the others.
         evaluates: results are to be those of the global batch, no loss is trained.
+        given: Python's code hands numbers to the graph.
     """
     spread = spread or {}
     alike, unsure = _constant(program, rows, spread)
@@ -87,12 +101,16 @@ def decide_sums(
     ]
     if unknown:
         why = f"it is not known whether {unknown[0]} is rows of the batch"
-        shapes = [meta(node)["val"].shape for node in program.results]
-        numbers = evaluates and any(not shape or shape[0] % rows for shape in shapes)
-        own: dict[int, Spread] = {role.index: Apart(why) for role in losses}
-        notes = [f"{OWN_RESULT}, because {why}"] if numbers else []
+        shapes = {role: meta(node)["val"].shape for role, node in results.items()}
+        numbers = [role for role, shape in shapes.items() if not shape or shape[0] % rows]
+        own: dict[int, Spread] = {
+            role.index: Apart(why) for role in (numbers if evaluates else losses)
+        }
+        notes = [f"{OWN_RESULT}, because {why}"] if evaluates and numbers else []
         return Sums(results=own | alike, notes=notes)
-    totals = find_totals(program, rows, spread, evaluates)
+    totals = find_totals(program, rows, spread, evaluates, given)
+    if evaluates and not given and any(isinstance(how, Apart) for how in totals.results.values()):
+        totals = _of_whole_inputs(program, rows, spread) or totals
     known = {i: how for i, how in totals.results.items() if i not in unsure}
     sums = Sums(None, totals.kinds, totals.tail, known)
     for loss in losses:
@@ -113,6 +131,22 @@ def decide_sums(
         apart = [state.reason for state in sums.results.values() if isinstance(state, Apart)]
         sums.notes = [f"{OWN_RESULT}, because {reason}" for reason in dict.fromkeys(apart)]
     return sums
+
+
+def _of_whole_inputs(
+    program: Program, rows: int, spread: Mapping[roles.Input, Spread]
+) -> Totals | None:
+    """Where what earlier graphs left pending is added up as it comes in: rows can be computed with it."""
+    pending = {role: how.reduce_op for role, how in spread.items() if isinstance(how, Partial)}
+    if not pending:
+        return None
+    whole = {**spread, **dict.fromkeys(pending, Replicate())}
+    totals = find_totals(program, rows, whole, adds=True, waits=False)
+    nodes = {program.input_node(role): kind for role, kind in pending.items()}
+    totals.kinds = {meta(node)["name"]: kind for node, kind in nodes.items()} | totals.kinds
+    readers = (user for node in nodes for user in node.users)
+    totals.tail |= {meta(user)["name"] for user in readers if user.op != "output"}
+    return totals
 
 
 def _normalisation(

@@ -82,7 +82,7 @@ class Recorder:
                     result.register_hook(functools.partial(_keep, record.tangents, index))
             known = self.graphs.known
             for index in written:
-                known.pop(inputs[index], None)
+                known.forget(inputs[index])
             known.update((results[i], how) for i, how in known_results.items() if i < len(results))
             return results
 

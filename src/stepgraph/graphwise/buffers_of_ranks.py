@@ -8,7 +8,7 @@ what all ranks have together.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.distributed.tensor import Partial, Replicate
 
 from stepgraph import torch_internals
 from stepgraph.errors import name_a_few
+from stepgraph.graphwise.known import Known
 from stepgraph.torch_internals import graphs as dynamo
 from stepgraph.torch_internals import pytree
 
@@ -43,7 +44,7 @@ class BuffersOfRanks:
         ranks: int,
         group: str,
         rank: int,
-        known: MutableMapping[Any, Any],
+        known: Known,
         report: Callable[[list[str]], None],
     ) -> None:
         self._ranks, self._group, self._rank = ranks, group, rank
@@ -110,7 +111,7 @@ class BuffersOfRanks:
             if largest[count + i] != -largest[2 * count + i] or buffer is None:
                 apart += [name] if largest[count + i] else []
                 continue
-            how = self._known.get(buffer)
+            how = self._known[buffer]
             if isinstance(how, Replicate) and how is not self._alike:
                 continue
             if not isinstance(how, Partial):

@@ -13,11 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from stepgraph import torch_internals
-from stepgraph.analysis.sums import OWN_LOSS, OWN_NUMBERS
+from stepgraph.analysis.sums import OWN_NUMBERS, OWN_SUMS
 from stepgraph.capture.loss import check_loss, forgotten_loss, loss_of
 from stepgraph.capture.mixed_types import mixed_types_error
 from stepgraph.capture.module import default_loss, in_dtype
@@ -28,12 +27,12 @@ from stepgraph.graphwise.buffers_of_ranks import BuffersOfRanks
 from stepgraph.graphwise.compiled_autograd import WholeBackward
 from stepgraph.graphwise.graph_compiler import GraphCompiler
 from stepgraph.graphwise.means import mean_over_ranks
+from stepgraph.graphwise.of_all_ranks import OfAllRanks
 from stepgraph.graphwise.parts import MIXED
 from stepgraph.graphwise.rows_by_data import RowsByData
 from stepgraph.graphwise.sharded_modules import Gathering, gather_where_read
 from stepgraph.placement.presets.named import for_own_update, stored_parameter
 from stepgraph.program import roles
-from stepgraph.program.layout import Apart, blocks_of
 from stepgraph.program.markers import UNSHARD
 from stepgraph.program.mesh_roles import Role
 from stepgraph.program.program import Value
@@ -107,6 +106,7 @@ class GraphRunner:
         self._buffers = BuffersOfRanks(
             compiler.model, size, self._group, ranks.rank, self.graphs.known, compiler.report
         )
+        self._of_all_ranks = OfAllRanks(size, self._group, self.graphs.known, compiler.report)
         self._hooks = look_at(compiler.model).forward_hooks
         self._by_data = RowsByData(size, compiler.watch, compiler.report)
         self._gathering.reads = self._by_data.reads
@@ -211,11 +211,12 @@ class GraphRunner:
             with self.compiler.capturing(), dynamo.running_regions_once(), looking:
                 result = run(self.compiler.model, pytree.tree_unflatten(cast, tree))
             self._warm.add(entry)
-            if (
-                self.compiler.ranks.shape.data_size > 1
-                and dynamo.graphs_ended(dynamo.BY_NUMBERS) > read
-            ):
+            several = self.compiler.ranks.shape.data_size > 1
+            left = self.graphs.known.sums_left(pytree.tree_leaves(result))
+            if several and dynamo.graphs_ended(dynamo.BY_NUMBERS) > read:
                 self.compiler.report([OWN_NUMBERS])
+            elif several and left:
+                self.compiler.report([OWN_SUMS])
             self._buffers.changed()
             self.compiler.report(self.graphs.notes)
             return result
@@ -274,37 +275,30 @@ class GraphRunner:
         """The loss, carrying a graph: the mean over data-parallel ranks."""
         loss = loss_of(self.run(entry, leaves, tree))
         check_loss(loss, not torch.is_grad_enabled() or loss.requires_grad)
-        return self.handed_out(self.mean(self._of_all_ranks(loss), entry))
+        return self.handed_out(self.mean(self._of_all_ranks.loss(loss), entry))
 
     def results(self, entry: str, leaves: Sequence[Any], tree: pytree.TreeSpec) -> Any:
         """What the module returns: this rank's rows, and the loss, carrying a graph, as in :meth:`loss`."""
 
         def of_all_ranks(x: Any) -> Any:
-            if not isinstance(x, torch.Tensor) or x.dim() or not x.requires_grad:
+            if not isinstance(x, torch.Tensor) or self.graphs.known[x] is None:
                 return x
-            how = self.graphs.known.get(x)
-            return x if how is None else self.mean(self._of_all_ranks(x))
+            if entry == "evaluate":
+                return self._of_all_ranks.total(x)
+            if x.dim() or not x.requires_grad:
+                return x
+            return self.mean(self._of_all_ranks.loss(x))
 
         return self.handed_out(pytree.tree_map(of_all_ranks, self.run(entry, leaves, tree)))
-
-    def _of_all_ranks(self, loss: torch.Tensor) -> torch.Tensor:
-        """What has the loss of the global batch as its mean over ranks. One that is own is said to be."""
-        how, ranks = self.graphs.known.get(loss), self.compiler.ranks.shape.data_size
-        if ranks == 1 or how in (Replicate(), Partial("avg")):
-            return loss
-        if how == Partial("sum"):
-            return loss * ranks
-        reason = how.reason if isinstance(how, Apart) else "it is made outside every graph"
-        if not any(note.startswith(OWN_LOSS) for note in self.compiler.notes):
-            self.compiler.report([f"{OWN_LOSS}, because {reason}"])
-        return loss
 
     def evaluate(self, batch: LocalBatch) -> Any:
         """What the callable returns for the global batch, in evaluation mode."""
         with evaluation_mode(self.compiler.model), torch.no_grad():
             result = self.run("evaluate", batch.leaves, batch.tree)
         self._buffers.make_alike_if_due()
-        return pytree.tree_map(self.rows_of_all, result)
+        if self.compiler.ranks.shape.data_size > 1:  # ranks that ran other graphs differ
+            self.mean(torch.zeros((), device=self.compiler.state.device), "evaluate")
+        return pytree.tree_map(lambda x: self._of_all_ranks.result(x, self.graphs.rows), result)
 
     def handed_out(self, result: Any) -> Any:
         """What a caller gets: a backward from it is an error if a parameter behind it was written since."""
@@ -341,26 +335,6 @@ class GraphRunner:
         if watch is not None and not same:
             raise watch.differ(f"{entry} runs other graphs on some ranks than on others")
         return mean
-
-    def rows_of_all(self, value: Any) -> Any:
-        """What every rank returned, as one process would have: rows together, numbers averaged."""
-        ranks = self.compiler.ranks.shape.data_size
-        if not isinstance(value, torch.Tensor) or ranks == 1:
-            return value
-        how, rows = self.graphs.known.get(value), self.graphs.rows
-        if isinstance(how, Partial):  # of a graph that training has, too
-            if how.reduce_op == "avg":
-                return self.mean(value)
-            return torch_internals.sum_over_group(value, self._group, how.reduce_op)
-        if value.dim() == 0:
-            return self.mean(value) if value.is_floating_point() else value
-        if not isinstance(how, Placement):  # its shape says so
-            how = Shard(0) if rows and value.shape[0] % rows == 0 else Replicate()
-        if not isinstance(how, Shard):
-            return value
-        blocks = value.unflatten(how.dim, (blocks_of(how), -1)).movedim(how.dim + 1, 0)
-        whole = torch_internals.gather_over_group(blocks.contiguous(), ranks, self._group)
-        return whole.movedim(0, how.dim + 1).flatten(how.dim, how.dim + 1)
 
     def compile(self, graph: torch.fx.GraphModule, examples: Any, backward: bool) -> Callable:
         """Compiles a graph that dynamo captured, of the model or (``backward``) of its whole backward."""

@@ -8,13 +8,13 @@ AOTAutograd's finding, kept with the graph; what waits for a backward is kept by
 
 import functools
 import weakref
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, fx
 from torch.nn import Parameter
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from stepgraph.analysis.sums import Sums, decide_sums
 from stepgraph.capture.canonical import canonicalise
@@ -22,6 +22,7 @@ from stepgraph.capture.decompositions import decomposition_table
 from stepgraph.capture.mixed_types import check_types
 from stepgraph.errors import CaptureError
 from stepgraph.graphwise.graph import OTHERS, GraphProgram
+from stepgraph.graphwise.known import Known
 from stepgraph.graphwise.lower import lower_graph
 from stepgraph.lowering.decide import decide_for_graph as decide_lowering
 from stepgraph.memory import apply as memory
@@ -48,6 +49,7 @@ from stepgraph.program.program import Program
 from stepgraph.runtime.watch import Watch
 from stepgraph.schedule import apply as schedule
 from stepgraph.torch_internals import graphs as dynamo
+from stepgraph.torch_internals.python_values import numbers_given
 
 OTHER_INPUTS = (
     "graphs: one is run with rows of the batch where it was compiled for none, or the other way: "
@@ -81,7 +83,7 @@ class GraphCompiler:
     programs: list[Program] = field(default_factory=list)
     decided: list[Decisions] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    known: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    known: Known = field(default_factory=Known)
     evaluates: bool = False
     watch: Watch | None = None
 
@@ -123,9 +125,10 @@ class GraphCompiler:
         def rewrite(traced: fx.GraphModule, results: int) -> None:
             compiler = own()
             assert compiler is not None, "its module is gone"
-            if watch is not None:
-                digests.append(digest_of_graph(traced.graph, sources))
+            digest = digest_of_graph(traced.graph, sources)
             made.append(compiler.rewrite(traced, results, sources, rows, known))
+            # Of equal code ranks may add up other things, where one has other rows than the rest.
+            digests.append(zlib.crc32(made[-1].exchanged().encode(), digest))
             how = compiler.decided[-1].lowering
             assert how is not None
             chosen.append(how)
@@ -160,11 +163,12 @@ class GraphCompiler:
             values = compiled(*inputs)
             if compiler is not None:
                 for i, how in written.items():
-                    compiler.known.pop(inputs[i], None)
+                    compiler.known.forget(inputs[i])
                     if as_compiled and how is not None:
                         compiler.known[inputs[i]] = how
                 if as_compiled:
-                    compiler.known.update((values[i], how) for i, how in results.items())
+                    for i, how in results.items():
+                        compiler.known.made(values[i], how)
                 elif adds:
                     compiler.note(OTHER_INPUTS)
             return values
@@ -189,7 +193,10 @@ class GraphCompiler:
         program = driver.through(GRAPH_PLACED, program)
         sums = Sums()
         if mesh.world_size > 1 and rows:
-            sums = decide_sums(program, rows, described.spread, described.unknown, self.evaluates)
+            given = self.evaluates and numbers_given()
+            sums = decide_sums(
+                program, rows, described.spread, described.unknown, self.evaluates, given
+            )
             sums.written = {at: sums.results.get(i) for i, at in described.written.items()}
         program = driver.through(GRAPH_SUMMED, program, mesh=mesh, sums=sums)
         again = gathers_again(request.placement, mesh)
@@ -216,7 +223,7 @@ class GraphCompiler:
 
     def known_of(self, inputs: Sequence[Any], places: Sequence[int]) -> dict[int, Spread]:
         """How ranks have the inputs of a graph at some places, where it is known."""
-        found = ((i, self.known.get(inputs[i])) for i in places)
+        found = ((i, self.known[inputs[i]]) for i in places)
         return {i: how for i, how in found if how is not None}
 
     def note(self, text: str) -> None:

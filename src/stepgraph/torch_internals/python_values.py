@@ -242,6 +242,34 @@ def has_written_modules() -> bool:
     return False
 
 
+def numbers_given() -> bool:
+    """While a backend runs: whether code handed numbers to what is traced, not as a module's attributes."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    graph = InstructionTranslator.current_tx().output
+    scope = {"L": graph.local_scope, "G": graph.global_scope}
+    return any(
+        guard.create_fn_name() in ("CONSTANT_MATCH", "EQUALS_MATCH")
+        and guard.name.startswith("L[")
+        and _is_given_number(guard.originating_source, scope)
+        for guard in graph.guards
+    )
+
+
+def _is_given_number(source: Any, scope: dict[str, Any]) -> bool:
+    try:
+        value = eval(source.name, scope)
+        if type(value) not in (int, float):
+            return False
+        while (base := getattr(source, "base", None)) is not None:
+            if isinstance(eval(base.name, scope), nn.Module):
+                return False
+            source = base
+    except Exception:  # a kind of source that is no expression
+        return True
+    return True
+
+
 def is_expression(source: Any) -> bool:
     """Whether what dynamo knows of where a value came from is an expression."""
     try:

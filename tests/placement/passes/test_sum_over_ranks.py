@@ -101,16 +101,19 @@ def results(x, weight):
     return x * weight, total, x.mean(), x.amax(0), total / (x > 0).sum()
 
 
+HALVES = torch.ones(4, 3), torch.ones(3)
+
+
 def evaluation():
     return graph_program(results, torch.ones(4, 3), torch.ones(4, 1))
 
 
-def test_results_of_a_graph_without_a_backward_are_added_up():
+def test_what_results_without_a_gradient_need_whole_is_added_up():
     before = evaluation()
     after = summed(before.copy(), evaluates=True)
     assert_golden(__file__, "sums_without_a_backward", before, after)
     check_invariants(after)
-    assert collectives(after, None) == 4  # the total once for both that read it
+    assert collectives(after, None) == 2  # of the quotient; what may wait is left pending
 
 
 def test_inputs_that_may_be_rows_or_not_add_up_nothing_and_it_is_said():
@@ -122,6 +125,37 @@ def test_inputs_that_may_be_rows_or_not_add_up_nothing_and_it_is_said():
 def test_rows_alone_need_no_word():
     rows = graph_program(lambda x: x * 2, torch.ones(4, 3))
     assert decide_sums(rows, 4, unknown=["hidden"], evaluates=True) == Sums()
+
+
+def test_an_evaluation_adds_up_what_a_graph_before_it_left_pending_for_whoever_reads_it():
+    before = graph_program(lambda x, total: ((x - total).square().sum(1), total * 2), *HALVES)
+    rows, total = (role for role in before.inputs if isinstance(role, roles.UserInput))
+    known = {rows: Shard(0), total: Partial("sum")}
+    sums = decide_sums(before, 4, known, evaluates=True)
+    assert sums.results == {0: Shard(0), 1: Replicate()}
+    after = sum_over_ranks(before.copy(), TWO, sums)
+    check_invariants(after)
+    assert collectives(after, None) == 1
+    given = decide_sums(before, 4, known, evaluates=True, given=True)
+    assert not given.totals and [*map(type, given.results.values())] == [Apart, Apart]
+
+
+@pytest.mark.parametrize(
+    ("function", "is_own"),
+    [
+        (lambda x: x.sum() / 3, True),
+        (lambda x: (x * 0.3).sum(), True),
+        (lambda x: (x.sum() + 3) / x.amax(), True),
+        (lambda x: x.sum() / x.abs().sum(), False),
+        (lambda x: x.square().sum(), False),
+        (lambda x: x.mean() * 3, False),
+    ],
+)
+def test_a_sum_and_numbers_that_code_hands_to_a_graph_are_each_ranks_own(function, is_own):
+    program = graph_program(function, torch.ones(4, 5))
+    assert not isinstance(decide_sums(program, 4, evaluates=True).results[0], Apart)
+    found = decide_sums(program, 4, evaluates=True, given=True)
+    assert isinstance(found.results[0], Apart) == is_own and bool(found.notes) == is_own
 
 
 def beside(y):

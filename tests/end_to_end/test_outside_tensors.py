@@ -91,6 +91,11 @@ CASES = {
     "weighted": (model, weighted), "criterion": (model, criterion), "centers": (model, centers),
     "teacher": (model, teacher), "a global": (model, of_a_global), "attributes": (anchored, plain),
 }  # fmt: skip
+NAMES = {
+    "weighted": "weight", "criterion": "own.weight", "centers": "own.scale, own.centers",
+    "teacher": "own.0.weight, own.0.bias, own.1.weight, own.1.bias, own.1.running_mean and 3 more",
+    "a global": "GLOBAL", "attributes": "anchor, levels.0, pair.0",
+}  # fmt: skip
 
 
 ON_MESHES = [("dp=2,tp=2", "tp+zero3"), ("dp=2", "auto")]
@@ -118,7 +123,8 @@ def test_training_is_that_of_plain_pytorch(name):
     engine, optimizer = (f(own, loss) for f in (engine_of, lambda *_: sgd(twin)))
     for _ in range(3):
         assert_same_step(engine, twin, loss, optimizer)
-    assert any(note.startswith("read from outside") for note in engine.notes)
+    (note,) = [note for note in engine.notes if note.startswith("read from outside")]
+    assert note.endswith(f": {NAMES[name]}") and note in engine.report()
 
 
 def sgd(model):

@@ -1,6 +1,7 @@
 """What takes long is said on standard error, on the first rank, unless that is turned off."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -95,3 +96,33 @@ def test_a_script_hears_of_its_first_step(switch):
     )
     said = "stepgraph: compiling step (eager) ..." in ran.stderr
     assert said == (switch == "1") and ran.stdout == ""
+
+
+LONG = """
+import torch, stepgraph
+
+class Long(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 1)
+    def forward(self, x):
+        for i in range(LENGTH):
+            x = torch.tanh(x)
+        return self.linear(x).mean()
+
+engine = stepgraph.Engine(Long(), loss=lambda m, x: m(x), lowering="eager")
+engine.step(torch.ones(2, 4))
+"""
+
+
+@pytest.mark.slow
+def test_a_first_step_that_takes_long_says_so_after_five_seconds():
+    """Nothing is patched: the code is captured operation by operation, and there are many."""
+    assert progress.PATIENCE == 5.0
+    script, environment = LONG.replace("LENGTH", "4000"), dict(os.environ)
+    environment.pop(progress.VARIABLE, None)
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True
+    )
+    assert "stepgraph: capturing the step's code ..." in ran.stderr, ran.stderr
+    assert re.search(r"stepgraph: capturing the step's code: \d+ s", ran.stderr), ran.stderr

@@ -19,12 +19,14 @@ from torch.distributed.tensor.placement_types import Placement
 from stepgraph.analysis.rows import (
     GIVEN_NUMBERS,
     MAY_COUNT_ROWS,
+    NOTHING_GIVEN,
+    Given,
     drawn_for_rows,
     is_batched,
     literals,
     may_count_rows,
     of_one_shape,
-    takes_numbers,
+    takes_given,
     with_numbers,
 )
 from stepgraph.operators.entries import results_of
@@ -85,7 +87,7 @@ def find_totals(
     rows: int,
     spread: Mapping[roles.Input, Spread],
     adds: bool,
-    given: bool = False,
+    given: Given = NOTHING_GIVEN,
     waits: bool = True,
 ) -> Totals:
     """How slices have the results of a graph.
@@ -93,7 +95,7 @@ def find_totals(
     Args:
         rows, spread: as for :func:`find_normalisation`.
         adds: whether what results need whole is added up; otherwise those are each slice's own.
-        given: numbers in the graph may be each slice's own.
+        given: numbers that code between graphs handed over: they may be each slice's own.
         waits: results that are sums themselves stay pending.
     """
     return _Walk(program, None, rows, spread).totals(adds, given, waits)
@@ -130,7 +132,7 @@ class _Walk:
         except _Inexact as error:
             return inexact(loss, str(error))
 
-    def totals(self, adds: bool, given: bool, waits: bool) -> Totals:
+    def totals(self, adds: bool, given: Given, waits: bool) -> Totals:
         self._forward()
         tail = {node for node, states in self.state.items() if states == (TAIL,)}
         made, found = Totals(), set()
@@ -153,6 +155,10 @@ class _Walk:
                 made.tail |= {meta(node)["name"] for node in behind}
                 found |= self._totals(result, behind)
         made.kinds = self._kinds(found)
+        for role, result, _ in self.program.output_rows:
+            handed_out = isinstance(role, roles.ModuleResult) and result.op != "placeholder"
+            if handed_out and result in found:  # added up; an input is the caller's own
+                made.results[role.index] = Replicate()
         return made
 
     def _behind(self, result: fx.Node, tail: set[fx.Node]) -> set[fx.Node]:
@@ -162,13 +168,12 @@ class _Walk:
             found += [n for n in node.all_input_nodes if n in tail and n not in found]
         return set(found)
 
-    def _why_apart(self, result: fx.Node, behind: set[fx.Node], given: bool) -> str | None:
+    def _why_apart(self, result: fx.Node, behind: set[fx.Node], given: Given) -> str | None:
         """Why a result that depends on the batch, and is no rows of it, is not to be added up."""
         readers = {user for node in behind for user in node.users if user in self.state}
         if any(isinstance(self.state[user][0], Apart) for user in readers):
             return f"{meta(result)['name']} is computed with rows"
-        adds_up = behind or self.state[result] == (Partial("sum"),)
-        if given and adds_up and takes_numbers(self.program, result, behind):
+        if takes_given(self.program, result, given):
             return GIVEN_NUMBERS
         return MAY_COUNT_ROWS if may_count_rows(self.program, result, self.rows or 1) else None
 

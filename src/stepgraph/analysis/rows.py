@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -14,6 +15,8 @@ from stepgraph.program.program import FORWARD, Program, Value
 aten = torch.ops.aten
 _SCALING = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
 _TAKING_NUMBERS = {aten.mul, aten.div, aten.floor_divide, aten.full}
+_TAKING_PLACES = {aten.select, aten.arange, aten.full, aten.expand}
+_ALIKE = (0, 1, -1, -100)  # nobody counts as many; the last is the label that a loss ignores
 MAY_COUNT_ROWS = "sums are scaled by numbers, which may count rows"
 GIVEN_NUMBERS = "sums are computed with numbers that code made, which may be a rank's own"
 
@@ -73,12 +76,52 @@ def may_count_rows(program: Program, result: fx.Node, rows: int) -> bool:
     return any(counts_rows(n, rows) for node in behind for n in numbers_in(program, node))
 
 
-def takes_numbers(program: Program, result: fx.Node, of_totals: Collection[fx.Node]) -> bool:
-    """Whether plain numbers go into a result: sums scaled by them, or ``of_totals``, by any operation."""
-    plain = [a for node in of_totals if torch.Tag.pointwise in _tags(node) for a in node.args]
-    if any(isinstance(a, (int, float)) and not isinstance(a, bool) for a in plain):
-        return True
-    return any(numbers_in(program, node) for node in _behind(result))
+@dataclass(frozen=True)
+class Given:
+    """Numbers that are in a graph because Python's code had them: they may be each rank's own.
+
+    Attributes:
+        handed: some were handed over, by code between graphs or with the batch; what is made of them is any
+            number.
+        read: those that were read where code may have left them: attributes, globals, lengths.
+    """
+
+    handed: bool = False
+    read: frozenset[float] = frozenset()
+
+
+NOTHING_GIVEN = Given()
+
+
+def takes_given(program: Program, result: fx.Node, given: Given) -> bool:
+    """Whether a result may be computed with a number that was given."""
+    if not (given.handed or given.read):
+        return False
+    for node in _behind(result):
+        scaling = numbers_in(program, node)
+        numbers = (n for n in (*_plain(node), *scaling) if n not in _ALIKE)
+        if given.handed and not all(_is_square(node, n) for n in numbers):
+            return True
+        if any(n in given.read or 1 / n in given.read for n in scaling if n):
+            return True
+    return False
+
+
+def _plain(node: fx.Node) -> list[float]:
+    """The numbers that an operation of single elements, or one that picks or counts some, is given."""
+    if torch.Tag.pointwise not in _tags(node) and _packet(node) not in _TAKING_PLACES:
+        return []
+    given = [*node.args, *node.kwargs.values()]
+    given += [a for sizes in given if isinstance(sizes, (list, tuple)) for a in sizes]
+    return [a for a in given if isinstance(a, (int, float)) and not isinstance(a, bool)]
+
+
+def _is_square(node: fx.Node, number: float) -> bool:
+    return number == 2 and _packet(node) is aten.pow
+
+
+def _packet(node: fx.Node) -> object:
+    return getattr(node.target, "overloadpacket", None)
 
 
 def _behind(result: fx.Node) -> Iterator[fx.Node]:
@@ -95,7 +138,7 @@ def numbers_in(program: Program, node: fx.Node) -> list[float]:
     if node.op == "get_attr":
         value = getattr(program.module, str(node.target))
         return [float(value)] if value.numel() == 1 else []
-    if getattr(node.target, "overloadpacket", None) in _TAKING_NUMBERS:
+    if _packet(node) in _TAKING_NUMBERS:
         return [a for a in node.args if isinstance(a, (int, float)) and a not in (True, False)]
     return []
 

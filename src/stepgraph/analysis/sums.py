@@ -21,7 +21,17 @@ from torch import fx
 from torch.distributed.tensor import Partial, Replicate
 
 from stepgraph.analysis.loss_normalisation import Totals, find_normalisation, find_totals
-from stepgraph.analysis.rows import MAY_COUNT_ROWS, counts_rows, drawn_for_rows, numbers_in, reached
+from stepgraph.analysis.rows import (
+    MAY_COUNT_ROWS,
+    NOTHING_GIVEN,
+    Given,
+    counts_rows,
+    drawn_for_rows,
+    numbers_in,
+    reached,
+    takes_given,
+)
+from stepgraph.operators.views import storage_roots
 from stepgraph.planning.decisions import Normalisation
 from stepgraph.program import roles
 from stepgraph.program.layout import Apart, Spread
@@ -76,7 +86,7 @@ def decide_sums(
     spread: Mapping[roles.Input, Spread] | None = None,
     unknown: Sequence[str] = (),
     evaluates: bool = False,
-    given: bool = False,
+    given: Given = NOTHING_GIVEN,
 ) -> Sums:
     """Reads off a graph's Program what it adds up.
 
@@ -85,7 +95,7 @@ def decide_sums(
         spread: how ranks have the inputs of which that is known.
         unknown: names of the others.
         evaluates: results are to be those of the global batch, no loss is trained.
-        given: Python's code hands numbers to the graph.
+        given: numbers that Python's code had for the graph.
     """
     spread = spread or {}
     alike, unsure = _constant(program, rows, spread)
@@ -109,8 +119,10 @@ def decide_sums(
         notes = [f"{OWN_RESULT}, because {why}"] if evaluates and numbers else []
         return Sums(results=own | alike, notes=notes)
     totals = find_totals(program, rows, spread, evaluates, given)
-    if evaluates and not given and any(isinstance(how, Apart) for how in totals.results.values()):
-        totals = _of_whole_inputs(program, rows, spread) or totals
+    takes = any(takes_given(program, node, given) for node in results.values())
+    if evaluates and _has_own(totals) and not takes:
+        whole = _of_whole_inputs(program, rows, spread, given)
+        totals = totals if whole is None or _has_own(whole) else whole
     known = {i: how for i, how in totals.results.items() if i not in unsure}
     sums = Sums(None, totals.kinds, totals.tail, known)
     for loss in losses:
@@ -134,19 +146,28 @@ def decide_sums(
 
 
 def _of_whole_inputs(
-    program: Program, rows: int, spread: Mapping[roles.Input, Spread]
+    program: Program, rows: int, spread: Mapping[roles.Input, Spread], given: Given
 ) -> Totals | None:
     """Where what earlier graphs left pending is added up as it comes in: rows can be computed with it."""
     pending = {role: how.reduce_op for role, how in spread.items() if isinstance(how, Partial)}
     if not pending:
         return None
     whole = {**spread, **dict.fromkeys(pending, Replicate())}
-    totals = find_totals(program, rows, whole, adds=True, waits=False)
+    totals = find_totals(program, rows, whole, True, given, waits=False)
     nodes = {program.input_node(role): kind for role, kind in pending.items()}
     totals.kinds = {meta(node)["name"]: kind for node, kind in nodes.items()} | totals.kinds
     readers = (user for node in nodes for user in node.users)
     totals.tail |= {meta(user)["name"] for user in readers if user.op != "output"}
+    root = storage_roots(program)
+    for role, result, _ in program.output_rows:
+        if isinstance(role, roles.ModuleResult) and (kind := nodes.get(root[result])):
+            # Its caller gets a view of what it gave, which nobody has added up.
+            totals.results[role.index] = Partial(kind)
     return totals
+
+
+def _has_own(totals: Totals) -> bool:
+    return any(isinstance(how, Apart) for how in totals.results.values())
 
 
 def _normalisation(

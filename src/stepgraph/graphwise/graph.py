@@ -50,6 +50,7 @@ class GraphProgram:
             ``ModuleResult`` and ``Grad``.
         spread: how ranks have ``UserInput`` tensors.
         unknown: names of those of which it is not known.
+        guessed: some are taken for rows by their shape alone.
         written: indices of results that are new values of inputs -> positions of those.
     """
 
@@ -67,6 +68,7 @@ class GraphProgram:
         self._slots = [i for i, leaf in enumerate(self._flat) if is_tensor(leaf)]
         self.spread: dict[roles.Input, Spread] = {}
         self.unknown: list[str] = []
+        self.guessed = False
         self.written: dict[int, int] = {}
         self.program = self._describe(joint, results, list(sources), known or {}, rows)
 
@@ -94,7 +96,7 @@ class GraphProgram:
                         if leaf in known:
                             self.spread[role] = known[leaf]
                         elif meta(node)["val"].dim() > 1 and meta(node)["val"].shape[0] == rows:
-                            self.spread[role] = Shard(0)
+                            self.spread[role], self.guessed = Shard(0), True
                         else:
                             self.unknown.append(role.name)
                 case _:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -106,7 +107,9 @@ class GraphRunner:
         self._buffers = BuffersOfRanks(
             compiler.model, size, self._group, ranks.rank, self.graphs.known, compiler.report
         )
-        self._of_all_ranks = OfAllRanks(size, self._group, self.graphs.known, compiler.report)
+        self._of_all_ranks = OfAllRanks(
+            size, self._group, compiler.state.device, self.graphs.known, compiler.report
+        )
         self._hooks = look_at(compiler.model).forward_hooks
         self._by_data = RowsByData(size, compiler.watch, compiler.report)
         self._gathering.reads = self._by_data.reads
@@ -201,6 +204,7 @@ class GraphRunner:
         self.graphs.known.update((x, Shard(0) if x.dim() else Replicate()) for x in tensors)
         pairs, _ = flatten_with_paths(pytree.tree_unflatten(list(leaves), tree))
         self._entry, self.graphs.evaluates = entry, entry == "evaluate"
+        self.graphs.guessed, self._of_all_ranks.rows = False, self.graphs.rows
         self._follow_hooks(entry)
         self._buffers.make_alike_if_due()
         before, self._gathering.active = self._gathering.active, True
@@ -212,10 +216,12 @@ class GraphRunner:
                 result = run(self.compiler.model, pytree.tree_unflatten(cast, tree))
             self._warm.add(entry)
             several = self.compiler.ranks.shape.data_size > 1
-            left = self.graphs.known.sums_left(pytree.tree_leaves(result))
+            returned = pytree.tree_leaves(result)
+            left = self.graphs.known.sums_left(returned)
+            made = self.graphs.guessed or any(map(self._of_all_ranks.is_rows_by_shape, returned))
             if several and dynamo.graphs_ended(dynamo.BY_NUMBERS) > read:
                 self.compiler.report([OWN_NUMBERS])
-            elif several and left:
+            elif several and left and made:  # rows that code made, perhaps of those sums
                 self.compiler.report([OWN_SUMS])
             self._buffers.changed()
             self.compiler.report(self.graphs.notes)
@@ -281,24 +287,36 @@ class GraphRunner:
         """What the module returns: this rank's rows, and the loss, carrying a graph, as in :meth:`loss`."""
 
         def of_all_ranks(x: Any) -> Any:
-            if not isinstance(x, torch.Tensor) or self.graphs.known[x] is None:
+            if not isinstance(x, torch.Tensor) or x.dim() or not x.requires_grad:
                 return x
-            if entry == "evaluate":
-                return self._of_all_ranks.total(x)
-            if x.dim() or not x.requires_grad:
-                return x
-            return self.mean(self._of_all_ranks.loss(x))
+            return x if self.graphs.known[x] is None else self.mean(self._of_all_ranks.loss(x))
 
-        return self.handed_out(pytree.tree_map(of_all_ranks, self.run(entry, leaves, tree)))
+        result = self.run(entry, leaves, tree)
+        if entry == "evaluate":
+            result = self._agreed(result, gathers=False)
+        return self.handed_out(pytree.tree_map(of_all_ranks, result))
 
     def evaluate(self, batch: LocalBatch) -> Any:
         """What the callable returns for the global batch, in evaluation mode."""
         with evaluation_mode(self.compiler.model), torch.no_grad():
             result = self.run("evaluate", batch.leaves, batch.tree)
         self._buffers.make_alike_if_due()
-        if self.compiler.ranks.shape.data_size > 1:  # ranks that ran other graphs differ
-            self.mean(torch.zeros((), device=self.compiler.state.device), "evaluate")
-        return pytree.tree_map(lambda x: self._of_all_ranks.result(x, self.graphs.rows), result)
+        return self._agreed(result, gathers=True)
+
+    def _agreed(self, result: Any, gathers: bool) -> Any:
+        """What an evaluation returned, as one process would have it; rows only where they are gathered.
+
+        Raises:
+            RanksDifferError: ranks ran other graphs, or returned other things.
+        """
+        if self.compiler.ranks.shape.data_size == 1:
+            return result
+        leaves, tree_of = pytree.tree_flatten(result)
+        if self.compiler.watch is not None:
+            kinds = [(x.dim(), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in leaves]
+            self.compiler.watch.runs(zlib.crc32(repr(kinds).encode()))
+        self.mean(torch.zeros((), device=self.compiler.state.device), "evaluate")
+        return pytree.tree_unflatten(self._of_all_ranks.results(leaves, gathers), tree_of)
 
     def handed_out(self, result: Any) -> Any:
         """What a caller gets: a backward from it is an error if a parameter behind it was written since."""

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch.nn import Parameter
 
+from stepgraph.analysis.rows import NOTHING_GIVEN, Given
 from stepgraph.analysis.sums import Sums, decide_sums
 from stepgraph.capture.canonical import canonicalise
 from stepgraph.capture.decompositions import decomposition_table
@@ -71,6 +72,7 @@ class GraphCompiler:
         decided: for each of them.
         known: how ranks have the batch's tensors and what graphs made, as far as it is known.
         evaluates: what runs now is an evaluation.
+        guessed: a graph was compiled for what is taken for rows by its shape: code between graphs made it.
         watch: tells whether other ranks run the same graphs.
     """
 
@@ -85,6 +87,7 @@ class GraphCompiler:
     notes: list[str] = field(default_factory=list)
     known: Known = field(default_factory=Known)
     evaluates: bool = False
+    guessed: bool = False
     watch: Watch | None = None
 
     def __call__(
@@ -186,6 +189,7 @@ class GraphCompiler:
         """Decides for a graph's forward and backward, and applies it."""
         driver, request, mesh = self.driver, self.request, self.request.mesh
         described = GraphProgram(joint, results, sources, known, rows)
+        self.guessed |= described.guessed
         program = described.program
         check_types(program, request.step.precision.compute)
         program.mesh = mesh
@@ -193,7 +197,10 @@ class GraphCompiler:
         program = driver.through(GRAPH_PLACED, program)
         sums = Sums()
         if mesh.world_size > 1 and rows:
-            given = self.evaluates and numbers_given()
+            given = NOTHING_GIVEN
+            if self.evaluates:
+                handed, read = numbers_given()
+                given = Given(handed, frozenset(read))
             sums = decide_sums(
                 program, rows, described.spread, described.unknown, self.evaluates, given
             )

@@ -242,32 +242,46 @@ def has_written_modules() -> bool:
     return False
 
 
-def numbers_given() -> bool:
-    """While a backend runs: whether code handed numbers to what is traced, not as a module's attributes."""
+def numbers_given() -> tuple[bool, set[float]]:
+    """While a backend runs: the numbers that dynamo found where code may have put them.
+
+    Returns:
+        whether there are some that were handed over, as local values; and those in attributes and globals,
+        and lengths of lists.
+    """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     graph = InstructionTranslator.current_tx().output
     scope = {"L": graph.local_scope, "G": graph.global_scope}
-    return any(
-        guard.create_fn_name() in ("CONSTANT_MATCH", "EQUALS_MATCH")
-        and guard.name.startswith("L[")
-        and _is_given_number(guard.originating_source, scope)
-        for guard in graph.guards
-    )
-
-
-def _is_given_number(source: Any, scope: dict[str, Any]) -> bool:
-    try:
-        value = eval(source.name, scope)
+    handed, read = False, set()
+    for guard in graph.guards:
+        kind, name = guard.create_fn_name(), guard.name
+        if kind not in ("CONSTANT_MATCH", "EQUALS_MATCH", "SEQUENCE_LENGTH"):
+            continue
+        try:
+            value = eval(name, scope)
+            value = len(value) if kind == "SEQUENCE_LENGTH" else value
+        except Exception:  # a kind of source that is no expression
+            continue
         if type(value) not in (int, float):
-            return False
-        while (base := getattr(source, "base", None)) is not None:
+            continue
+        if kind == "SEQUENCE_LENGTH" or _is_kept(guard.originating_source, scope):
+            read.add(float(value))
+        elif value not in (0, 1):
+            handed = True
+    return handed, read
+
+
+def _is_kept(source: Any, scope: dict[str, Any]) -> bool:
+    """Whether a value is a global or in an attribute of a module."""
+    while (base := getattr(source, "base", None)) is not None:
+        try:
             if isinstance(eval(base.name, scope), nn.Module):
-                return False
-            source = base
-    except Exception:  # a kind of source that is no expression
-        return True
-    return True
+                return True
+        except Exception:
+            return False
+        source = base
+    return source.name.startswith("G[")
 
 
 def is_expression(source: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What an evaluation graph by graph returns: the global batch's, or the mean of ranks' own, as it says then."""
+"""What an evaluation graph by graph returns: the global batch's, or the mean of ranks' own, as it says."""
 
 from __future__ import annotations
 

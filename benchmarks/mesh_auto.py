@@ -30,7 +30,7 @@ def main() -> None:
         for line in ran.stdout or ():
             seconds = round(time.perf_counter() - start, 1)
             print(seconds, line, end="", flush=True)
-            if _MESH.search(line):
+            if "memory" in line and _MESH.search(line):
                 lines.append({"seconds": seconds, "line": line.strip()})
     found = {
         "command": " ".join(["stepgraph", "plan", *ARGUMENTS]),

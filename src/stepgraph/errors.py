@@ -31,7 +31,7 @@ class StepgraphError(Exception):
         # The default would call the class with the formatted message only; errors travel between
         # processes when a rank fails.
         made = functools.partial(type(self), where=self.where, why=self.why, do=self.do)
-        return (made, (self.what,))
+        return (made, (self.what,), self.__dict__)
 
     @classmethod
     def anchor(cls) -> str:

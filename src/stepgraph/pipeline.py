@@ -67,12 +67,7 @@ from stepgraph.placement.passes.spell_out_norms import spell_out_norms
 from stepgraph.placement.passes.sum_over_ranks import sum_over_ranks
 from stepgraph.placement.presets.named import gathers_again
 from stepgraph.placement.solver.held_bytes import first_limit
-from stepgraph.planning.decisions import (
-    Decisions,
-    FrontierPoint,
-    MemoryDecision,
-    PlacementDecision,
-)
+from stepgraph.planning.decisions import Decisions, FrontierPoint, MemoryDecision, PlacementDecision
 from stepgraph.planning.facts import ValueFacts, gather_facts
 from stepgraph.planning.plan import Plan
 from stepgraph.planning.request import AUTO, StepSettings, is_searched

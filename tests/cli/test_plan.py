@@ -1,6 +1,7 @@
 """``stepgraph plan`` and ``stepgraph explain``, from options to exit codes."""
 
 import json
+import multiprocessing
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from stepgraph.api.plan import Plan
 from stepgraph.api.planner import Attempt
 from stepgraph.cli import main as cli
 from stepgraph.cli import plan as plan_commands
-from stepgraph.errors import BudgetError
+from stepgraph.cli import plan_jobs, plan_processes
+from stepgraph.errors import BudgetError, StepgraphError
 from stepgraph.pipeline import Made
 from stepgraph.planning.request import Precision
 from tests.planning.plan_support import llama_plan
@@ -32,8 +34,7 @@ def planned(monkeypatch):
     seen = []
     answers = {}
 
-    def run_jobs(options, jobs, stage, say):
-        stage("capture")
+    def run_jobs(options, jobs, workers, say):
         seen.append((options, jobs))
         default = attempt(llama_plan())
         return [answers.get(job.placement, default) for job in jobs]
@@ -134,13 +135,13 @@ def test_jobs_with_one_global_batch_share_a_capture(monkeypatch):
             return attempt(llama_plan())
 
     asked, said = [], []
-    monkeypatch.setattr(plan_commands, "Planner", FakePlanner)
+    monkeypatch.setattr(plan_jobs, "Planner", FakePlanner)
     named = ("auto",)
     options = plan_commands.PlanOptions(
         "llama-tiny", named, 16, seq=64, plan="zero3", memory="none"
     )
     jobs = plan_commands.list_jobs(options)
-    found = plan_commands.run_jobs(options, jobs, print, said.append)
+    found = plan_jobs.run_jobs(options, jobs, [plan_jobs.Here(options, print)], said.append)
     assert made == [(32, 64), (16, 64), (8, 64), (4, 64)]
     assert len(found) == len(said) == len(jobs) and " tokens/s, peak " in said[0]
     assert [row[:2] for row in asked] == [(str(job.mesh), job.placement) for job in jobs]
@@ -163,18 +164,20 @@ def search(monkeypatch, stored, kept, peaks):
         def plan(self, mesh, placement, memory, budget, *, last):
             asked.append(str(mesh))
             peak = peaks(mesh)
-            if peak is None:
-                raise BudgetError("too much")
+            if peak is None or peak > 100:
+                error = BudgetError("too much")
+                error.smallest = peak
+                raise error
             plan = llama_plan(memory="full")
             largest = ("activations", 5)
             return Attempt(plan, Made(plan), peak, budget, largest, plan.predicted)
 
-    monkeypatch.setattr(plan_commands, "Planner", FakePlanner)
+    monkeypatch.setattr(plan_jobs, "Planner", FakePlanner)
     options = plan_commands.PlanOptions(
         "llama-tiny", ("auto",), 16, seq=64, plan="auto", memory_budget="100b"
     )
     jobs = plan_commands.list_jobs(options)
-    found = plan_commands.run_jobs(options, jobs, lambda name: None, said.append)
+    found = plan_jobs.run_jobs(options, jobs, [plan_jobs.Here(options, print)], said.append)
     return asked, said, found
 
 
@@ -183,7 +186,7 @@ def test_meshes_that_are_chosen_come_most_promising_first(monkeypatch):
     # With room: least tensor parallelism first. 8 + 6 * 16 is above 100, and still tried.
     assert asked == ["dp=16", "replicate=2,shard=8", "dp=8,tp=2", "replicate=2,shard=4,tp=2",
                      "dp=4,tp=4", "replicate=2,shard=2,tp=4", "dp=2,tp=8"]  # fmt: skip
-    assert len(said) == len(found) == 7 and "which does not fit" in said[0]
+    assert len(said) == 7 and len(found) == 5 and "too much" in said[0]
 
 
 def test_meshes_that_cannot_fit_are_not_planned(monkeypatch):
@@ -197,15 +200,51 @@ def test_meshes_that_cannot_fit_are_not_planned(monkeypatch):
 
 
 def test_a_peak_goes_by_those_of_meshes_that_were_planned(monkeypatch):
-    # They hold little and take much: temporaries, say.
+    # They hold little and take much: temporaries, say. That one fits says nothing of others.
     asked, said, _ = search(monkeypatch, 16 * 8, 16 * 2 * 7, lambda mesh: 8 + 30 * mesh.data_size)
-    assert "dp=2,tp=8" in asked and "dp=8,tp=2" not in asked
+    assert {"dp=2,tp=8", "dp=4,tp=4"} <= {*asked} and "dp=8,tp=2" not in asked
     assert any("left out: by the meshes above a rank would take" in line for line in said)
 
 
 def test_where_nothing_fits_the_last_error_is_raised(monkeypatch):
     with pytest.raises(BudgetError, match="too much"):
         search(monkeypatch, 16 * 8, 16 * 2, lambda mesh: None)
+
+
+# -- in several processes
+
+SMALL = ("--seq", "32", "--batch-per-rank", "1", "--plan", "tp+zero3", "--memory", "full")
+
+
+def test_processes_plan_what_one_does(monkeypatch):
+    asked = ["plan", "llama-tiny", "--mesh", "dp=2,tp=2", "--mesh", "dp=1,tp=4", *SMALL, "--json"]
+    monkeypatch.setattr(plan_processes, "MOST", 2)
+    monkeypatch.setattr(plan_processes, "_cores", lambda: 2)
+    several = run(*asked)
+    monkeypatch.setattr(plan_processes, "MOST", 1)
+    alone = run(*asked)
+    assert several.exit_code == alone.exit_code == 0, several.output
+    assert json.loads(several.stdout) == json.loads(alone.stdout)
+    assert len(json.loads(alone.stdout)) == 2
+    assert not multiprocessing.active_children()
+
+
+def test_a_process_that_is_ended_is_an_error_and_so_is_what_it_raises():
+    options = plan_jobs.PlanOptions(
+        "llama-tiny", ("dp=2,tp=2", "dp=1,tp=4"), seq=32, plan="tp+zero3"
+    )
+    jobs = plan_commands.list_jobs(options)
+    with plan_processes.workers_for(options, jobs, print) as workers:
+        if len(workers) == 1:
+            pytest.skip("one core: no other process is asked")
+        with pytest.raises(AttributeError):  # whatever it is, it is raised here
+            workers[0].measure("no mesh")
+            workers[0].result()
+        for process in multiprocessing.active_children():
+            process.kill()
+        with pytest.raises(StepgraphError, match="has ended without an answer"):
+            workers[1].begin(jobs[0], True, {})
+            workers[1].result()
 
 
 def test_what_does_not_fit_is_a_failure_with_its_reason(planned, tmp_path):

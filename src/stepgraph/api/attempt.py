@@ -15,10 +15,7 @@ from stepgraph.planning.sizes import show_bytes
 
 @dataclass
 class Attempt:
-    """A plan, and whether it fits: ``largest`` is the category that takes most bytes at any time.
-
-    ``lean``: the peak under the policy that keeps least, where its placements were found under that.
-    """
+    """A plan, and whether it fits: ``largest`` is the category that takes most bytes at any time."""
 
     plan: Plan
     made: Made
@@ -26,7 +23,6 @@ class Attempt:
     budget: int
     largest: tuple[str, int]
     predicted: Prediction
-    lean: int = 0
 
     @property
     def fits(self) -> bool:

@@ -21,7 +21,7 @@ from stepgraph.errors import BatchError, BudgetError, MemoryPolicyError, UsageEr
 from stepgraph.leading import leader
 from stepgraph.lowering.graphs.obstacles import find_obstacles
 from stepgraph.memory.decide import candidates, decide
-from stepgraph.memory.presets import FULL, NONE, budget_of
+from stepgraph.memory.presets import NONE, budget_of
 from stepgraph.memory.solver.frontiers import whole_step
 from stepgraph.pipeline import apply, capture_of, foresee, make
 from stepgraph.placement.decide import reduces_each_micro_batch
@@ -210,7 +210,7 @@ class Planner:
             return placed
         found = self._kept(placed.plan.under(memory=first.memory), programs, frontier)
         found.plan = replace(found.plan, notes=placed.plan.notes)
-        return replace(found, lean=placed.peak * (placed.plan.memory == FULL))
+        return found
 
     def _kept(self, plan: Plan, programs: Mapping[str, Program], frontier: bool) -> Attempt:
         """What is best kept where a plan's placements are decided, or follow from a preset."""

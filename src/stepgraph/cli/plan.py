@@ -1,42 +1,30 @@
 """``stepgraph plan``: one model, several meshes and placements, one capture a batch."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
-import torch
 
-from stepgraph.api.arguments import name_of
-from stepgraph.api.models import find_model, language_model_loss
-from stepgraph.api.plan import build_on_meta, check_request, public
-from stepgraph.api.planner import STAGES, Attempt, Planner, make_optimizer
+from stepgraph.api.models import find_model
+from stepgraph.api.plan import check_request, public
+from stepgraph.api.planner import STAGES, Attempt
 from stepgraph.cli.options import example
+from stepgraph.cli.plan_jobs import Job, PlanOptions, run_jobs
+from stepgraph.cli.plan_processes import workers_for
 from stepgraph.cli.progress import Stages
 from stepgraph.cost.device import Device
 from stepgraph.cost.devices import find_device
-from stepgraph.errors import BudgetError, MeshError, UsageError
-from stepgraph.memory.decide import leanest
-from stepgraph.memory.presets import budget_of
+from stepgraph.errors import MeshError, UsageError
 from stepgraph.placement.presets.named import check_preset
-from stepgraph.placement.solver.held_bytes import first_limit
-from stepgraph.planning.request import AUTO, Precision, StepSettings, is_searched
-from stepgraph.planning.sizes import parse_size, show_bytes
+from stepgraph.planning.request import AUTO
+from stepgraph.planning.sizes import parse_size
 from stepgraph.program.layout import MeshShape
 from stepgraph.program.mesh_roles import Role
-from stepgraph.report.text import (
-    comparison,
-    one_line,
-    plan_page,
-    plan_summary,
-    ranked,
-)
+from stepgraph.report.text import comparison, plan_page, plan_summary, ranked
 from stepgraph.runtime.ranks import parse_mesh
 
-_ROOM = 2.0  # a step's peak over what it holds at least, where memory is no concern
-_SURELY = 1.1  # of the limit: a peak by that of another mesh is about right
 _POSITIVE = click.IntRange(min=1)
 
 
@@ -83,8 +71,8 @@ def plan_command(as_json: bool, **given: Any) -> None:
     """
     options = PlanOptions(**given)
     jobs = list_jobs(options)
-    with Stages(count_stages(jobs)) as stages:
-        attempts = run_jobs(options, jobs, stages.begin, stages.say)
+    with Stages(count_stages(jobs)) as stages, workers_for(options, jobs, stages.begin) as workers:
+        attempts = run_jobs(options, jobs, workers, stages.say)
     best = _best(attempts)
     refused = not best.fits and options.refuses
     if len(attempts) > 1:
@@ -133,37 +121,6 @@ def _show_many(attempts: list[Attempt], as_json: bool) -> None:
 # -- the plans to make
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """What ``stepgraph plan`` was asked for."""
-
-    model: str
-    mesh: tuple[str, ...]
-    ranks: int | None = None
-    device: str = "h100"
-    batch_per_rank: int = 2
-    seq: int = 8192
-    plan: str = AUTO
-    memory: str = AUTO
-    memory_budget: str | None = None
-    compare: str | None = None
-    output: str | None = None
-    html: str | None = None
-
-    @property
-    def refuses(self) -> bool:
-        """Whether what does not fit is no answer: it was not asked for in so many words."""
-        return is_searched(self.memory) or self.memory_budget is not None
-
-
-@dataclass(frozen=True)
-class Job:
-    """One plan to be made."""
-
-    mesh: MeshShape
-    placement: str
-
-
 def list_jobs(options: PlanOptions) -> list[Job]:
     """Everything that is to be planned; nothing is built yet.
 
@@ -195,130 +152,6 @@ def list_jobs(options: PlanOptions) -> list[Job]:
 def count_stages(jobs: Sequence[Job]) -> int:
     """How many stages planning goes through, at least."""
     return len({job.mesh.data_size for job in jobs}) + len(jobs) * (len(STAGES) - 1)
-
-
-def run_jobs(
-    options: PlanOptions,
-    jobs: Sequence[Job],
-    stage: Callable[[str], None],
-    say: Callable[[str], None],
-) -> list[Attempt]:
-    """Plans, jobs with a global batch in common after one capture; says what each comes to once it is done.
-
-    Meshes that were chosen here come most promising first, without those that cannot fit.
-
-    Returns:
-        what could be planned, in the order of the jobs.
-
-    Raises:
-        BudgetError: nothing fits anywhere.
-    """
-    device = find_device(options.device)
-    budget = budget_of(options.memory, parse_size(options.memory_budget))
-    model = build_on_meta(find_model(options.model))
-    optimizer = make_optimizer("adamw", model)
-    planners: dict[int, Planner] = {}
-    refused: dict[str, tuple[int, MeshShape]] = {}
-
-    def planner_of(size: int) -> Planner:
-        if size not in planners:
-            shape = options.batch_per_rank * size, options.seq
-            ids = torch.empty(shape, dtype=torch.int64, device="meta")
-            planners[size] = Planner(
-                model,
-                {"input_ids": ids, "labels": ids},
-                language_model_loss,
-                optimizer,
-                device,
-                StepSettings(name_of(optimizer), precision=Precision(torch.bfloat16)),
-                stage=stage,
-                refused=refused,
-            )
-        return planners[size]
-
-    todo, stored, limit = list(jobs), 0, first_limit(budget, device.capacity)
-    if AUTO in options.mesh and len(jobs) > 1 and options.refuses:
-        smallest = min(jobs, key=lambda job: job.mesh.data_size).mesh
-        whole = planner_of(smallest.data_size).whole_bytes(smallest, options.memory)
-        todo = most_promising_first(jobs, smallest, whole, limit, say)
-        stored = whole[0] // smallest.world_size
-    found: dict[Job, Attempt] = {}
-    too_small: BudgetError | None = None
-    for number, job in enumerate(todo):
-        size = job.mesh.data_size
-        last = all(other.mesh.data_size != size for other in todo[number + 1 :])
-        peak = peak_like(found, job, stored, leanest(options.memory)) if stored else 0.0
-        try:
-            if peak > _SURELY * limit:
-                size_text = show_bytes(round(peak))
-                raise BudgetError(f"left out: by the meshes above a rank would take {size_text}")
-            attempt = planner_of(size).plan(
-                job.mesh, job.placement, options.memory, budget, last=last
-            )
-        except BudgetError as error:
-            too_small = error
-            say(f"{job.mesh}  {job.placement}: {error.what}")
-        else:
-            found[job] = attempt
-            if len(jobs) > 1:
-                say(one_line(attempt.plan, attempt.fits))
-        if last:
-            planners.pop(size, None)
-    if not found:
-        assert too_small is not None
-        raise too_small
-    return [found[job] for job in jobs if job in found]
-
-
-def peak_like(found: Mapping[Job, Attempt], job: Job, stored: int, memory: str) -> float:
-    """A peak by those of meshes of as many ranks under a memory policy; 0: there is none to go by.
-
-    But for what is stored, a rank takes as much as it has rows.
-
-    Args:
-        stored: bytes of parameters and states of a rank.
-    """
-    return max(
-        (
-            stored + (peak - stored) * job.mesh.data_size / other.mesh.data_size
-            for other, attempt in found.items()
-            if other.placement == job.placement
-            and (peak := attempt.lean or attempt.peak * (attempt.plan.memory == memory))
-        ),
-        default=0.0,
-    )
-
-
-def most_promising_first(
-    jobs: Sequence[Job],
-    known: MeshShape,
-    whole: tuple[int, int],
-    limit: int,
-    say: Callable[[str], None],
-) -> list[Job]:
-    """Jobs without those that cannot fit, however their values are sharded; those with room first.
-
-    Of these the ones with the least tensor parallelism, which communicates most; of the others those with
-    most of it, which hold least.
-
-    Args:
-        known: a mesh, for which ``whole`` are the bytes of states, and for the backward, of all ranks.
-        limit: bytes of a rank.
-    """
-    stored, kept = whole
-    ranks = known.world_size
-    least = {job: (stored + kept * job.mesh.data_size / known.data_size) / ranks for job in jobs}
-
-    def order(job: Job) -> tuple[int, int]:
-        tensor = ranks // job.mesh.data_size
-        return (0, tensor) if _ROOM * least[job] <= limit else (1, -tensor)
-
-    possible = [job for job in jobs if least[job] <= limit]
-    for job in jobs if possible else ():
-        if job not in possible:
-            size = show_bytes(round(least[job]))
-            say(f"{job.mesh}  {job.placement}: does not fit, it holds {size} a rank at least")
-    return sorted(possible or jobs, key=order)
 
 
 # -- which meshes to try

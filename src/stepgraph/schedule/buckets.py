@@ -72,7 +72,10 @@ class _Bucket:
 
 
 def find_buckets(program: Program, sizes: Sizes) -> tuple[tuple[str, ...], ...]:
-    """Runs of small collectives that can be one, by stable name; none of what a plan has decided before."""
+    """Runs of small collectives that can be one, by stable name.
+
+    None of what a plan has decided before, and none of pieces of rows: together they were the whole.
+    """
     position = positions(program)
     layer = {
         node: (phase, number)
@@ -83,7 +86,8 @@ def find_buckets(program: Program, sizes: Sizes) -> tuple[tuple[str, ...], ...]:
     alike: dict[tuple, list[fx.Node]] = {}
     large: Counter[tuple] = Counter()
     for node in program.operations():
-        if not sizes.most(node.target) or meta(node).get("checkpoint") == PLANNED:
+        decided = meta(node).get("checkpoint") == PLANNED or "rows_piece" in meta(node)
+        if not sizes.most(node.target) or decided:
             continue
         kind = (node.target, meta(node)["phase"])
         if moved_bytes(node) > sizes.large:

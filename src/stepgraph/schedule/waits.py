@@ -1,6 +1,7 @@
 """Before which operation each collective completes: its first reader.
 
-Where only one collective may be in flight, it also completes before the next one starts.
+Where only one collective may be in flight, it also completes before the next one starts; and what is
+computed in pieces of rows so that the whole is never there has one of each kind in flight.
 """
 
 from torch import fx
@@ -21,6 +22,13 @@ def find_waits(program: Program, overlaps: bool) -> Table[str, str]:
     found: dict[str, str] = {}
     point: dict[fx.Node, fx.Node] = {}  # what is moved -> what it goes right before
     position = {node: i for i, node in enumerate(program.graph.nodes)}
+    later: dict[fx.Node, fx.Node] = {}  # collectives of pieces -> the next one of their kind
+    alike: dict[object, fx.Node] = {}
+    for node in filter(is_collective, reversed(list(program.operations()))):
+        if "rows_piece" in meta(node):
+            if node.target in alike:
+                later[node] = alike[node.target]
+            alike[node.target] = node
     for node, following in moved_last_first(program):
         if meta(node).get("checkpoint") == PLANNED:
             continue
@@ -28,6 +36,8 @@ def find_waits(program: Program, overlaps: bool) -> Table[str, str]:
         first = min(readers, key=position.__getitem__, default=None)
         if following is not None and not overlaps and node.target is torch_internals.WAIT:
             first = min(following, first or following, key=position.__getitem__)
+        if (beyond := later.get(node.all_input_nodes[0])) is not None:
+            first = min(beyond, first or beyond, key=position.__getitem__)
         if first is None or first.op != "call_function" or first is node.next:
             continue
         point[node] = first

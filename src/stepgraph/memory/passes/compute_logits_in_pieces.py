@@ -8,6 +8,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from stepgraph.analysis.row_regions import Region, find_region
+from stepgraph.memory.gathered_rows import GatheredRows, find_gathered_rows
 from stepgraph.operators.rows import Rows
 from stepgraph.planning.decisions import MemoryDecision
 from stepgraph.program.build import Builder
@@ -27,7 +28,8 @@ _VIEWS = (aten.view.default, UNSAFE_VIEW)
     writes=(
         "forward and backward of what is as wide as such a product, once for each piece of its rows, one "
         "piece after the other and all in the forward phase; in place of results rows joined, and sums "
-        "over pieces, of types of 16 bits in float32"
+        "over pieces, of types of 16 bits in float32; rows that a collective brings are gathered for "
+        "each piece, and scattered"
     ),
     preserves=SUMMATION,
 )
@@ -51,7 +53,8 @@ def _compute(program: Program, region: Region, pieces: int) -> None:
         region.product.prepend(node)
         if node.op == "call_function":
             meta(node)["phase"] = FORWARD
-    writer = _Writer(program, region)
+    gathered = find_gathered_rows(region, pieces) if pieces > 1 else None
+    writer = _Writer(program, region, gathered)
     rows = -(-region.rows // pieces)
     starts = range(0, region.rows, rows)
     for number, start in enumerate(starts):
@@ -60,12 +63,9 @@ def _compute(program: Program, region: Region, pieces: int) -> None:
         while (last := last.next) is not region.product:
             meta(last)["rows_piece"] = number
     for node, parts in writer.parts.items():
-        result = writer.joined(node, parts)
-        meta(result)["name"] = meta(node)["name"]
-        node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in region.ways)
-    for node in reversed(region.ways):
-        if not node.users:
-            program.graph.erase_node(node)
+        result, whole = writer.joined(node, parts)
+        meta(result)["name"] = meta(whole)["name"]
+        whole.replace_all_uses_with(result, delete_user_cb=lambda user: user not in region.ways)
 
 
 def _adds_up_inside(node: fx.Node) -> bool:
@@ -80,8 +80,8 @@ class _Writer:
     ``parts``: of each result, what pieces make of it; of one that adds up, only the sum so far.
     """
 
-    def __init__(self, program: Program, region: Region) -> None:
-        self.region = region
+    def __init__(self, program: Program, region: Region, gathered: GatheredRows | None) -> None:
+        self.region, self.gathered = region, gathered
         self.emit = Builder(program, FORWARD, region.product)
         self.parts: dict[fx.Node, list[fx.Node]] = {node: [] for node in region.results}
         self._flat: dict[tuple[fx.Node, Rows], fx.Node] = {}
@@ -101,7 +101,7 @@ class _Writer:
                 if rows is None:
                     return argument
                 if (argument, rows) not in taken:
-                    taken[argument, rows] = self._taken(argument, rows, start, stop)
+                    taken[argument, rows] = self._taken(argument, rows, start, stop, number)
                 return taken[argument, rows]
 
             computed = way.instead or node
@@ -114,7 +114,7 @@ class _Writer:
                 continue
             made[node] = self._described(self._emit(computed.target, args, kwargs), node, number)
             if way.result is not None:
-                parts.append(made[node])
+                parts.append(self._kept(node, made[node], number))
                 continue
             part, dtype = made[node], meta(node)["val"].dtype
             if pieces > 1 and dtype.is_floating_point:
@@ -138,25 +138,40 @@ class _Writer:
                 meta(new)["source"] = source
         return new
 
-    def joined(self, node: fx.Node, parts: list[fx.Node]) -> fx.Node:
-        """A result of its parts."""
+    def _kept(self, node: fx.Node, part: fx.Node, number: int) -> fx.Node:
+        """What is kept of a piece of a result with rows: this rank's, where a reduce-scatter follows."""
+        if self.gathered is None or node not in self.gathered.scattered:
+            return part
+        end = self.gathered.scattered[node]
+        return self._described(self.gathered.summed(self.emit, node, part), end, number)
+
+    def joined(self, node: fx.Node, parts: list[fx.Node]) -> tuple[fx.Node, fx.Node]:
+        """A result of its parts, and what it stands for."""
         self.emit.module, self.emit.phase = meta(node)["module"], FORWARD
         rows, value = self.region.ways[node].result, meta(node)["val"]
         if rows is None:
-            (result,) = parts
-            result = self.emit.cast(result, value.dtype)
-        else:
-            result = parts[0] if len(parts) == 1 else self.emit(aten.cat.default, parts, rows.start)
-        return self._shaped(result, list(value.shape))
+            (total,) = parts
+            return self._shaped(self.emit.cast(total, value.dtype), list(value.shape)), node
+        result = parts[0] if len(parts) == 1 else self.emit(aten.cat.default, parts, rows.start)
+        if self.gathered is not None and node in self.gathered.scattered:
+            return result, self.gathered.scattered[node]
+        if self.gathered is not None:
+            result = self.gathered.restored(self.emit, result, rows.start)
+        return self._shaped(result, list(value.shape)), node
 
-    def _taken(self, argument: fx.Node, rows: Rows, start: int, stop: int) -> fx.Node:
+    def _taken(self, argument: fx.Node, rows: Rows, start: int, stop: int, number: int) -> fx.Node:
         """Some rows of an argument, in one dimension; of what has a single one, that."""
+        if self.gathered is not None and argument is self.gathered.hidden:
+            return self._described(self.gathered.gathered(self.emit, number), argument, number)
         shape = meta(argument)["val"].shape
         many = rows.many(shape)
         self.emit.module = str(meta(argument).get("module", ""))
         key = argument, rows
         if key not in self._flat:
-            self._flat[key] = self._shaped(argument, rows.sizes(shape, many))
+            flat = self._shaped(argument, rows.sizes(shape, many))
+            if self.gathered is not None and many > 1:
+                flat = self.gathered.ordered(self.emit, flat, rows.start)
+            self._flat[key] = flat
         if many == 1 or stop - start == many:
             return self._flat[key]
         return self.emit(aten.slice.Tensor, self._flat[key], rows.start, start, stop)

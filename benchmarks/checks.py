@@ -5,7 +5,8 @@
 Two gloo ranks; each check is called by itself some thousand times, in an engine that has compiled its step,
 for Llamas of several depths. Microseconds a step, the median of rounds. ``behind other memory``: the same,
 but 128 MiB are written before each call: what a check reads, and the interpreter, are in no cache then.
-``in steps``: what a check takes within steps that train, where it finds what they leave.
+``in steps``: what a check takes within steps that train, where it finds what they leave. ``steps with and
+without``: steps of one run, in turns with and without the first two checks, and the ratio of the medians.
 """
 
 import argparse
@@ -104,6 +105,23 @@ def microseconds_in_steps(engine, batches, compiled):
     return dict(zip(names, found, strict=True))
 
 
+def with_and_without(engine, batches, compiled):
+    """Milliseconds of steps with checks of values and of assigned data, and without, in turns of two."""
+    kind, data = type(compiled.values), engine._compiler.data
+    checks, found = (kind.hold, data.check), {"with": [], "without": []}
+    for number in range(4 * STEPS):
+        name = ("with", "without")[number // 2 % 2]
+        on = name == "with"
+        kind.hold, data.check = checks if on else (lambda self: True, lambda: None)
+        start = time.perf_counter()
+        engine.step(batches[number % len(batches)])
+        if number % 2:  # the first of two finds what the other kind left
+            found[name].append((time.perf_counter() - start) * 1e3)
+    kind.hold, data.check = checks
+    medians = {name: statistics.median(times) for name, times in found.items()}
+    return {**medians, "ratio": medians["with"] / medians["without"]}
+
+
 def measure(name):
     """On a rank: what is checked -> microseconds."""
     torch.set_num_threads(1)
@@ -132,6 +150,7 @@ def measure(name):
         "parameters": len(list(model.parameters())),
         **found,
         "behind other memory": cold,
+        "steps with and without": with_and_without(engine, batches, compiled),
         "in steps": microseconds_in_steps(engine, batches, compiled),
     }
 

@@ -78,14 +78,22 @@ def test_what_is_on_its_way_is_kept_until_it_has_come():
     assert crossing
 
 
-@pytest.mark.parametrize("made, in_place", [(aten.mm.default, True), (aten.mul.Tensor, False)])
-def test_a_sum_is_written_over_what_was_made_for_it_alone(made, in_place):
-    """A product with ones may be handed on as the very memory of its factor."""
+MADE = [
+    (aten.mm.default, lambda h: (h, h), True),
+    (aten.mul.Tensor, lambda h: (h, h), False),
+    (aten.cat.default, lambda h: ([h, h],), True),
+    (aten.cat.default, lambda h: ([h],), False),
+]
+
+
+@pytest.mark.parametrize("made, arguments, in_place", MADE)
+def test_a_sum_is_written_over_what_was_made_for_it_alone(made, arguments, in_place):
+    """A product with ones may be handed on as the very memory of its factor, and so may a cat of one."""
     write = Written("x")
     h = write.inputs[0]
     for _ in range(8):
         h = write(aten.cos.default, write.sums(h, 30))
-    summed = write(torch_internals.ALL_REDUCE, write(made, h, h), "sum", "0")
+    summed = write(torch_internals.ALL_REDUCE, write(made, *arguments(h)), "sum", "0")
     pieces = in_pieces(write.finish(write(torch_internals.WAIT, summed)))
     assert pieces is not None
     plain = [call.body for call in pieces.calls if call.body.plain]

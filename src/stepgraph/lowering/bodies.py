@@ -266,7 +266,10 @@ def _is_read_by(node: fx.Node) -> bool:
     one: fx.Node | None = source
     while one is not node and one is not None:  # whoever else shows it might read it
         one = next(iter(one.users)) if len(one.users) == 1 else None
-    return source.target in _SENT and one is node and meta(value)["val"].is_contiguous()
+    # inductor leaves out a cat of one value: what it would have copied may be another's
+    left_out = source.target is aten.cat.default and len(source.args[0]) == 1  # type: ignore[arg-type]
+    made = source.target in _SENT and not left_out
+    return made and one is node and meta(value)["val"].is_contiguous()
 
 
 def _joined(

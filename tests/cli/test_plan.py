@@ -229,6 +229,35 @@ def test_processes_plan_what_one_does(monkeypatch):
     assert not multiprocessing.active_children()
 
 
+def no_module():
+    """What a factory of the user's may return."""
+    return 3
+
+
+class OfTwo(Exception):
+    """An error that cannot be made from its message."""
+
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def fails():
+    raise OfTwo("this", "that")
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [("no_module", "returned a int, not an nn.Module"), ("fails", "this and that")],
+)
+def test_what_a_factory_does_wrong_in_a_process_is_said(monkeypatch, factory, message):
+    monkeypatch.setattr(plan_processes, "_cores", lambda: 2)
+    small = ["--seq", "16", "--batch-per-rank", "1"]
+    meshes = ["--mesh", "dp=2,tp=2", "--mesh", "dp=4"]
+    result = run("plan", f"tests.cli.test_plan:{factory}", *meshes, *small)
+    assert result.exit_code != 0 and not multiprocessing.active_children()
+    assert message in result.stderr + str(result.exception)
+
+
 def test_a_process_that_is_ended_is_an_error_and_so_is_what_it_raises():
     options = plan_jobs.PlanOptions(
         "llama-tiny", ("dp=2,tp=2", "dp=1,tp=4"), seq=32, plan="tp+zero3"

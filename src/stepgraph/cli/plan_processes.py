@@ -3,8 +3,12 @@
 import contextlib
 import multiprocessing
 import os
+import pickle
+import signal
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -100,6 +104,10 @@ class _There:
         self._stage(told) if kind == "stage" else self._answers.append(told)
 
 
+class _NobodyAsksError(Exception):
+    """The one that asks is gone."""
+
+
 def _gone() -> StepgraphError:
     return StepgraphError(
         "a process that plans has ended without an answer",
@@ -109,18 +117,35 @@ def _gone() -> StepgraphError:
 
 
 def _serve(connection: Connection, options: PlanOptions) -> None:
-    """What the other process does, until it is ended."""
-    desk = Desk(options, lambda name: connection.send(("stage", name)))
-    while True:
+    """What the other process does, until it is ended: by the one that asks, who hears of Ctrl-C as well."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    desk: Desk | None = None
+
+    def tell(kind: str, told: Any) -> None:
         try:
+            connection.send((kind, told))
+        except OSError as error:
+            raise _NobodyAsksError from error
+
+    with contextlib.suppress(_NobodyAsksError, EOFError):
+        while True:
             name, *arguments = connection.recv()
-        except EOFError:
-            return
-        try:
-            told = getattr(desk, name)(*arguments)
-        except Exception as error:
-            told = error
-        if isinstance(told, tuple) and isinstance(told[0], Attempt):
-            found, refused = told
-            told = replace(found, made=Made(found.plan)), refused  # without its programs
-        connection.send(("answer", told))
+            try:
+                desk = desk or Desk(options, partial(tell, "stage"))
+                told = getattr(desk, name)(*arguments)
+            except _NobodyAsksError:
+                raise
+            except Exception as error:
+                told = _sendable(error)
+            if isinstance(told, tuple) and isinstance(told[0], Attempt):
+                found, refused = told
+                told = replace(found, made=Made(found.plan)), refused  # without its programs
+            tell("answer", told)
+
+
+def _sendable(error: Exception) -> Exception:
+    """An error as another process can read it, with where it comes from."""
+    with contextlib.suppress(Exception):
+        error.__cause__ = error.__context__ = None
+        return pickle.loads(pickle.dumps(error))
+    return StepgraphError("a process that plans has failed", why=traceback.format_exc(limit=-3))

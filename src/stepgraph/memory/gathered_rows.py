@@ -102,7 +102,8 @@ def find_gathered_rows(region: Region, pieces: int) -> GatheredRows | None:
     swapped = any(node.target is aten.transpose.int for node in back)
     outer = shape[1] if swapped else 1
     inner = math.prod(shape[1 + swapped : -1])
-    if shape[:-1].numel() != region.rows or own * ranks != shape[0] or own % pieces:
+    columns = swapped and len(shape) == 2  # which are no rows
+    if shape[:-1].numel() != region.rows or own * ranks != shape[0] or own % pieces or columns:
         return None
     scattered = {
         node: end

@@ -11,7 +11,8 @@ from stepgraph.api.plan import Plan
 from stepgraph.api.planner import Attempt
 from stepgraph.cli import main as cli
 from stepgraph.cli import plan as plan_commands
-from stepgraph.cli import plan_jobs, plan_processes
+from stepgraph.cli.plans import jobs as plan_jobs
+from stepgraph.cli.plans import processes as plan_processes
 from stepgraph.errors import BudgetError, StepgraphError
 from stepgraph.pipeline import Made
 from stepgraph.planning.request import Precision

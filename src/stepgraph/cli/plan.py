@@ -11,8 +11,8 @@ from stepgraph.api.models import find_model
 from stepgraph.api.plan import check_request, public
 from stepgraph.api.planner import STAGES, Attempt
 from stepgraph.cli.options import example
-from stepgraph.cli.plan_jobs import Job, PlanOptions, run_jobs
-from stepgraph.cli.plan_processes import workers_for
+from stepgraph.cli.plans.jobs import Job, PlanOptions, run_jobs
+from stepgraph.cli.plans.processes import workers_for
 from stepgraph.cli.progress import Stages
 from stepgraph.cost.device import Device
 from stepgraph.cost.devices import find_device

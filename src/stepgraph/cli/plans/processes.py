@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from stepgraph.api.planner import Attempt
-from stepgraph.cli.plan_jobs import Desk, Here, Job, PlanOptions, Refused, Worker
+from stepgraph.cli.plans.jobs import Desk, Here, Job, PlanOptions, Refused, Worker
 from stepgraph.errors import StepgraphError
 from stepgraph.pipeline import Made
 from stepgraph.program.layout import MeshShape

@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 import stepgraph
 from stepgraph.cli.launcher import launch
 from stepgraph.planning.decisions import Decisions
-from tests.support import plain_losses
+from tests.support import plain_losses, tiny_llama
 
 WORDS, WIDTH, STEPS = 512, 16, 3
 
@@ -72,3 +73,26 @@ def test_ranks_train_on_logits_in_pieces_as_one_process_does_on_whole_ones():
     for losses, divided in launch(train, settings, ranks=2):
         assert divided
         torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
+
+
+def steps_behind_sequence_parallelism(memory):
+    """One rank of 2 x 2: the losses of some steps, and into how many pieces logits went."""
+    torch.manual_seed(0)
+    model = tiny_llama(layers=1, vocab_size=4096, max_position_embeddings=64)
+    engine = stepgraph.Engine(
+        model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), mesh="dp=2,tp=2",
+        plan="tp+sp+zero3", memory=memory, lowering="eager",
+    )  # fmt: skip
+    ids = torch.randint(0, 4096, (8, 64), generator=torch.Generator().manual_seed(1))
+    mine = ids.chunk(2)[int(os.environ["RANK"]) // 2]
+    losses = [float(engine.step({"input_ids": mine, "labels": mine})) for _ in range(3)]
+    (decided,) = [one.memory for one in engine.plan.decisions.values()]
+    return losses, dict(decided.pieces or {})
+
+
+@pytest.mark.slow
+def test_rows_gathered_piece_by_piece_on_real_ranks():
+    whole, pieces = launch(steps_behind_sequence_parallelism, "none", ranks=4)[0]
+    divided, in_pieces = launch(steps_behind_sequence_parallelism, "budget:5MiB", ranks=4)[0]
+    assert not pieces and in_pieces.get("lm_head/mm", 1) > 1
+    assert divided == pytest.approx(whole, rel=1e-6)

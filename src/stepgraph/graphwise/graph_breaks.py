@@ -315,7 +315,7 @@ class GraphRunner:
         if self.compiler.watch is not None:
             kinds = [(x.dim(), x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in leaves]
             self.compiler.watch.runs(zlib.crc32(repr(kinds).encode()))
-        self.mean(torch.zeros((), device=self.compiler.state.device), "evaluate")
+            self.mean(torch.zeros((), device=self.compiler.state.device), "evaluate")
         return pytree.tree_unflatten(self._of_all_ranks.results(leaves, gathers), tree_of)
 
     def handed_out(self, result: Any) -> Any:

@@ -297,10 +297,10 @@ def most_promising_first(
     """
     stored, kept = whole
     ranks = known.world_size
-    least = {job: (stored + kept * job.mesh.data_size / known.data_size) / ranks for job in jobs}
+    least = {job: (stored + kept * job.size / known.data_size) / ranks for job in jobs}
 
     def order(job: Job) -> tuple[int, int]:
-        tensor = ranks // job.mesh.data_size
+        tensor = ranks // job.size
         return (0, tensor) if _ROOM * least[job] <= limit else (1, -tensor)
 
     possible = [job for job in jobs if least[job] <= limit]

@@ -144,7 +144,7 @@ def _serve(connection: Connection, options: PlanOptions) -> None:
 
 
 def _sendable(error: Exception) -> Exception:
-    """An error as another process can read it, with where it comes from."""
+    """An error as another process can read it; one that cannot be read there, as text."""
     with contextlib.suppress(Exception):
         error.__cause__ = error.__context__ = None
         return pickle.loads(pickle.dumps(error))

@@ -2,6 +2,8 @@
 
 import json
 import multiprocessing
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -228,6 +230,24 @@ def test_processes_plan_what_one_does(monkeypatch):
     assert json.loads(several.stdout) == json.loads(alone.stdout)
     assert len(json.loads(alone.stdout)) == 2
     assert not multiprocessing.active_children()
+
+
+SCRIPT = """
+import sys
+from stepgraph.cli import main
+from stepgraph.cli.plans import processes
+processes._cores = lambda: 2
+sys.argv = ["stepgraph", "plan", "llama-tiny", "--mesh", "dp=2,tp=2", "--mesh", "dp=4", *OPTIONS]
+main.main()
+"""
+
+
+def test_a_script_that_is_not_made_for_several_processes_may_plan(tmp_path):
+    path = tmp_path / "script.py"
+    small = ["--seq", "16", "--batch-per-rank", "1"]
+    path.write_text(SCRIPT.replace("*OPTIONS", ", ".join(map(repr, small))))
+    ran = subprocess.run([sys.executable, str(path)], capture_output=True, text=True)
+    assert ran.returncode == 0 and "dp=2,tp=2" in ran.stdout, ran.stderr
 
 
 def no_module():

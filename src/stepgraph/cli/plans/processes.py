@@ -5,12 +5,14 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from types import ModuleType
 from typing import Any
 
 from stepgraph.api.planner import Attempt
@@ -54,7 +56,12 @@ def _start(options: PlanOptions) -> tuple[Connection, BaseProcess]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, options), daemon=True)
-    process.start()
+    # A new process would run the script that runs here, which need not be made for that.
+    script, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    try:
+        process.start()
+    finally:
+        sys.modules["__main__"] = script
     theirs.close()
     return ours, process
 

@@ -16,7 +16,7 @@ from stepgraph.cost.predict import Prediction
 from stepgraph.cost.short_steps import Said, short_steps
 from stepgraph.errors import StepgraphError, UsageError
 from stepgraph.lowering.presets import LOWERINGS
-from stepgraph.memory.decide import candidates
+from stepgraph.memory.decide import DIVIDED, WEIGHED, WHOLE, candidates
 from stepgraph.memory.presets import budget_of
 from stepgraph.pipeline import Made, foresee, form, in_order, make
 from stepgraph.placement.decide import decide, reduces_each_micro_batch
@@ -44,8 +44,9 @@ _SAME = 1e-9  # a preset that differs by less is not taken
 class Contest:
     """What answers compete for: a request, the programs that it is about, and what they run on.
 
-    ``walks``: of each program, where it has its form already and presets place it one after the other.
-    ``foreseen``: what short steps take under presets, by name and size; each is simulated once.
+    ``logits``: how they are under a named memory policy. ``walks``: of each program, where it has its form
+    already and presets place it one after the other. ``foreseen``: what short steps take under presets, by
+    name and size; each is simulated once.
     """
 
     programs: Mapping[str, Program]
@@ -54,6 +55,7 @@ class Contest:
     device: Device
     rank: int = 0
     strict: bool = False
+    logits: str = WEIGHED
     walks: Mapping[str, SharedWalks] | None = None
     foreseen: dict[tuple[str, int], Prediction | None] = field(default_factory=dict, repr=False)
 
@@ -99,6 +101,7 @@ def make_best(
     *,
     driver: PassDriver | None = None,
     strict: bool = False,
+    logits: str = WEIGHED,
 ) -> Made:
     """:func:`stepgraph.pipeline.make`; where placements are searched for, the best of all answers.
 
@@ -106,11 +109,11 @@ def make_best(
     """
     if is_searched(plan.memory) and plan.request.searches and not plan.decisions:
         plan = _placed(programs, plan, target, strict)
-    made = make(programs, plan, target, rank, driver=driver, strict=strict)
+    made = make(programs, plan, target, rank, driver=driver, strict=strict, logits=logits)
     names = rivals(programs, plan)
     if not names:
         return made
-    contest = Contest(programs, plan, target, plan.request.costs(), rank, strict)
+    contest = Contest(programs, plan, target, plan.request.costs(), rank, strict, logits)
     own = Entrant(AUTO, made, predicted(made, contest.device))
     return taken(compete(own, names, contest), contest.budget).made
 
@@ -128,7 +131,7 @@ def _placed(programs: Mapping[str, Program], plan: Plan, target: Target, strict:
     found, fused = plan, LOWERINGS[request.lowering].fuses
     for policy in candidates(request.memory):
         asked = plan.under(memory=policy, memory_budget=budget)
-        made = make_best(programs, asked, target, strict=strict)
+        made = make_best(programs, asked, target, strict=strict, logits=WHOLE)
         decided = {
             key: replace(one, memory=None, schedule=None)
             for key, one in made.plan.decisions.items()
@@ -201,7 +204,8 @@ def _short(contest: Contest, programs: Mapping[str, Program]) -> Contest:
     # All presets want programs in the same form.
     plan, driver = contest.plan.under(placement=next(iter(PRESETS))), PassDriver()
     formed = {name: form(program, plan, driver) for name, program in in_order(programs)}
-    return replace(contest, programs=formed, walks={name: {} for name in formed})
+    logits = DIVIDED if contest.logits == WEIGHED else contest.logits
+    return replace(contest, programs=formed, walks={name: {} for name in formed}, logits=logits)
 
 
 def rivals(programs: Mapping[str, Program], plan: Plan) -> list[str]:
@@ -264,7 +268,7 @@ def _made(name: str, contest: Contest, with_facts: bool) -> Made | None:
             preset = preset.with_decisions(key, Decisions(where))
         made = make(
             programs, preset, contest.target, contest.rank,
-            with_facts=with_facts, strict=contest.strict,
+            with_facts=with_facts, strict=contest.strict, logits=contest.logits,
         )  # fmt: skip
     except StepgraphError:
         return None

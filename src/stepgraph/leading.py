@@ -136,7 +136,8 @@ def _foreseen(plan: Plan, short: ShortSteps, contest: Contest) -> Said | None:
         if of_short is None:
             return None
         try:
-            made = make(programs, of_short, contest.target, contest.rank, strict=contest.strict)
+            asked = {"strict": contest.strict, "logits": contest.logits}
+            made = make(programs, of_short, contest.target, contest.rank, **asked)
         except StepgraphError:
             return None
         found.append(predicted(made, contest.device, keep=False))

@@ -48,7 +48,7 @@ from stepgraph.lowering.passes.name_mesh_dims import name_mesh_dims
 from stepgraph.lowering.passes.write_state_in_place import write_state_in_place
 from stepgraph.lowering.presets import LOWERINGS
 from stepgraph.memory import apply as memory
-from stepgraph.memory.decide import Means, frontier, leanest
+from stepgraph.memory.decide import WEIGHED, Means, frontier, leanest
 from stepgraph.memory.decide import decide as decide_memory
 from stepgraph.memory.passes.compute_logits_in_pieces import compute_logits_in_pieces
 from stepgraph.memory.passes.offload_to_host import offload_to_host
@@ -219,6 +219,7 @@ def make(
     with_frontier: bool = False,
     keep: bool = True,
     strict: bool = False,
+    logits: str = WEIGHED,
 ) -> Made:
     """Decides and applies at once, each room on what the one before has made.
 
@@ -229,9 +230,10 @@ def make(
         with_frontier: find out by how much memory each program can be run; the plan names a device.
         keep: the programs are needed again.
         strict: nothing is drawn that another mesh would draw otherwise.
+        logits: how they are under a named memory policy and a budget (:mod:`stepgraph.memory.decide`).
     """
     made = Made(plan)
-    asked = (driver or PassDriver(), limit, with_facts, with_frontier, strict)
+    asked = (driver or PassDriver(), limit, with_facts, with_frontier, strict, logits)
     for name, program in in_order(programs):
         _through_rooms(program.copy() if keep else program, name, made, target, rank, *asked)
     return made
@@ -248,6 +250,7 @@ def _through_rooms(
     with_facts: bool,
     with_frontier: bool,
     strict: bool,
+    logits: str,
 ) -> None:
     """One program through the rooms, decided where the plan has not decided it."""
     plan, request, mesh = made.plan, made.plan.request, made.plan.mesh
@@ -263,7 +266,9 @@ def _through_rooms(
     kept, again = decided.memory, gathers_again(plan.decides, mesh)
     means = functools.cache(lambda: _means(plan, target))
     if kept is None:
-        kept = decide_memory(program, request.memory, again, means)
+        kept = decide_memory(
+            program, request.memory, again, means if request.weighs_memory else None, logits
+        )
         decided = replace(decided, memory=kept)
         if is_searched(request.memory) and (found := means().found):
             made.trials[name] = found

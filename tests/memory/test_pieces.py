@@ -3,9 +3,13 @@
 import pytest
 
 from stepgraph.analysis.row_regions import find_regions
+from stepgraph.cost.devices import find_device
+from stepgraph.cost.memory import memory_timeline
 from stepgraph.errors import BudgetError
+from stepgraph.memory.decide import DIVIDED, WHOLE, Means, decide
 from stepgraph.memory.pieces import MOST, find_pieces, held_bytes
 from stepgraph.planning.plan import preset_plan
+from stepgraph.planning.sizes import show_bytes
 from stepgraph.program.metadata import meta
 from stepgraph.runtime.ranks import parse_mesh
 from tests.equivalence.planted import words
@@ -19,10 +23,10 @@ def whole():
     return decided("none").programs["step"]
 
 
-def decided(memory):
+def decided(memory, budget=None, **how):
     model, batch = words()
     plan = preset_plan("zero3", parse_mesh("dp=2"), memory=memory, device="h100")
-    return programs_of(model, batch, plan, adamw(model))
+    return programs_of(model, batch, plan.under(memory_budget=budget), adamw(model), **how)
 
 
 def test_pieces_are_a_small_part_of_what_a_rank_has(whole):
@@ -46,6 +50,33 @@ def test_a_budget_without_room_for_logits_divides_them():
 
 def test_logits_are_whole_where_they_fit():
     assert decided("budget:1GiB").plan.decisions["step"].memory.pieces is None
+
+
+@pytest.mark.parametrize("policy", ["full", "ops", "table=recompute"])
+def test_a_named_policy_divides_them_where_a_budget_beside_it_wants_that(policy):
+    whole = memory_timeline(decided("full").programs["step"], fused=True).peak()
+    kept = decided(policy, whole // 2).plan.decisions["step"].memory
+    assert kept.policy == policy and set(kept.pieces) == {"head/mm"}
+    assert "head/mm in" in kept.reason and f"of {show_bytes(whole // 2)}" in kept.reason
+    assert decided(policy, 2 * whole).plan.decisions["step"].memory.pieces is None
+    assert decided(policy).plan.decisions["step"].memory.pieces is None
+    assert decided("none", whole // 2).plan.decisions["step"].memory.pieces is None
+
+
+def test_a_policy_that_fits_with_no_pieces_takes_them_all_the_same():
+    kept = decided("full", 8 << 10).plan.decisions["step"].memory
+    assert kept.pieces and "of 8 KiB" in kept.reason
+
+
+def test_what_stands_for_a_search_or_is_a_short_step_simulates_none(whole):
+    def refuse():
+        raise AssertionError("nothing needs to be simulated")
+
+    (region,) = find_regions(whole, 0)
+    means = Means(refuse, find_device("h100"), True, budget=4 * held_bytes(region))
+    asked = decided("none").programs["step"], "full", True, lambda: means
+    assert decide(*asked, WHOLE).pieces is None
+    assert decide(*asked, DIVIDED).pieces == {"head/mm": 4}
 
 
 def test_an_unmeetable_budget_says_the_smallest_with_pieces():

@@ -210,7 +210,8 @@ def plan(
             same within ``memory_budget``.
         schedule: ``auto`` or ``none``.
         memory_budget: bytes, or ``"70GiB"``: per rank, whole step, optimizer state included. Default:
-            the device's capacity.
+            the device's capacity. Beside a named policy but ``none``, logits are computed in pieces where
+            the step does not fit with whole ones.
         compute_dtype: parameters are cast to it in the program; None: they are not.
         constraints: for ``auto``: patterns of parameters, inputs or values to placements
             (``{"layers.*.weight": "S(0)R"}``), or a mesh dimension to a preset (``{"dp": "zero3"}``).

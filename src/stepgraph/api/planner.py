@@ -20,7 +20,7 @@ from stepgraph.cost.predict import foretell
 from stepgraph.errors import BatchError, BudgetError, MemoryPolicyError, UsageError, near_misses
 from stepgraph.leading import leader
 from stepgraph.lowering.graphs.obstacles import find_obstacles
-from stepgraph.memory.decide import candidates, decide
+from stepgraph.memory.decide import WEIGHED, WHOLE, candidates, decide
 from stepgraph.memory.presets import NONE, budget_of
 from stepgraph.memory.solver.frontiers import whole_step
 from stepgraph.pipeline import apply, capture_of, foresee, make
@@ -215,8 +215,10 @@ class Planner:
     def _kept(self, plan: Plan, programs: Mapping[str, Program], frontier: bool) -> Attempt:
         """What is best kept where a plan's placements are decided, or follow from a preset."""
         self.stage("solve")
-        asked = {"with_facts": True, "with_frontier": frontier}
-        made = make(programs, plan, self.target, driver=self.driver, **asked)
+        made = make(
+            programs, plan, self.target,
+            driver=self.driver, with_facts=True, with_frontier=frontier,
+        )  # fmt: skip
         steps = self.settings.micro_batches
         if made.trials.keys() == made.programs.keys():
             predicted = foretell(made.trials, self.device, steps)
@@ -239,7 +241,8 @@ class Planner:
                 once = last and policies == (policy,) and not first.request.memory_budget
                 asked_of = first.under(memory=policy), programs, budget
                 lean = is_searched(asked) and not given_up and first.request.searches
-                attempt = self._try(*asked_of, once, given_up, lean)
+                logits = WHOLE if is_searched(asked) else WEIGHED
+                attempt = self._try(*asked_of, once, given_up, lean, logits)
             except (MemoryPolicyError, BudgetError) as error:
                 if not is_searched(asked) or (best is None and policy == policies[-1]):
                     raise
@@ -278,6 +281,7 @@ class Planner:
         once: bool,
         given_up: bool,
         only_placed: bool,
+        logits: str,
     ) -> Attempt:
         """One memory policy; a solver is given less room until what it does not count fits as well.
 
@@ -285,9 +289,10 @@ class Planner:
             once: the programs are not needed again.
             given_up: as soon as it is seen that it does not fit: there is another policy.
             only_placed: placements are all that is asked for: nothing whole is made where that can be.
+            logits: how they are.
         """
         limits, limit = Limits(budget), None
-        contest = Contest(programs, plan, self.target, self.device)
+        contest = Contest(programs, plan, self.target, self.device, logits=logits)
         best: Attempt | None = None
         too_small: BudgetError | None = None
         for _ in range(MOST_SOLUTIONS):
@@ -306,6 +311,7 @@ class Planner:
                     limit=limit,
                     with_facts=True,
                     keep=not (once and not plan.request.searches),
+                    logits=logits,
                 )
             except BudgetError as error:
                 if given_up:

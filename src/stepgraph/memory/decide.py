@@ -23,6 +23,9 @@ from stepgraph.program.program import BACKWARD, Program
 # Under which a solver of placements looks for one, in this order: the first whose peak fits. What is kept
 # where they have put it is searched for afterwards.
 CANDIDATES = (NONE, FULL)
+# How logits are under a named policy that a budget is said beside: in pieces where it does not fit with
+# whole ones; whole, as it stands for a search; or in pieces, as it is a short step of what may not fit.
+WEIGHED, WHOLE, DIVIDED = "weighed", "whole", "divided"
 # So little time is no reason for more pieces, and may be lost by them where all else is kept.
 _SLOWER = 1.01
 _ROOM = 1.1  # a peak before a Program is scheduled, over its budget: then it does not fit
@@ -116,6 +119,7 @@ def decide(
     policy: str,
     gather_again: bool = True,
     means: Callable[[], Means] | None = None,
+    logits: str = WEIGHED,
 ) -> MemoryDecision:
     """Which forward values of a (placed) Program are recomputed; it stays as it is.
 
@@ -124,7 +128,8 @@ def decide(
             simulated peak of what runs stays within so many bytes a rank; ``auto``: within all that a rank
             has.
         gather_again: gathered parameters are not kept for the backward.
-        means: of a search.
+        means: of a search, and of a named policy that a budget is said beside.
+        logits: how they are under such a policy.
 
     Raises:
         UsageError: unknown policy.
@@ -132,7 +137,10 @@ def decide(
         BudgetError: nothing fits; ``smallest`` is the smallest peak.
     """
     if not is_searched(policy):
-        return decide_by_policy(program, policy, gather_again)
+        kept = decide_by_policy(program, policy, gather_again)
+        if means is None or policy == NONE or logits == WHOLE:
+            return kept
+        return _divided(program, kept, means(), logits)
     parse_policy(policy)
     if next(program.operations(BACKWARD), None) is None:  # nothing is kept in any case
         kept = replace(decide_by_policy(program, NONE, gather_again), policy=policy)
@@ -170,6 +178,37 @@ def _evaluated(program: Program, kept: MemoryDecision, means: Means) -> MemoryDe
     if memory_timeline(program, means.fused).peak() <= budget:
         return kept
     return replace(kept, pieces=find_pieces(program, budget) or None)
+
+
+def _divided(program: Program, kept: MemoryDecision, means: Means, logits: str) -> MemoryDecision:
+    """A named policy, with logits in pieces where it does not fit with whole ones; it need not with any.
+
+    Nothing else of it is to be given, so more pieces than fit are taken where they take hardly more time.
+    """
+    budget = means.limit
+    if not (pieces := find_pieces(program, budget)):
+        return kept
+    if logits == DIVIDED:
+        return replace(kept, pieces=pieces)
+    whole = memory_timeline(program, means.fused).peak()
+    if whole <= budget:
+        return kept
+    if whole <= _ROOM * budget and means.simulate(program, kept).memory.peak() <= budget:
+        return kept
+    found, trial = pieces, means.simulate(program, replace(kept, pieces=pieces))
+    for part in (2, 4):
+        if (pieces := find_pieces(program, budget // part)) == found:
+            break
+        finer = means.simulate(program, replace(kept, pieces=pieces))
+        fits = trial.memory.peak() <= budget
+        if finer.memory.peak() >= trial.memory.peak() or (
+            fits and finer.seconds > trial.seconds * _SLOWER
+        ):
+            break
+        found, trial = pieces, finer
+    peak, of = show_bytes(trial.memory.peak()), show_bytes(budget)
+    reason = f"memory {kept.policy}{_said(found)}: {peak} of {of}"
+    return replace(kept, pieces=found, reason=reason)
 
 
 def _search(program: Program, policy: str, gather_again: bool, means: Means) -> MemoryDecision:

@@ -123,10 +123,10 @@ class MemoryDecision(Frozen):
     """Which forward values are not kept for the backward.
 
     ``recompute`` maps a stable name to the number of the block it is recomputed in (-1: it is gathered
-    again); values that are not named are saved. ``reason``: what a search chose, and what it comes to.
-    ``pieces`` maps products whose results are too wide to be whole (logits), by name, to the number of
-    pieces in which they, their loss and its backward are computed; None: all are whole.
-    ``offload``: names of values that wait for the backward on the host; None: none does.
+    again); values that are not named are saved. ``pieces`` maps products whose results are too wide to be
+    whole (logits), by name, to the number of pieces in which they, their loss and its backward are
+    computed; None: all are whole. ``reason``: what a search chose, or why there are pieces, and what it
+    comes to. ``offload``: names of values that wait for the backward on the host; None: none does.
     """
 
     policy: str

@@ -100,8 +100,13 @@ class Request(Frozen):
 
     @property
     def decided_by_cost(self) -> bool:
-        """Whether anything is searched for, and so may depend on the machine that searches."""
-        return self.searches or is_searched(self.memory)
+        """Whether anything depends on what is simulated, and so may on the machine that simulates."""
+        return self.searches or self.weighs_memory
+
+    @property
+    def weighs_memory(self) -> bool:
+        """Whether how a step is run depends on the bytes that a rank has."""
+        return is_searched(self.memory) or self.memory_budget is not None
 
     @property
     def searches(self) -> bool:

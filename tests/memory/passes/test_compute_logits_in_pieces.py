@@ -104,6 +104,12 @@ def test_sums_of_bfloat16_are_in_float32():
     assert {meta(node)["val"].dtype for node in added if meta(node)["module"] == "head"} == {
         torch.float32
     }
+    products = {
+        meta(node)["val"].shape[0]
+        for node in after.operations(FORWARD)
+        if meta(node)["name"].startswith("head/mm.backward.1.")
+    }
+    assert max(products) == WORDS // 2  # beside the sum of all of its rows
     assert_summation(inputs.execute(before), inputs.execute(after))
 
 

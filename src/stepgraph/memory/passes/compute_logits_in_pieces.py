@@ -20,6 +20,8 @@ from stepgraph.torch_internals import UNSAFE_VIEW
 
 aten = torch.ops.aten
 
+# A product of 16 bits that is added to a sum of 32 exists beside it: so many parts of it one by one.
+_PARTS = 2
 _VIEWS = (aten.view.default, UNSAFE_VIEW)
 
 
@@ -77,7 +79,8 @@ def _adds_up_inside(node: fx.Node) -> bool:
 class _Writer:
     """Writes pieces of a region in front of it.
 
-    ``parts``: of each result, what pieces make of it; of one that adds up, only the sum so far.
+    ``parts``: of each result, what pieces make of it; of one that adds up, only the sum so far, or those of
+    parts of its rows.
     """
 
     def __init__(self, program: Program, region: Region, gathered: GatheredRows | None) -> None:
@@ -108,9 +111,8 @@ class _Writer:
             args, kwargs = map_arg((way.args(stop - start), computed.kwargs), here)
             self.emit.module = meta(node)["module"]
             parts = self.parts.get(node, [])
-            if way.result is None and parts and _adds_up_inside(node):
-                total = self.emit(aten.addmm.default, *parts, *args)
-                parts[:] = [self._summed(self._described(total, node, number))]
+            if way.result is None and pieces > 1 and node.target is aten.mm.default:
+                parts[:] = self._products(node, parts, number, *args)
                 continue
             made[node] = self._described(self._emit(computed.target, args, kwargs), node, number)
             if way.result is not None:
@@ -119,7 +121,31 @@ class _Writer:
             part, dtype = made[node], meta(node)["val"].dtype
             if pieces > 1 and dtype.is_floating_point:
                 part = self.emit.cast(part, torch.promote_types(dtype, torch.float32))
-            parts[:] = [self._summed(self.emit(aten.add.Tensor, *parts, part)) if parts else part]
+            parts[:] = [self._added(part, *parts)]
+
+    def _products(
+        self, node: fx.Node, sums: list[fx.Node], number: int, left: fx.Node, right: fx.Node
+    ) -> list[fx.Node]:
+        """The sums of a product so far, and its next piece."""
+        if _adds_up_inside(node):
+            target = aten.addmm.default if sums else node.target
+            total = self._described(self.emit(target, *sums, left, right), node, number)
+            return [self._summed(total) if sums else total]
+        rows = meta(left)["val"].shape[0]
+        step = -(-rows // _PARTS)
+        found: list[fx.Node] = []
+        for part, start in enumerate(range(0, rows, step)):
+            some = self.emit(aten.slice.Tensor, left, 0, start, min(start + step, rows))
+            product = self._described(self.emit(node.target, some, right), node, number, part)
+            wide = self.emit.cast(
+                product, torch.promote_types(meta(node)["val"].dtype, torch.float32)
+            )
+            found.append(self._added(wide, *sums[part : part + 1]))
+        return found
+
+    def _added(self, part: fx.Node, *total: fx.Node) -> fx.Node:
+        """A part added to the sum so far, if there is one."""
+        return self._summed(self.emit(aten.add.Tensor, *total, part)) if total else part
 
     def _emit(self, target: Any, args: tuple, kwargs: Mapping[str, Any]) -> fx.Node:
         if target in _VIEWS:  # of some rows, which may lie apart
@@ -130,10 +156,11 @@ class _Writer:
         meta(total)["adds_pieces"] = True
         return total
 
-    def _described(self, new: fx.Node, node: fx.Node, number: int) -> fx.Node:
+    def _described(self, new: fx.Node, node: fx.Node, number: int, part: int = 0) -> fx.Node:
         """A piece of an operation says where that comes from; a view of the same shape is no operation."""
         if "name" not in meta(new):
-            meta(new)["name"] = f"{meta(node)['name']}.piece_{number}"
+            of = f".part_{part}" if part else ""
+            meta(new)["name"] = f"{meta(node)['name']}{of}.piece_{number}"
             if source := meta(node).get("source"):
                 meta(new)["source"] = source
         return new
@@ -150,8 +177,9 @@ class _Writer:
         self.emit.module, self.emit.phase = meta(node)["module"], FORWARD
         rows, value = self.region.ways[node].result, meta(node)["val"]
         if rows is None:
-            (total,) = parts
-            return self._shaped(self.emit.cast(total, value.dtype), list(value.shape)), node
+            parts = [self.emit.cast(total, value.dtype) for total in parts]
+            total = parts[0] if len(parts) == 1 else self.emit(aten.cat.default, parts, 0)
+            return self._shaped(total, list(value.shape)), node
         result = parts[0] if len(parts) == 1 else self.emit(aten.cat.default, parts, rows.start)
         if self.gathered is not None and node in self.gathered.scattered:
             return result, self.gathered.scattered[node]

@@ -32,9 +32,9 @@ from stepgraph.capture.passes.update_parameters import update_parameters
 from stepgraph.capture.step import Capture, Roads, Source
 from stepgraph.cost.device import Device
 from stepgraph.cost.predict import Prediction, Trial, predict, try_program
-from stepgraph.cost.traffic import assign_traffic
 from stepgraph.errors import PlanError
 from stepgraph.lowering import apply as lowering
+from stepgraph.lowering.costed import costed
 from stepgraph.lowering.decide import decide as decide_lowering
 from stepgraph.lowering.passes.add_up_in_place import add_up_in_place
 from stepgraph.lowering.passes.bind_to_rank import bind_to_rank
@@ -342,8 +342,7 @@ def simulation(plan: Plan, target: Target) -> Callable[[Program, MemoryDecision]
         program = driver.through(BOUND, program, rank=0)
         program = driver.through(TARGETED, program, target=target, strict=False, rank=0)
         program = executed(program, request.lowering, {}, driver, keep=False)
-        assign_traffic(program, LOWERINGS[request.lowering].fuses)
-        return try_program(program, device)
+        return try_program(costed(program, request.lowering), device)
 
     return simulate
 
@@ -395,6 +394,4 @@ def as_executed(
 ) -> dict[str, Program]:
     """What is executed of bound programs, as a prediction takes it: with each operation's traffic."""
     made = {n: executed(p, lowering_name, {}, PassDriver(), keep) for n, p in programs.items()}
-    for program in made.values():
-        assign_traffic(program, LOWERINGS[lowering_name].fuses)
-    return made
+    return {name: costed(program, lowering_name) for name, program in made.items()}

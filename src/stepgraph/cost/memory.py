@@ -6,6 +6,7 @@ sends a copy, its result). Inputs live throughout; a ``New*`` result written ove
 beyond it. Bytes are this rank's. What waits on the host is counted apart, also where the device is that.
 """
 
+import itertools
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from stepgraph import torch_internals
-from stepgraph.cost.registers import Registers, find_registers
+from stepgraph.cost.registers import Registers, find_registers, piece_of
 from stepgraph.cost.work import size_in_bytes, workspace
 from stepgraph.operators.views import viewed
 from stepgraph.program import roles
@@ -36,13 +37,25 @@ Storage = tuple[fx.Node, int]
 class MemoryTimeline:
     """Bytes alive after each operation, in graph order.
 
-    ``at[i]`` are the bytes by category while operation ``i`` runs, its result included. ``on_host``: most
-    bytes that wait in the host's memory at once; they are in none of those.
+    ``at[i]`` are the bytes by category while operation ``i`` runs, its result included. In none of those
+    are ``waiting[i]``, which wait in the host's memory, and ``copied[i]``, of what gloo copies meanwhile.
     """
 
     operations: list[fx.Node]
     at: list[dict[str, int]]
-    on_host: int = 0
+    waiting: list[int]
+    copied: list[int]
+
+    @property
+    def on_host(self) -> int:
+        """Most bytes that wait in the host's memory at once."""
+        return max(self.waiting, default=0)
+
+    @property
+    def resident(self) -> int:
+        """Most bytes at once where the device is the host, and its ranks communicate through gloo."""
+        beside = map(sum, zip(self.waiting, self.copied, strict=True))
+        return max((sum(now.values()) + b for now, b in zip(self.at, beside, strict=True)), default=0)
 
     def peak(self, phase: str | None = None, without: tuple[str, ...] = ()) -> int:
         """Largest number of bytes alive at once, in one phase, without some categories."""
@@ -78,24 +91,28 @@ def memory_timeline(program: Program, fused: bool = False) -> MemoryTimeline:
             if node in over:  # it ends where the next begins
                 last = min(last, over[node] - 1)
             dead[min(last + 1, end)].append(entry)
+    for (_, node), made in lives.registers.anew.items():
+        if made.in_memory:
+            entry = ("temporaries", _bytes_of((node, 0)))
+            born[made.begin].append(entry)
+            dead[made.end + 1].append(entry)
     alive: dict[str, int] = dict.fromkeys((*CATEGORIES, ON_HOST), 0)
     for role, node, _ in program.input_rows:
         alive[_input_category(role)] += size_in_bytes(meta(node).get("val"))
     for node in program.graph.nodes:
         if node.op == "get_attr":  # a constant of the graph
             alive["inputs"] += size_in_bytes(meta(node).get("val"))
-    at, most = [], 0
+    at, waiting = [], []
     for i in range(end):
         for category, size in dead[i]:
             alive[category] -= size
         for category, size in born[i]:
             alive[category] += size
         inside = workspace(lives.operations[i])
-        most = max(most, alive[ON_HOST])
         now = {**alive, "temporaries": alive["temporaries"] + inside}
-        del now[ON_HOST]
+        waiting.append(now.pop(ON_HOST))
         at.append(now)
-    return MemoryTimeline(lives.operations, at, most)
+    return MemoryTimeline(lives.operations, at, waiting, _copied(lives))
 
 
 class _Lives:
@@ -110,12 +127,12 @@ class _Lives:
             self.storages[node] = self._storages_of(node)
         self.last_use: dict[Storage, int] = {}
         for node in self.operations:
-            until = registers.until.get(node, self.position[node])
-            for source in node.all_input_nodes:
-                self._needed(source, until)
+            self._reads(node, piece_of(node), registers.until.get(node, self.position[node]))
             if is_collective(node) and node.target is not torch_internals.ALL_REDUCE:
                 for wait in node.users:
                     self._needed(node.all_input_nodes[0], self.position.get(wait, 0))
+        for (piece, node), made in registers.anew.items():
+            self._reads(node, piece, made.until)
         self._hold_results()
         self.gradients = self._gradients()
 
@@ -153,6 +170,13 @@ class _Lives:
                 return tuple((source, before + i) for i in range(count))
         return self.storages[source]
 
+    def _reads(self, node: fx.Node, piece: int, until: int) -> None:
+        """An operation in a piece reads what that does not compute for itself."""
+        for source in node.all_input_nodes:
+            for storage in self.storages[source]:
+                if (piece, storage[0]) not in self.registers.anew or piece == piece_of(storage[0]):
+                    self.last_use[storage] = max(self.last_use.get(storage, 0), until)
+
     def _needed(self, node: fx.Node, until: int) -> None:
         for storage in self.storages[node]:
             self.last_use[storage] = max(self.last_use.get(storage, 0), until)
@@ -176,6 +200,20 @@ class _Lives:
             if any(u.op == "call_function" and meta(u)["phase"] == OPTIMIZER for u in node.users):
                 found.update(self.storages[node])
         return found
+
+
+def _copied(lives: _Lives) -> list[int]:
+    """Bytes of what gloo copies during each operation: all that it gathers, or scatters sums of."""
+    more = [0] * (len(lives.operations) + 1)
+    for node in lives.operations:
+        if node.target in (torch_internals.ALL_GATHER, torch_internals.REDUCE_SCATTER):
+            sent = meta(node.all_input_nodes[0])["val"]
+            size = max(size_in_bytes(sent), size_in_bytes(meta(node)["val"]))
+            start = lives.position[node]
+            more[start] += size
+            ends = (lives.position.get(user, start) for user in node.users)  # its wait
+            more[max(ends, default=start) + 1] -= size
+    return list(itertools.accumulate(more))[:-1]
 
 
 def _input_category(role: roles.Input) -> str:

@@ -7,7 +7,7 @@ as well. A kernel writes over what it is the last to read, if a fused kernel mad
 in memory: no less may be foreseen than a step takes.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -40,22 +40,60 @@ _ONCE_ON_HOST = {
 
 
 @dataclass(frozen=True)
+class Anew:
+    """A value that a piece computes for itself: in memory from ``begin`` to ``end``, or in none.
+
+    ``until``: the position of the last kernel that computes it.
+    """
+
+    begin: int
+    end: int
+    until: int
+    in_memory: bool
+
+
+@dataclass(frozen=True)
 class Registers:
     """Of a Program's values.
 
     ``until``: those that are in no memory, with the position of the last kernel that computes them, which
     reads what they are made of.
     ``over``: those that are written over another one, which ends there.
+    ``anew``: what pieces compute for themselves, by piece and operation.
     """
 
     until: Mapping[fx.Node, int] = field(default_factory=dict)
     over: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
+    anew: Mapping[tuple[int, fx.Node], Anew] = field(default_factory=dict)
 
 
 def find_registers(program: Program) -> Registers:
-    """Of a Program as it is executed; linear in its size."""
+    """Of a Program as it is executed; linear in its size.
+
+    Where it is compiled in pieces, operations have the number of their ``piece``, and those of pieces that
+    compute them ``anew_in`` theirs.
+    """
     values = _Values(program)
-    return Registers(values.until, values.written_over())
+    until = {made.node: end for made, end in values.until.items() if not made.anew}
+    return Registers(until, values.written_over(), values.anew())
+
+
+def piece_of(node: fx.Node) -> int:
+    """The piece that an operation is compiled in; 0: there are none."""
+    return meta(node).get("piece", 0)
+
+
+@dataclass(frozen=True, eq=False)
+class _Made:
+    """A value where one piece makes it, at the position of its operation or of the first one that reads it."""
+
+    node: fx.Node
+    piece: int
+    at: int
+    anew: bool = False
+
+
+_Value = _Made | fx.Node  # inputs are made nowhere
 
 
 class _Values:
@@ -66,98 +104,135 @@ class _Values:
         operations = list(program.operations())
         self.position = {node: i for i, node in enumerate(operations)}
         # Those that compute something: a view does not.
-        self.nodes = [node for node in operations if root[node] is node or is_write(node)]
-        self.sources = {
-            node: _unique(map(root.__getitem__, node.all_input_nodes)) for node in self.nodes
-        }
-        self.readers: dict[fx.Node, list[fx.Node]] = {}
-        for node, sources in self.sources.items():
-            for source in sources:
-                self.readers.setdefault(source, []).append(node)
-        self.written: set[fx.Node] = set()  # parameters that are trained, for one
-        for write in filter(is_write, self.nodes):
+        nodes = [node for node in operations if root[node] is node or is_write(node)]
+        read = {node: _unique(map(root.__getitem__, node.all_input_nodes)) for node in nodes}
+        self.made = self._made(nodes, read)
+        self.order = sorted(
+            self.made.values(), key=lambda one: (one.at, not one.anew, self.position[one.node])
+        )
+        first = {one.node: one for one in self.order if not one.anew}
+        self.sources: dict[_Made, list[_Value]] = {}
+        self.readers: dict[_Value, list[_Made]] = {}
+        self.held: set[_Value] = set()  # others find it there
+        for one in self.order:
+            self.sources[one] = [
+                self.made.get((one.piece, source)) or first.get(source, source)
+                for source in read[one.node]
+            ]
+            for source in self.sources[one]:
+                self.readers.setdefault(source, []).append(one)
+                if isinstance(source, _Made) and source.piece != one.piece:
+                    self.held.add(source)
+        self.written: set[_Value] = set()  # parameters that are trained, for one
+        for write in filter(is_write, nodes):
             shared = shared_arguments(write.target, write.args, write.kwargs)
-            targets = (one for writes, one in shared if writes and isinstance(one, fx.Node))
-            self.written |= {root[one] for one in targets}
-        self.held = self.written | {root[node] for node in program.results}  # others find it there
+            targets = (root[one] for writes, one in shared if writes and isinstance(one, fx.Node))
+            self.written |= {first.get(one, one) for one in targets}
+        self.held |= self.written | {first.get(root[node], node) for node in program.results}
         # How many kernels of their own, or sums over columns, stand before each operation.
         self.alone = [0]
         for node in operations:
-            own = node in self.sources and (not fuses(node) or _is_of_columns(node))
+            own = node in first and (not fuses(node) or _is_of_columns(node))
             self.alone.append(self.alone[-1] + own)
-        self.last: dict[fx.Node, int] = {}  # position of the last kernel that reads it
-        self.read_in: dict[fx.Node, set[int]] = {}  # between which kernels of their own
-        self.until: dict[fx.Node, int] = {}
+        self.last: dict[_Value, int] = {}  # position of the last kernel that reads it
+        self.read_in: dict[_Value, set[int]] = {}  # between which kernels of their own
+        self.until: dict[_Made, int] = {}
         self._inline(set())
         self._inline(self._large())
 
-    def _inline(self, large: Collection[fx.Node]) -> None:
+    def _made(
+        self, nodes: Sequence[fx.Node], read: Mapping[fx.Node, Sequence[fx.Node]]
+    ) -> dict[tuple[int, fx.Node], _Made]:
+        """Each operation in its piece, and in those that compute it anew."""
+        made = {(piece_of(n), n): _Made(n, piece_of(n), self.position[n]) for n in nodes}
+        readers: dict[tuple[int, fx.Node], int] = {}  # where a piece begins to read what
+        for node in reversed(nodes):
+            own = piece_of(node)
+            for piece in (own, *meta(node).get("anew_in", ())):
+                if piece != own:
+                    made[piece, node] = _Made(node, piece, readers[piece, node], anew=True)
+                for source in read[node]:
+                    readers[piece, source] = made[piece, node].at
+        return made
+
+    def _inline(self, large: Collection[_Value]) -> None:
         """``large``: what is too much to be computed where it is read."""
         self.last, self.read_in, self.until = {}, {}, {}
         kept = self.held | {*large}
-        depth: dict[fx.Node, int] = {}
-        for node in reversed(self.nodes):
-            here, end = self.position[node], self.last.get(node)
-            inlined = end is not None and _is_inlined(node) and node not in kept
-            if inlined and all(map(fuses, self.readers[node])):
-                below = 1 + max(depth.get(reader, 0) for reader in self.readers[node])
+        depth: dict[_Made, int] = {}
+        for one in reversed(self.order):
+            here, end = one.at, self.last.get(one)
+            inlined = end is not None and _is_inlined(one.node) and one not in kept
+            if inlined and all(fuses(reader.node) for reader in self.readers[one]):
+                below = 1 + max(depth.get(reader, 0) for reader in self.readers[one])
                 nearby = self.alone[here] + _NEARBY
-                elsewhere = {place for place in self.read_in[node] if place > nearby}
+                elsewhere = {place for place in self.read_in[one] if place > nearby}
                 if not elsewhere:
-                    self.until[node] = end
-                elif below <= _DEPTH and _is_elementwise(node) and self._is_there(node, elsewhere):
-                    self.until[node], depth[node] = end, below
-            read_in = self.read_in[node] if node in self.until else {self.alone[here]}
-            for source in self.sources[node]:
-                self.last[source] = max(self.last.get(source, -1), self.until.get(node, here))
+                    self.until[one] = end
+                elif below <= _DEPTH and _is_elementwise(one.node) and self._is_there(one, elsewhere):
+                    self.until[one], depth[one] = end, below
+            read_in = self.read_in[one] if one in self.until else {self.alone[here]}
+            for source in self.sources[one]:
+                self.last[source] = max(self.last.get(source, -1), self.until.get(one, here))
                 self.read_in.setdefault(source, set()).update(read_in)
 
-    def _large(self) -> set[fx.Node]:
+    def _large(self) -> set[_Value]:
         """What reads so much memory, or takes so many steps, that a compiler keeps it.
 
         What is read into something larger is read several times over; draws are long.
         """
-        reads, steps = dict[fx.Node, int](), dict[fx.Node, int]()
-        once: set[fx.Node] = set()
-        found: set[fx.Node] = set()
-        for node in self.nodes:
-            known, sources = operators.of(node.target), self.sources[node]
+        reads, steps = dict[_Value, int](), dict[_Value, int]()
+        once: set[_Value] = set()
+        found: set[_Value] = set()
+        for one in self.order:
+            node = one.node
+            known, sources = operators.of(node.target), self.sources[one]
             inside = [source for source in sources if source in self.until and source not in found]
-            reads[node] = len(sources) - len(inside) + sum(map(reads.__getitem__, inside))
-            steps[node] = (_COSTLY if known.cost else 2) + sum(map(steps.__getitem__, inside))
+            reads[one] = len(sources) - len(inside) + sum(map(reads.__getitem__, inside))
+            steps[one] = (_COSTLY if known.cost else 2) + sum(map(steps.__getitem__, inside))
             by_host = known.cost in _ONCE_ON_HOST and _is_on_host(node)
             if by_host or known.cost == "random" or once & {*inside}:
-                once.add(node)
-            readers, size = self.readers.get(node, ()), _bytes(node)
-            several = len(readers) > 1 or any(_bytes(reader) > size for reader in readers)
+                once.add(one)
+            readers, size = self.readers.get(one, ()), _bytes(node)
+            several = len(readers) > 1 or any(_bytes(reader.node) > size for reader in readers)
             most = _READS_BY_SEVERAL if several else _READS
-            too_much = reads[node] > most or steps[node] > _STEPS or (several and node in once)
-            if node in self.until and too_much:
-                found.add(node)
+            too_much = reads[one] > most or steps[one] > _STEPS or (several and one in once)
+            if one in self.until and too_much:
+                found.add(one)
         return found
 
-    def _is_there(self, node: fx.Node, elsewhere: set[int]) -> bool:
+    def _is_there(self, one: _Made, elsewhere: set[int]) -> bool:
         """Whether others read all that a value is computed of nearby, too, and nobody writes there."""
-        if self.written & {*self.sources[node]}:
+        if self.written & {*self.sources[one]}:
             return False
-        for source in self.sources[node]:
+        for source in self.sources[one]:
             others = self.read_in.get(source, ())
             if not all(any(abs(one - other) <= _NEARBY for other in others) for one in elsewhere):
                 return False
         return True
 
+    def anew(self) -> dict[tuple[int, fx.Node], Anew]:
+        """What pieces compute for themselves."""
+        found = {}
+        for one in self.order:
+            if one.anew:
+                end = self.last[one]
+                until = self.until.get(one, one.at)
+                found[one.piece, one.node] = Anew(one.at, end, until, one not in self.until)
+        return found
+
     def written_over(self) -> dict[fx.Node, fx.Node]:
         """Result of a fused kernel -> what it is the last to read, of one size, in the same stretch."""
         found: dict[fx.Node, fx.Node] = {}
-        taken: set[fx.Node] = set()
-        for node in self.nodes:
-            here = self.position[node]
-            if node in self.until or is_write(node) or not fuses(node) or not _bytes(node):
+        taken: set[_Made] = set()
+        for one in self.order:
+            node = one.node
+            if one in self.until or one.anew or is_write(node) or not fuses(node) or not _bytes(node):
                 continue
-            for source in self._read(node):
-                ends = self.last[source] == here and source not in taken and source not in self.held
-                if ends and self._fits(source, node):
-                    found[node] = source
+            for source in self._read(one):
+                ends = self.last[source] == one.at and source not in taken and source not in self.held
+                if ends and self._fits(source.node, node):
+                    found[node] = source.node
                     taken.add(source)
                     break
         return found
@@ -167,13 +242,13 @@ class _Values:
         near = self.alone[self.position[source]] == self.alone[self.position[node]]
         return near and fuses(source) and not _joins(source) and _bytes(source) == _bytes(node)
 
-    def _read(self, node: fx.Node) -> list[fx.Node]:
+    def _read(self, one: _Made) -> list[_Made]:
         """What the kernel of an operation reads of others' results in memory."""
         found = []
-        for source in self.sources[node]:
+        for source in self.sources[one]:
             if source in self.until:
                 found += self._read(source)
-            elif source.op == "call_function":
+            elif isinstance(source, _Made) and not source.anew:
                 found.append(source)
         return found
 

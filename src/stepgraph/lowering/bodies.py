@@ -92,13 +92,14 @@ class Pieces:
     """A Program as calls, in order.
 
     ``piece_of``: by which call each operation is computed that is no view; ``needed``: which is the last
-    to need a value.
+    to need a value; ``anew``: which pieces compute values of others themselves.
     """
 
     program: Program
     calls: list[Call]
     piece_of: dict[fx.Node, int]
     needed: dict[fx.Node, int]
+    anew: set[tuple[int, fx.Node]] = field(default_factory=set)
 
     @property
     def bodies(self) -> list[Body]:
@@ -141,7 +142,8 @@ def in_pieces(program: Program) -> Pieces | None:
     except IndivisibleError:
         return None
     by_rows = any("rows_piece" in meta(node) for node in operations)
-    return _joined(program, copies, piece_of, least=0 if by_rows else _WORTH)
+    found = _joined(program, copies, piece_of, least=0 if by_rows else _WORTH)
+    return found and replace(found, anew=anew)
 
 
 class _Copy:

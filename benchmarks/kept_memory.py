@@ -5,9 +5,8 @@
 A Llama and a GPT-2 with dropout, each under `ddp` and `zero3`, float32, AdamW. Where operations run one by
 one (``eager``) bytes of live tensors are counted operation by operation; under ``inductor`` it is the most
 that the host's allocator gave out in a step, over what is held between steps. All is counted: parameters,
-optimizer state, the batch. The larger rank's. What is offloaded waits in the same memory here: the
-allocator's count has it, and so has the prediction beside that. gloo sums whole values where it scatters
-sums, in a copy that the allocator sees and no prediction has: it is in what ``zero3`` measures.
+optimizer state, the batch. The larger rank's. What is offloaded waits in the same memory here, and gloo
+copies what it gathers and scatters: the allocator's count has both, and so has the prediction beside that.
 """
 
 import argparse
@@ -25,8 +24,8 @@ from torch import nn
 
 import stepgraph
 from stepgraph.cost.devices import find_device
-from stepgraph.cost.memory import ON_HOST
-from stepgraph.pipeline import foresee
+from stepgraph.cost.memory import memory_timeline
+from stepgraph.pipeline import as_executed, foresee
 from stepgraph.runtime.batches import flatten_batch
 
 RANKS, TOKENS, ROWS = 2, 128, 4
@@ -74,11 +73,11 @@ def cell(model: str, preset: str, memory: Any, lowering: str) -> tuple[int, int]
     batch = {"input_ids": ids, "labels": ids.clone()}
     for _ in range(3):
         engine.step(batch)
-    predicted = foresee(engine.programs, find_device("cpu"), lowering)
-    total = predicted.peak_bytes
     if lowering == "eager":
-        return total, live_step(engine, batch).peak
-    total += predicted.bytes_by_category.get(ON_HOST, 0)
+        predicted = foresee(engine.programs, find_device("cpu"), lowering)
+        return predicted.peak_bytes, live_step(engine, batch).peak
+    program = as_executed(engine.programs, lowering)["step"]
+    total = memory_timeline(program, fused=True).resident
     compiled = engine._programs_of("step", flatten_batch(batch, torch.device("cpu")))
     assert compiled is not None
     step = compiled.programs["step"]

@@ -131,8 +131,7 @@ def test_traffic_is_that_of_what_is_executed(monkeypatch, lowering):
     model, seen = mlp(), []
     run = plan_mlp().programs(model, example=regression_batch(), optimizer=adamw(model))
     monkeypatch.setattr(
-        costed,
-        "assign_traffic",
+        "stepgraph.lowering.costed.assign_traffic",
         lambda p, fused: (seen.append((p, fused)), assign_traffic(p, fused)),
     )
     foresee(run, find_device("h100"), lowering)

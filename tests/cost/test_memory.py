@@ -140,6 +140,19 @@ def test_an_all_reduce_sends_a_copy():
     assert totals == [2, 3, 3, 3]
 
 
+def test_gloo_copies_what_it_gathers_and_scatters():
+    write = Written({"x": (64, 64)}, mesh="dp=2")
+    gathered = write(torch_internals.ALL_GATHER, write["x"], 2, "dp")
+    between = write(aten.exp.default, write["x"])
+    whole = write(torch_internals.WAIT, gathered)
+    part = write(torch_internals.REDUCE_SCATTER, whole, "sum", 2, "dp")
+    program = write.returning(between, write(torch_internals.WAIT, part))
+    line = memory_timeline(program)
+    assert [size // (4 * 64 * 64) for size in line.copied] == [2, 2, 2, 2, 2]
+    assert line.resident == line.peak() + 2 * 4 * 64 * 64 and line.on_host == 0
+    assert line.peak() == 5 * 4 * 64 * 64
+
+
 @pytest.mark.parametrize("copies", [False, True])
 def test_a_reshape_is_a_view_unless_the_layout_makes_it_copy(copies):
     write = Written({"x": (64, 32)})

@@ -149,7 +149,45 @@ def test_what_reads_too_much_is_written_down():
     assert 0 < len(inside) < 11
 
 
-def test_a_compiled_step_takes_what_is_predicted_or_a_little_less():
+def in_pieces(product_is_anew):
+    """A product of two that a layer's backward reads, in another piece, in front of its own product."""
+    write = Written({"x": (8, 8)})
+    x = write["x"]
+    gate = write(aten.mm.default, x, x)
+    both = write(aten.mul.Tensor, gate, x)
+    forward = behind_products(write, both)
+    write.phase = BACKWARD
+    other = write(aten.exp.default, gate)
+    last = write(aten.mm.default, write(aten.mm.default, forward, both), other)
+    program = write.returning(last)
+    for node in program.operations():
+        meta(node)["piece"] = int(meta(node)["phase"] == BACKWARD)
+    if product_is_anew:
+        meta(both)["anew_in"] = (1,)
+    return program
+
+
+def test_what_a_piece_computes_anew_is_not_there_in_between():
+    kept, anew = (memory_timeline(in_pieces(is_anew), fused=True).at for is_anew in (False, True))
+    bytes_of = [[sum(now.values()) // 256 for now in at] for at in (kept, anew)]
+    # The gate; the product of both; four behind it; exp; a product that reads both; the last one.
+    assert bytes_of[0] == [2, 3, 4, 5, 5, 5, 5, 5, 4]
+    assert bytes_of[1] == [2, 3, 4, 4, 4, 4, 4, 6, 4]
+
+
+def test_what_a_piece_hands_on_is_in_memory():
+    write = Written({"x": (8, 8)})
+    neg = write(aten.neg.default, write["x"])
+    program = write.returning(write(aten.exp.default, neg))
+    assert names(program) == ({"neg"}, {})
+    meta(neg)["piece"], meta(program.results[0])["piece"] = 0, 1
+    assert names(program)[0] == set()
+    meta(neg)["anew_in"] = (1,)
+    found = find_registers(program)
+    assert not found.anew[1, neg].in_memory and found.anew[1, neg].until == 1
+
+
+def test_a_compiled_step_takes_what_is_predicted():
     """By what the allocator gives out; as if every operation wrote its result it is much too much."""
     model = tiny_llama(2, vocab_size=2000, max_position_embeddings=128)
     ids = torch.randint(2000, (8, 128))
@@ -165,5 +203,5 @@ def test_a_compiled_step_takes_what_is_predicted_or_a_little_less():
     above = allocated_peak(lambda: engine.step(batch))
     measured = above + bytes_between_steps(model, optimizer, batch)
     assert planned.predicted.peak_bytes == predicted
-    assert 1.0 <= predicted / measured < 1.1
+    assert 0.99 < predicted / measured < 1.01
     assert one_by_one / measured > 1.4

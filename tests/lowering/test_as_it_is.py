@@ -1,5 +1,7 @@
 """Pieces that are run operator by operator: the same results in fewer calls."""
 
+import weakref
+
 import pytest
 import torch
 from torch import fx
@@ -75,6 +77,23 @@ def test_results_are_those_of_the_operators(make, given):
     found = as_it_is(body_of(make, *given))(values)
     assert values == []
     assert all(map(torch.equal, found, expected))
+
+
+def test_what_was_read_last_is_free_before_the_end():
+    seen, alive = [], []
+
+    def look(value):
+        alive.extend(given() is not None for given in seen)
+        return value + 0
+
+    def twice(emit, x):
+        return [emit(look, emit(aten.neg.default, emit(look, x)))]
+
+    run = as_it_is(body_of(twice, torch.zeros(2)))
+    values = [torch.zeros(2)]
+    seen.append(weakref.ref(values[0]))
+    run(values)
+    assert alive == [True, False]
 
 
 def test_what_lies_as_it_is_shown_is_not_shown_again():

@@ -55,7 +55,9 @@ class MemoryTimeline:
     def resident(self) -> int:
         """Most bytes at once where the device is the host, and its ranks communicate through gloo."""
         beside = map(sum, zip(self.waiting, self.copied, strict=True))
-        return max((sum(now.values()) + b for now, b in zip(self.at, beside, strict=True)), default=0)
+        return max(
+            (sum(now.values()) + b for now, b in zip(self.at, beside, strict=True)), default=0
+        )
 
     def peak(self, phase: str | None = None, without: tuple[str, ...] = ()) -> int:
         """Largest number of bytes alive at once, in one phase, without some categories."""
@@ -127,7 +129,10 @@ class _Lives:
             self.storages[node] = self._storages_of(node)
         self.last_use: dict[Storage, int] = {}
         for node in self.operations:
-            self._reads(node, piece_of(node), registers.until.get(node, self.position[node]))
+            if not (
+                registers.anew and viewed(node) and "piece" not in meta(node)
+            ):  # who reads a view does
+                self._reads(node, piece_of(node), registers.until.get(node, self.position[node]))
             if is_collective(node) and node.target is not torch_internals.ALL_REDUCE:
                 for wait in node.users:
                     self._needed(node.all_input_nodes[0], self.position.get(wait, 0))

@@ -85,7 +85,7 @@ def piece_of(node: fx.Node) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Made:
-    """A value where one piece makes it, at the position of its operation or of the first one that reads it."""
+    """A value where one piece makes it: at the position of its operation, or of the first that reads it."""
 
     node: fx.Node
     piece: int
@@ -169,7 +169,9 @@ class _Values:
                 elsewhere = {place for place in self.read_in[one] if place > nearby}
                 if not elsewhere:
                     self.until[one] = end
-                elif below <= _DEPTH and _is_elementwise(one.node) and self._is_there(one, elsewhere):
+                elif (
+                    below <= _DEPTH and _is_elementwise(one.node) and self._is_there(one, elsewhere)
+                ):
                     self.until[one], depth[one] = end, below
             read_in = self.read_in[one] if one in self.until else {self.alone[here]}
             for source in self.sources[one]:
@@ -227,10 +229,18 @@ class _Values:
         taken: set[_Made] = set()
         for one in self.order:
             node = one.node
-            if one in self.until or one.anew or is_write(node) or not fuses(node) or not _bytes(node):
+            if (
+                one in self.until
+                or one.anew
+                or is_write(node)
+                or not fuses(node)
+                or not _bytes(node)
+            ):
                 continue
             for source in self._read(one):
-                ends = self.last[source] == one.at and source not in taken and source not in self.held
+                ends = (
+                    self.last[source] == one.at and source not in taken and source not in self.held
+                )
                 if ends and self._fits(source.node, node):
                     found[node] = source.node
                     taken.add(source)

@@ -1,7 +1,6 @@
 """Runs a piece operator by operator, in as few calls as that takes: the host's time is what it costs."""
 
-from collections.abc import Sequence
-from typing import Any
+import operator
 
 import torch
 from torch import fx
@@ -11,6 +10,7 @@ from stepgraph.lowering.driver import Compiled
 from stepgraph.lowering.eager import operator_by_operator
 from stepgraph.lowering.handed_on import floats, layout, root_of
 from stepgraph.program.metadata import meta
+from stepgraph.torch_internals.code import graph_module
 from stepgraph.torch_internals.storages import assert_layout, reinterpret
 
 aten = torch.ops.aten
@@ -18,18 +18,25 @@ aten = torch.ops.aten
 
 def as_it_is(body: Body) -> Compiled:
     """A callable that takes the list of what the body is given, and empties it."""
-    module = body.module()
-    _show_at_once(module.graph)
-    for node in module.graph.find_nodes(op="call_function", target=aten.reshape.default):
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(body.graph, {}))
+    _show_at_once(graph)
+    for node in graph.find_nodes(op="call_function", target=aten.reshape.default):
         node.target = torch.reshape  # the same, without a call in Python
-    run = operator_by_operator(module)
+    _take_from_a_list(graph)
+    return operator_by_operator(graph_module(body.root, graph))
 
-    def call(given: list) -> Sequence[Any]:
-        values = [*given]
-        given.clear()
-        return run(*values)
 
-    return call
+def _take_from_a_list(graph: fx.Graph) -> None:
+    """What is given is a list, which is emptied: who calls would hold arguments until the last is read."""
+    inputs = graph.find_nodes(op="placeholder")
+    with graph.inserting_before(next(iter(graph.nodes))):
+        given = graph.placeholder("given")
+        for number, node in enumerate(inputs):
+            node.replace_all_uses_with(graph.call_function(operator.getitem, (given, number)))
+        graph.call_method("clear", (given,))
+    for node in inputs:
+        graph.erase_node(node)
 
 
 def _show_at_once(graph: fx.Graph) -> None:

@@ -35,6 +35,9 @@ class Metadata(TypedDict):
         starts: it starts a kernel.
         dispatched: the host calls it by itself.
         kernel: the number of the fused kernel that it is part of.
+        piece: the number of the piece that it is compiled in. This and the following are set by
+            :mod:`stepgraph.lowering.costed`.
+        anew_in: the pieces that compute it themselves.
     """
 
     val: Any
@@ -59,6 +62,8 @@ class Metadata(TypedDict):
     starts: bool
     dispatched: bool
     kernel: NotRequired[int]
+    piece: NotRequired[int]
+    anew_in: NotRequired[tuple[int, ...]]
 
 
 def meta(node: fx.Node) -> Metadata:

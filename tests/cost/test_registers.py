@@ -170,9 +170,29 @@ def in_pieces(product_is_anew):
 def test_what_a_piece_computes_anew_is_not_there_in_between():
     kept, anew = (memory_timeline(in_pieces(is_anew), fused=True).at for is_anew in (False, True))
     bytes_of = [[sum(now.values()) // 256 for now in at] for at in (kept, anew)]
-    # The gate; the product of both; four behind it; exp; a product that reads both; the last one.
+    # The gate; the product of both; four behind it; exp, and anew beside it the product of both; two more.
     assert bytes_of[0] == [2, 3, 4, 5, 5, 5, 5, 5, 4]
-    assert bytes_of[1] == [2, 3, 4, 4, 4, 4, 4, 6, 4]
+    assert bytes_of[1] == [2, 3, 4, 4, 4, 4, 5, 6, 4]
+
+
+def test_it_is_there_before_all_that_read_it():
+    """Also where something else is computed anew of it that stands earlier, and is read later."""
+    write = Written({"x": (8, 8)})
+    x = write["x"]
+    first = write(aten.neg.default, x)
+    second = write(aten.exp.default, first)
+    write.phase = BACKWARD
+    early = write(aten.mm.default, first, x)
+    late = write(aten.mm.default, write(aten.mm.default, early, x), second)
+    program = write.returning(late)
+    for node in program.operations():
+        meta(node)["piece"] = int(meta(node)["phase"] == BACKWARD)
+    for node in (first, second):
+        meta(node)["anew_in"] = (1,)
+    found = find_registers(program).anew
+    order = list(program.operations())
+    assert found[1, first].begin <= order.index(early)
+    assert found[1, second].end == order.index(late)
 
 
 def test_what_a_piece_hands_on_is_in_memory():

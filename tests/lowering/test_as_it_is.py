@@ -59,7 +59,13 @@ def cut_and_read_twice(emit, x):
     return [emit(aten.neg.default, cut), emit(aten.abs.default, emit(aten.t.default, cut))]
 
 
+def cut_behind_a_copy(emit, x):
+    copied = emit(aten.reshape.default, emit(aten.t.default, x), [-1])
+    return [emit(aten.neg.default, emit(aten.slice.Tensor, copied, 0, 1, 5))]
+
+
 CASES = [
+    (cut_behind_a_copy, (torch.randn(4, 3),)),
     (gradient_into_a_bucket, (torch.randn(4, 3), torch.randn(2, 2))),
     (gradient_into_a_bucket, (torch.randn(3, 4).t(), torch.randn(2, 2))),
     (parts_of_a_bucket, (torch.randn(12),)),

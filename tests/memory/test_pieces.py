@@ -1,7 +1,10 @@
 """Into how many pieces logits go, and who decides it."""
 
 import pytest
+import torch
+from torch import nn
 
+from stepgraph import plan
 from stepgraph.analysis.row_regions import find_regions
 from stepgraph.cost.devices import find_device
 from stepgraph.cost.memory import memory_timeline
@@ -61,6 +64,40 @@ def test_a_named_policy_divides_them_where_a_budget_beside_it_wants_that(policy)
     assert decided(policy, 2 * whole).plan.decisions["step"].memory.pieces is None
     assert decided(policy).plan.decisions["step"].memory.pieces is None
     assert decided("none", whole // 2).plan.decisions["step"].memory.pieces is None
+
+
+class Wide(nn.Module):
+    """A head of many words for few rows: sums of its gradient are more than its logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(50, 256), nn.Linear(256, 4000, bias=False)
+
+    def forward(self, ids, labels):
+        """The loss."""
+        return nn.functional.cross_entropy(self.head(self.table(ids)).float(), labels)
+
+
+def wide(rows, **asked):
+    ids = torch.zeros(rows, dtype=torch.int64)
+    return plan(
+        Wide(), example={"ids": ids, "labels": ids}, optimizer="sgd", mesh="dp=1", device="h100",
+        placement="ddp", memory="full", **asked,
+    )  # fmt: skip
+
+
+def test_what_fits_with_whole_logits_has_them_whole():
+    peak = wide(512).predicted.peak_bytes
+    assert wide(512, memory_budget=peak).decisions["step"].memory.pieces is None
+    in_pieces = wide(512, memory_budget=peak - 1)
+    assert in_pieces.decisions["step"].memory.pieces and in_pieces.predicted.peak_bytes < peak
+
+
+def test_pieces_that_hold_more_than_whole_logits_are_not_taken():
+    peak = wide(64).predicted.peak_bytes
+    with pytest.raises(BudgetError) as caught:
+        wide(64, memory_budget=peak - 1)
+    assert f"the smallest peak is {show_bytes(peak)}" in str(caught.value)
 
 
 def test_a_policy_that_fits_with_no_pieces_takes_them_all_the_same():

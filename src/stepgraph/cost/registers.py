@@ -151,8 +151,9 @@ class _Values:
             for piece in (own, *meta(node).get("anew_in", ())):
                 if piece != own:
                     made[piece, node] = _Made(node, piece, readers[piece, node], anew=True)
-                for source in read[node]:
-                    readers[piece, source] = made[piece, node].at
+                at = made[piece, node].at
+                for source in read[node]:  # what is computed anew is read where its own reader is
+                    readers[piece, source] = min(at, readers.get((piece, source), at))
         return made
 
     def _inline(self, large: Collection[_Value]) -> None:
@@ -214,14 +215,33 @@ class _Values:
         return True
 
     def anew(self) -> dict[tuple[int, fx.Node], Anew]:
-        """What pieces compute for themselves."""
+        """What pieces compute for themselves.
+
+        One kernel makes it with whatever else is made of what it reads, earlier or later than it is read.
+        """
         found = {}
         for one in self.order:
-            if one.anew:
-                end = self.last[one]
-                until = self.until.get(one, one.at)
-                found[one.piece, one.node] = Anew(one.at, end, until, one not in self.until)
+            if not one.anew:
+                continue
+            beside = {one.at, self.last[one]}
+            if one not in self.until:
+                beside |= self._beside(one)
+            until = self.until.get(one, max(beside))
+            found[one.piece, one.node] = Anew(
+                min(beside), max(beside), until, one not in self.until
+            )
         return found
+
+    def _beside(self, one: _Made) -> set[int]:
+        """Where its piece makes something else, nearby, of what it is made of."""
+        found, sources = set[int](), [*self.sources[one]]
+        for source in sources:
+            if source in self.until:
+                sources += self.sources[source]
+            readers = [r for r in self.readers[source] if r.piece == one.piece and fuses(r.node)]
+            found |= {self.until.get(reader, reader.at) for reader in readers}
+        near = self.alone[one.at]
+        return {at for at in found if abs(self.alone[at] - near) <= _NEARBY}
 
     def written_over(self) -> dict[fx.Node, fx.Node]:
         """Result of a fused kernel -> what it is the last to read, of one size, in the same stretch."""

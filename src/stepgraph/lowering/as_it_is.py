@@ -9,7 +9,7 @@ from stepgraph.lowering.bodies import Body
 from stepgraph.lowering.driver import Compiled
 from stepgraph.lowering.eager import operator_by_operator
 from stepgraph.lowering.handed_on import floats, layout, root_of
-from stepgraph.program.metadata import meta
+from stepgraph.program.metadata import meta, set_meta
 from stepgraph.torch_internals.code import graph_module
 from stepgraph.torch_internals.storages import assert_layout, reinterpret
 
@@ -60,6 +60,7 @@ def _show_at_once(graph: fx.Graph) -> None:
                 at_once = source
             else:
                 at_once = graph.call_function(reinterpret, (source, *shown))
+                set_meta(at_once, meta(node))
         for user in read_by:
             user.replace_input_with(node, at_once)
     for node in reversed(views):

@@ -183,32 +183,43 @@ def _evaluated(program: Program, kept: MemoryDecision, means: Means) -> MemoryDe
 def _divided(program: Program, kept: MemoryDecision, means: Means, logits: str) -> MemoryDecision:
     """A named policy, with logits in pieces where it does not fit with whole ones; it need not with any.
 
-    Nothing else of it is to be given, so more pieces than fit are taken where they take hardly more time.
+    Of those that take hardly more time than the fastest that fits, what holds least is taken.
     """
     budget = means.limit
-    if not (pieces := find_pieces(program, budget)):
+    if not (enough := find_pieces(program, budget)):
         return kept
     if logits == DIVIDED:
-        return replace(kept, pieces=pieces)
-    whole = memory_timeline(program, means.fused).peak()
-    if whole <= budget:
+        return replace(kept, pieces=enough)
+
+    def tried(pieces: Mapping[str, int] | None) -> tuple[MemoryDecision, Trial]:
+        decision = replace(kept, pieces=pieces)
+        return decision, means.simulate(program, decision)
+
+    found = [tried(None)]
+    if _fits(found[-1], budget):
         return kept
-    if whole <= _ROOM * budget and means.simulate(program, kept).memory.peak() <= budget:
+    found.append(tried(enough))
+    if _fits(found[-1], budget):
+        for fewer in [*_fewer_and_fewer(enough)][1:]:
+            last, now = found[-1], tried(fewer)
+            if not _fits(now, budget) or now[1].seconds * _SLOWER > last[1].seconds:
+                break
+            found.append(now)
+    if len(found) == 2:  # fewer are no faster
+        found += [tried(find_pieces(program, budget // part)) for part in (2, 4)]
+    if fitting := [one for one in found if _fits(one, budget)]:
+        most = _SLOWER * min(trial.seconds for _, trial in fitting)
+        found = [one for one in fitting if one[1].seconds <= most]
+    decision, trial = min(found, key=lambda one: one[1].memory.peak())
+    if decision.pieces is None:
         return kept
-    found, trial = pieces, means.simulate(program, replace(kept, pieces=pieces))
-    for part in (2, 4):
-        if (pieces := find_pieces(program, budget // part)) == found:
-            break
-        finer = means.simulate(program, replace(kept, pieces=pieces))
-        fits = trial.memory.peak() <= budget
-        if finer.memory.peak() >= trial.memory.peak() or (
-            fits and finer.seconds > trial.seconds * _SLOWER
-        ):
-            break
-        found, trial = pieces, finer
     peak, of = show_bytes(trial.memory.peak()), show_bytes(budget)
-    reason = f"memory {kept.policy}{_said(found)}: {peak} of {of}"
-    return replace(kept, pieces=found, reason=reason)
+    reason = f"memory {kept.policy}{_said(decision.pieces)}: {peak} of {of}"
+    return replace(decision, reason=reason)
+
+
+def _fits(one: tuple[MemoryDecision, Trial], budget: int) -> bool:
+    return one[1].memory.peak() <= budget
 
 
 def _search(program: Program, policy: str, gather_again: bool, means: Means) -> MemoryDecision:

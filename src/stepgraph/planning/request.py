@@ -106,7 +106,9 @@ class Request(Frozen):
     @property
     def weighs_memory(self) -> bool:
         """Whether how a step is run depends on the bytes that a rank has."""
-        return is_searched(self.memory) or self.memory_budget is not None
+        return is_searched(self.memory) or (
+            self.memory_budget is not None and self.memory != "none"
+        )
 
     @property
     def searches(self) -> bool:

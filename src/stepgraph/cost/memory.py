@@ -129,9 +129,8 @@ class _Lives:
             self.storages[node] = self._storages_of(node)
         self.last_use: dict[Storage, int] = {}
         for node in self.operations:
-            if not (
-                registers.anew and viewed(node) and "piece" not in meta(node)
-            ):  # who reads a view does
+            only_shown = registers.anew and viewed(node) and "piece" not in meta(node)
+            if not only_shown:  # else who reads the view reads it
                 self._reads(node, piece_of(node), registers.until.get(node, self.position[node]))
             if is_collective(node) and node.target is not torch_internals.ALL_REDUCE:
                 for wait in node.users:

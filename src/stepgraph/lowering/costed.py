@@ -1,5 +1,7 @@
 """What predictions ask of a Program as it is executed: what its operations read, and who holds what."""
 
+from torch import fx
+
 from stepgraph import torch_internals
 from stepgraph.cost.traffic import assign_traffic
 from stepgraph.lowering.bodies import in_pieces
@@ -21,10 +23,11 @@ def costed(program: Program, lowering: str) -> Program:
     fused = LOWERINGS[lowering].fuses
     assign_traffic(program, fused)
     if fused and _is_on_host(program) and (pieces := in_pieces(program)) is not None:
-        for node, number in pieces.piece_of.items():
-            meta(node)["piece"] = number
+        anew_in: dict[fx.Node, list[int]] = {}
         for number, node in pieces.anew:
-            meta(node)["anew_in"] = (*meta(node).get("anew_in", ()), number)
+            anew_in.setdefault(node, []).append(number)
+        for node, number in pieces.piece_of.items():
+            meta(node)["piece"], meta(node)["anew_in"] = number, tuple(anew_in.get(node, ()))
     return program
 
 

@@ -206,7 +206,8 @@ def _divided(program: Program, kept: MemoryDecision, means: Means, logits: str) 
                 break
             found.append(now)
     if len(found) == 2:  # fewer are no faster
-        found += [tried(find_pieces(program, budget // part)) for part in (2, 4)]
+        finer = [find_pieces(program, budget // part) for part in (2, 4)]
+        found += map(tried, {_many(some): some for some in finer if some != enough}.values())
     if fitting := [one for one in found if _fits(one, budget)]:
         most = _SLOWER * min(trial.seconds for _, trial in fitting)
         found = [one for one in fitting if one[1].seconds <= most]

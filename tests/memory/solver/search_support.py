@@ -19,10 +19,11 @@ from stepgraph.pipeline import PLACED, capture_of, form, simulation
 from stepgraph.placement import apply as placement
 from stepgraph.placement.presets.named import decide_by_preset
 from stepgraph.planning.plan import Plan, preset_plan
+from stepgraph.planning.target import target_of
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.program import Program
 from stepgraph.runtime.ranks import parse_mesh
-from tests.support import HOST, spec_of, tiny_llama, token_batch
+from tests.support import spec_of, tiny_llama, token_batch
 
 DEVICE = find_device("h100")
 
@@ -87,7 +88,7 @@ def placed(model: nn.Module, batch: Any, plan: Plan) -> Program:
 @functools.cache
 def llama_program(layers: int = 3, preset: str = "zero3", mesh: str = "dp=2") -> Program:
     plan = plan_on(preset, mesh)
-    return placed(tiny_llama(layers, num_key_value_heads=2), token_batch(8, 16), plan)
+    return placed(tiny_llama(layers, num_key_value_heads=2), token_batch(16, 16), plan)
 
 
 @functools.cache
@@ -104,5 +105,5 @@ def llama_search_without_host(layers: int = 3) -> Search:
 def search_of(
     program: Program, plan: Plan, gather_again: bool = True, device: Device = DEVICE
 ) -> Search:
-    simulate = simulation(plan, HOST)
+    simulate = simulation(plan, target_of(DEVICE))
     return Search(Profile(program, gather_again, simulate, device, fused=True))

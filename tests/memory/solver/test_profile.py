@@ -6,8 +6,9 @@ from stepgraph.memory.solver import profile as profiles
 from stepgraph.memory.solver.levels import find_levels
 from stepgraph.memory.solver.profile import Profile
 from stepgraph.pipeline import simulation
+from stepgraph.planning.target import target_of
 from tests.memory.solver.search_support import DEVICE, llama_search, placed, plan_on
-from tests.support import HOST, tower
+from tests.support import tower
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +18,7 @@ def deep():
     try:
         plan = plan_on()
         program = placed(*tower(10), plan)
-        found = Profile(program, True, simulation(plan, HOST), DEVICE, fused=True)
+        found = Profile(program, True, simulation(plan, target_of(DEVICE)), DEVICE, fused=True)
     finally:
         profiles.MANY = before
     assert found.is_deep and not found.known

@@ -4,15 +4,13 @@
 
 Each model's step is placed by a preset (bf16 compute, AdamW, an H100 model). At eight budgets from the
 smallest peak that can be had to that of keeping everything: the predicted step of the search, and of the
-best named policy whose predicted peak fits, each with logits in pieces where it takes them. All are
-simulated on the program that runs. CPU seconds: of capture, of the search's own simulations with whole
-logits, of each budget after them, of the named policies beside it, and of the frontier.
+best named policy whose predicted peak fits. All are simulated on the program that runs. CPU seconds: of
+capture, of the search's own simulations, of each budget after them, and of the frontier.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import time
 from dataclasses import asdict
@@ -25,19 +23,16 @@ from stepgraph.api.models import find_model, language_model_loss
 from stepgraph.api.plan import build_on_meta
 from stepgraph.api.planner import Planner, make_optimizer
 from stepgraph.cost.devices import find_device
-from stepgraph.cost.predict import Trial
-from stepgraph.errors import BudgetError, MemoryPolicyError
+from stepgraph.errors import MemoryPolicyError
 from stepgraph.memory.by_policy import decide_by_policy
-from stepgraph.memory.decide import Means, decide, frontier
-from stepgraph.memory.solver.profile import Simulate
+from stepgraph.memory.solver.profile import Profile
+from stepgraph.memory.solver.search import Search
 from stepgraph.pipeline import PLACED, form, simulation
 from stepgraph.placement import apply as placement
 from stepgraph.placement.presets.named import decide_by_preset, gathers_again
-from stepgraph.planning.decisions import MemoryDecision
 from stepgraph.planning.plan import preset_plan
-from stepgraph.planning.request import AUTO, Precision, StepSettings
+from stepgraph.planning.request import Precision, StepSettings
 from stepgraph.program.driver import PassDriver, no_collections
-from stepgraph.program.program import Program
 from stepgraph.runtime.ranks import parse_mesh
 
 MODELS = {
@@ -71,64 +66,43 @@ def measure(name: str) -> dict[str, Any]:
     where = decide_by_preset(program, mesh, preset)
     program = placement.apply(program, where, mesh, 1, PLACED, PassDriver())
     row["placement_s"] = clock.lap()
-    again = gathers_again(preset, mesh)
-    means = Means(once_each(simulation(plan, planner.target)), device, fused=True)
-
-    def within(policy: str, budget: int | None) -> tuple[MemoryDecision, Trial]:
-        means.budget = budget
-        kept = decide(program, policy, again, lambda: means)
-        found = means.found if policy == AUTO else None
-        return kept, found or means.simulate(program, kept)
-
-    search = means.search(program, again)
+    simulate, again = simulation(plan, planner.target), gathers_again(preset, mesh)
+    search = Search(Profile(program, again, simulate, device, fused=True))
     row["search_s"], row["levels"] = clock.lap(), len(search.profile.levels)
     row["estimated_by_short_steps"] = search.profile.is_deep
-    row["frontier"] = [asdict(point) for point in frontier(program, again, means)]
+    row["frontier"] = [asdict(point) for point in search.frontier()]
     row["frontier_s"] = clock.lap()
-    most = means.simulate(program, decide_by_policy(program, "none", again)).memory.peak()
-    smallest = 0
-    try:
-        within(AUTO, 1)
-    except BudgetError as error:
-        smallest = error.smallest or 0
+    named = {}
+    for policy in NAMED:
+        try:
+            trial = simulate(program, decide_by_policy(program, policy, again))
+        except MemoryPolicyError:
+            continue
+        named[policy] = {"peak_bytes": trial.memory.peak(), "step_ms": trial.seconds * 1e3}
+    row["named"], row["named_s"] = named, clock.lap()
+    _, smallest = search.within(1)
     row["smallest_peak_bytes"], row["smallest_s"] = smallest, clock.lap()
+    most = named["none"]["peak_bytes"]
     row["budgets"] = []
     for number in range(BUDGETS):
         budget = smallest + (most - smallest) * number // (BUDGETS - 1)
-        kept, trial = within(AUTO, budget)
-        one = {
-            "budget_bytes": budget,
-            "peak_bytes": trial.memory.peak(),
-            "step_ms": trial.seconds * 1e3,
-            "keeps": kept.reason,
-            "search_s": clock.lap(),
-        }
-        fitting = {}
-        for policy in NAMED:
-            with contextlib.suppress(MemoryPolicyError):
-                named = within(policy, budget)[1]
-                if named.memory.peak() <= budget:
-                    fitting[policy] = named.seconds * 1e3
-        one["best_named"] = min(fitting, key=fitting.__getitem__, default=None)
-        one["best_named_ms"] = fitting.get(one["best_named"])
-        one["named_s"] = clock.lap()
-        row["budgets"].append(one)
+        mix, _ = search.within(budget)
+        assert mix is not None
+        trial = search.profile.trial(mix)
+        fitting = {n: p["step_ms"] for n, p in named.items() if p["peak_bytes"] <= budget}
+        best = min(fitting, key=fitting.__getitem__, default=None)
+        row["budgets"].append(
+            {
+                "budget_bytes": budget,
+                "peak_bytes": trial.memory.peak(),
+                "step_ms": trial.seconds * 1e3,
+                "keeps": search.describe(mix),
+                "best_named": best,
+                "best_named_ms": None if best is None else fitting[best],
+                "search_s": clock.lap(),
+            }
+        )
     return row
-
-
-def once_each(simulate: Simulate) -> Simulate:
-    """A simulation that remembers named policies: the same at many budgets."""
-    known: dict[tuple, Trial] = {}
-
-    def simulated(program: Program, decision: MemoryDecision) -> Trial:
-        key = decision.policy, tuple((decision.pieces or {}).items())
-        if decision.policy not in NAMED:
-            return simulate(program, decision)
-        if key not in known:
-            known[key] = simulate(program, decision)
-        return known[key]
-
-    return simulated
 
 
 class Clock:

@@ -193,7 +193,7 @@ class _Values:
             inside = [source for source in sources if source in self.until and source not in found]
             reads[one] = len(sources) - len(inside) + sum(map(reads.__getitem__, inside))
             steps[one] = (_COSTLY if known.cost else 2) + sum(map(steps.__getitem__, inside))
-            by_host = known.cost in _ONCE_ON_HOST and _is_on_host(node)
+            by_host = known.cost in _ONCE_ON_HOST and computed_on_host(node)
             if by_host or known.cost == "random" or once & {*inside}:
                 once.add(one)
             readers, size = self.readers.get(one, ()), _bytes(node)
@@ -308,7 +308,8 @@ def _is_of_columns(node: fx.Node) -> bool:
     return is_reduction(node) and not over_rows(node)
 
 
-def _is_on_host(node: fx.Node) -> bool:
+def computed_on_host(node: fx.Node) -> bool:
+    """Whether what an operation makes lies in the host's memory."""
     made = tensors_of(meta(node).get("val"))
     return bool(made) and made[0].device.type == torch_internals.host_device().type
 

@@ -2,7 +2,7 @@
 
 from torch import fx
 
-from stepgraph import torch_internals
+from stepgraph.cost.registers import computed_on_host
 from stepgraph.cost.traffic import assign_traffic
 from stepgraph.lowering.bodies import in_pieces
 from stepgraph.lowering.presets import LOWERINGS
@@ -22,16 +22,13 @@ def costed(program: Program, lowering: str) -> Program:
     """
     fused = LOWERINGS[lowering].fuses
     assign_traffic(program, fused)
-    if fused and _is_on_host(program) and (pieces := in_pieces(program)) is not None:
+    made = (node for node in program.operations() if tensors_of(meta(node).get("val")))
+    # What a GPU offloads is on the host as well: all has to be.
+    on_host = fused and all(map(computed_on_host, made))
+    if on_host and (pieces := in_pieces(program)) is not None:
         anew_in: dict[fx.Node, list[int]] = {}
         for number, node in pieces.anew:
             anew_in.setdefault(node, []).append(number)
         for node, number in pieces.piece_of.items():
             meta(node)["piece"], meta(node)["anew_in"] = number, tuple(anew_in.get(node, ()))
     return program
-
-
-def _is_on_host(program: Program) -> bool:
-    host = torch_internals.host_device()
-    made = (t for node in program.operations() for t in tensors_of(meta(node).get("val")))
-    return any(t.device == host for t in made)

@@ -2,10 +2,10 @@
 
 from stepgraph.errors import UsageError, near_misses
 from stepgraph.memory.patterns import are_patterns, parse_patterns
-from stepgraph.planning.request import AUTO, BUDGET
+from stepgraph.planning.request import AUTO, BUDGET, NONE
 from stepgraph.planning.sizes import parse_size
 
-NONE, FULL, OPS = "none", "full", "ops"
+FULL, OPS = "full", "ops"
 POLICIES = (NONE, FULL, "layers:N", OPS, "budget:SIZE", AUTO)
 
 

@@ -14,6 +14,7 @@ from stepgraph.planning.reading import AnyInteger, Positive, TypeText
 from stepgraph.program.layout import MeshShape
 
 AUTO = "auto"  # a policy that searches for what others name
+NONE = "none"  # one of memory that keeps all
 BUDGET = "budget"  # and one of memory, that says within how many bytes: budget:SIZE
 
 
@@ -71,7 +72,7 @@ class Request(Frozen):
 
     placement: str
     mesh: MeshShape
-    memory: str = "none"
+    memory: str = NONE
     schedule: str = AUTO
     lowering: str = "inductor"
     step: StepSettings = StepSettings()
@@ -106,9 +107,7 @@ class Request(Frozen):
     @property
     def weighs_memory(self) -> bool:
         """Whether how a step is run depends on the bytes that a rank has."""
-        return is_searched(self.memory) or (
-            self.memory_budget is not None and self.memory != "none"
-        )
+        return is_searched(self.memory) or (self.memory_budget is not None and self.memory != NONE)
 
     @property
     def searches(self) -> bool:

@@ -70,10 +70,9 @@ def _compute(program: Program, region: Region, pieces: int) -> None:
         whole.replace_all_uses_with(result, delete_user_cb=lambda user: user not in region.ways)
 
 
-def _adds_up_inside(node: fx.Node) -> bool:
-    """Whether a product can be added to the sum so far while it is made: in the type of the sum."""
-    dtype = meta(node)["val"].dtype
-    return node.target is aten.mm.default and torch.promote_types(dtype, torch.float32) == dtype
+def _type_of_sum(node: fx.Node) -> torch.dtype:
+    """What pieces of a floating-point result are added up in: 16 bits in 32."""
+    return torch.promote_types(meta(node)["val"].dtype, torch.float32)
 
 
 class _Writer:
@@ -118,16 +117,16 @@ class _Writer:
             if way.result is not None:
                 parts.append(self._kept(node, made[node], number))
                 continue
-            part, dtype = made[node], meta(node)["val"].dtype
-            if pieces > 1 and dtype.is_floating_point:
-                part = self.emit.cast(part, torch.promote_types(dtype, torch.float32))
+            part = made[node]
+            if pieces > 1 and meta(node)["val"].dtype.is_floating_point:
+                part = self.emit.cast(part, _type_of_sum(node))
             parts[:] = [self._added(part, *parts)]
 
     def _products(
         self, node: fx.Node, sums: list[fx.Node], number: int, left: fx.Node, right: fx.Node
     ) -> list[fx.Node]:
         """The sums of a product so far, and its next piece."""
-        if _adds_up_inside(node):
+        if meta(node)["val"].dtype == _type_of_sum(node):  # added while it is made
             target = aten.addmm.default if sums else node.target
             total = self._described(self.emit(target, *sums, left, right), node, number)
             return [self._summed(total) if sums else total]
@@ -137,9 +136,7 @@ class _Writer:
         for part, start in enumerate(range(0, rows, step)):
             some = self.emit(aten.slice.Tensor, left, 0, start, min(start + step, rows))
             product = self._described(self.emit(node.target, some, right), node, number, part)
-            wide = self.emit.cast(
-                product, torch.promote_types(meta(node)["val"].dtype, torch.float32)
-            )
+            wide = self.emit.cast(product, _type_of_sum(node))
             found.append(self._added(wide, *sums[part : part + 1]))
         return found
 

@@ -30,6 +30,8 @@ from torch.nn import functional as F
 
 from stepgraph.api.engine import Engine
 from stepgraph.cost.memory import memory_timeline
+from stepgraph.lowering.presets import LOWERINGS
+from stepgraph.pipeline import as_executed
 
 WORDS, WIDTH, ROWS, LENGTH = 128_256, 256, 4, 512
 STEPS = 3
@@ -96,10 +98,10 @@ def measure(way: str) -> dict[str, Any]:
     row["losses"] = [step()]  # compiles
     gc.collect()
     if not way.startswith("plain"):
-        (program,) = engine.programs.values()
         decided = next(iter(engine.plan.decisions.values()))
         row["pieces"] = dict(decided.memory.pieces or {})
-        line = memory_timeline(program)
+        (program,) = as_executed(engine.programs, engine.plan.lowering).values()
+        line = memory_timeline(program, LOWERINGS[engine.plan.lowering].fuses)
         held = sum(p.numel() * p.element_size() for p in model.parameters())
         row["predicted_mib"] = (line.peak() - held) / 2**20
     Path("/proc/self/clear_refs").write_text("5")  # the highest begins anew

@@ -15,7 +15,13 @@ from stepgraph.capture.passes.drop_identities import drop_identities
 from stepgraph.capture.passes.finish_accumulation import finish_accumulation
 from stepgraph.capture.passes.update_parameters import update_parameters
 from stepgraph.equivalence.check import ENTRIES, check_model
-from stepgraph.equivalence.comparing import NOT_COMPARED, relative_difference, tolerance
+from stepgraph.equivalence.comparing import (
+    NOT_COMPARED,
+    CheckReport,
+    compare,
+    relative_difference,
+    tolerance,
+)
 from stepgraph.lowering.passes.bind_to_rank import bind_to_rank
 from stepgraph.lowering.passes.write_state_in_place import write_state_in_place
 from stepgraph.memory.passes.recompute_in_backward import recompute_in_backward
@@ -326,6 +332,32 @@ def test_two_results_differ_relative_to_the_largest_entry():
     assert relative_difference(nan, torch.ones(2)) == float("inf")
     assert relative_difference(torch.zeros(2), torch.zeros(2)) == 0.0
     assert relative_difference(torch.zeros(2), torch.ones(2)) == float("inf")
+
+
+def test_a_gradient_that_is_rounding_alone_is_not_compared_and_named():
+    """A key's bias in an attention changes nothing: its gradient is a sum of what cancels."""
+
+    def compared(old_bias, new_bias, new_weight=1.0, preserves="summation order"):
+        old = {roles.Grad("weight"): torch.ones(2), roles.Grad("bias"): torch.tensor([old_bias])}
+        new = {
+            roles.Grad("weight"): torch.full((2,), new_weight),
+            roles.Grad("bias"): torch.tensor([new_bias]),
+            roles.NewParam("bias"): torch.tensor([new_bias]),
+        }
+        old[roles.NewParam("bias")] = torch.tensor([old_bias])
+        report = CheckReport()
+        compare(report, "step", "a pass", preserves, old, new)
+        return report
+
+    report = compared(1e-9, -3e-9)
+    assert report.ok and "rounding alone: bias" in str(report)
+    assert compared(0.0, 1e-9).ok
+    assert not compared(1e-9, -3e-9, preserves="bitwise").ok
+    assert not compared(1e-9, 1e-3).ok
+    assert not compared(1e-3, 1e-9).ok
+    assert not compared(1e-5, -3e-5).ok
+    assert not compared(1e-9, -3e-9, new_weight=1.1).ok
+    assert "rounding" not in str(compared(1e-3, 1e-3))
 
 
 def test_infinities_of_the_same_sign_are_equal_and_others_are_not():

@@ -35,6 +35,13 @@ def test_the_budget_is_used_but_for_a_little(part, beside):
     assert held is not None and 78 <= int(part * held) + beside <= 100
 
 
+def test_between_one_that_fits_and_one_that_does_not_the_next_is_where_the_budget_is():
+    limits = Limits(100)
+    assert limits.after(140, 130) is not None
+    between = limits.after(100, 80)
+    assert between == 100 + int(0.95 * 20 * 40 / 50)
+
+
 def test_nothing_is_asked_for_that_cannot_be():
     assert search(100, lambda held: held + 30, least=60)[0] >= 60
     assert search(100, lambda held: held + 50, least=80) == (None, 3)

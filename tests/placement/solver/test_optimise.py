@@ -162,6 +162,18 @@ def test_a_goal_is_kept_and_its_bound_holds(seed):
     assert solution.bound <= best + 1e-5 <= solution.cost + 2e-5
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_what_takes_the_simplex_too_long_is_solved_from_an_interior_point(seed, monkeypatch):
+    problem = drawn(seed, limited=True)
+    best = cheapest(problem)
+    monkeypatch.setattr(optimise, "_STEPS", 0)
+    if math.isinf(best):
+        with pytest.raises(InfeasibleError):
+            solve(problem, goal=0.0)
+    else:
+        assert solve(problem, goal=0.0).cost == pytest.approx(best)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_one_problem_has_one_answer(seed):
     if math.isinf(cheapest(drawn(seed))):

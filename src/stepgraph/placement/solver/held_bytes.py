@@ -57,16 +57,20 @@ class Limits:
         self.budget = budget
         self.least = 1.0  # nothing is feasible below
         self.too_much = math.inf  # held so much, the peak did not fit
+        self.its_peak = math.inf
 
     def after(self, held: float, peak: int) -> int | None:
         """The next limit after a solution; None: that one will do."""
         room = self.budget - peak
         if room < 0:
-            self.too_much = min(self.too_much, held)
+            if held < self.too_much:
+                self.too_much, self.its_peak = held, peak
             less = max(-1.02 * room, held * (1 - 0.98 * self.budget / peak))
             limit = max(held - less, self.least)
             return int(limit) if limit < 0.99 * self.too_much else None
         limit = min(held + 0.95 * room, 0.98 * self.too_much)
+        if held < self.too_much < math.inf:  # the budget lies between two peaks
+            limit = min(limit, held + 0.95 * room * (self.too_much - held) / (self.its_peak - peak))
         tight = self.least > 1 or math.isfinite(self.too_much)
         return int(limit) if tight and limit > 1.05 * held else None
 

@@ -19,8 +19,9 @@ from stepgraph.placement.solver.formulation import Formulation
 # Steps of the simplex times columns, for branches of the relaxation: seconds. Where a memory limit binds,
 # it divides the relaxation far from any choice: branches soon find nothing better, certified or not.
 _CHEAP, _CHEAP_IN_LIMIT = 2_000_000_000, 300_000_000
-# Steps to a relaxation that fits a limit; where more are needed it is seen first whether anything fits.
-_DOUBTFUL = 20_000
+# Steps of the simplex to a relaxation within a limit. Where more are needed, an interior point is found in
+# less time, and that nothing fits is seen in much less.
+_STEPS = 15_000
 _PATIENCE, _IN_LIMIT = 0.15, 1e-2  # where it binds: part of them after which this gap is the goal
 # A limit that is itself an estimate is exceeded by so much at most, where each part of it that is taken
 # more saves several times that part of the least that all could cost.
@@ -99,16 +100,9 @@ class _Search:
         highs.setOptionValue("solve_relaxation", True)
         highs.setOptionValue("time_limit", np.inf)  # a busy machine must not decide otherwise
         limit = self.problem.memory_limit
-        highs.setOptionValue("simplex_iteration_limit", _DOUBTFUL if limit else highspy.kHighsIInf)
         if self.hasty and limit is not None:
             self._may_exceed_limit(highs)
-        highs.run()
-        if highs.getModelStatus() == highspy.HighsModelStatus.kIterationLimit:
-            least = self._least_memory()
-            if limit is not None and least.bound > limit * (1 + _OVER * self.hasty):
-                raise InfeasibleError(least.cost)
-            highs.setOptionValue("simplex_iteration_limit", highspy.kHighsIInf)
-            highs.run()
+        _relax(highs, _STEPS if limit is not None else highspy.kHighsIInf)
         self._is_feasible(highs)
         if highs.getModelStatus() != _OPTIMAL:
             return None
@@ -255,6 +249,19 @@ class _Search:
         left = max(1.0, self.deadline - time.monotonic())
         search = _Search(_of_memory(self.problem), left, 1e-2, 1e-2)
         return search.branched(at_all=False) or search.run()
+
+
+def _relax(highs: highspy.Highs, steps: int) -> None:
+    """Solves a relaxation: by the simplex in so many steps, else from an interior point."""
+    highs.setOptionValue("simplex_iteration_limit", steps)
+    highs.run()
+    highs.setOptionValue("simplex_iteration_limit", highspy.kHighsIInf)
+    for solver in ("ipm", "simplex"):
+        if highs.getModelStatus() in (_OPTIMAL, highspy.HighsModelStatus.kInfeasible):
+            break
+        highs.setOptionValue("solver", solver)
+        highs.run()
+    highs.setOptionValue("solver", "choose")
 
 
 def _of_memory(problem: Problem) -> Problem:

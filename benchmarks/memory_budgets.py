@@ -4,13 +4,15 @@
 
 Each model's step is placed by a preset (bf16 compute, AdamW, an H100 model). At eight budgets from the
 smallest peak that can be had to that of keeping everything: the predicted step of the search, and of the
-best named policy whose predicted peak fits. All are simulated on the program that runs. CPU seconds: of
-capture, of the search's own simulations, of each budget after them, and of the frontier.
+best named policy whose predicted peak fits, both with logits whole or in pieces as they decide within that
+budget. All are simulated on the program that runs. CPU seconds: of capture, of the frontier (whose search
+the budgets use too), and of each budget after it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import time
 from dataclasses import asdict
@@ -23,16 +25,19 @@ from stepgraph.api.models import find_model, language_model_loss
 from stepgraph.api.plan import build_on_meta
 from stepgraph.api.planner import Planner, make_optimizer
 from stepgraph.cost.devices import find_device
-from stepgraph.errors import MemoryPolicyError
-from stepgraph.memory.by_policy import decide_by_policy
-from stepgraph.memory.solver.profile import Profile
-from stepgraph.memory.solver.search import Search
+from stepgraph.cost.predict import Trial
+from stepgraph.errors import BudgetError, MemoryPolicyError
+from stepgraph.memory.decide import Means, decide, frontier
+from stepgraph.memory.presets import NONE
+from stepgraph.memory.solver.profile import Simulate
 from stepgraph.pipeline import PLACED, form, simulation
 from stepgraph.placement import apply as placement
 from stepgraph.placement.presets.named import decide_by_preset, gathers_again
+from stepgraph.planning.decisions import MemoryDecision
 from stepgraph.planning.plan import preset_plan
-from stepgraph.planning.request import Precision, StepSettings
+from stepgraph.planning.request import AUTO, Precision, StepSettings
 from stepgraph.program.driver import PassDriver, no_collections
+from stepgraph.program.program import Program
 from stepgraph.runtime.ranks import parse_mesh
 
 MODELS = {
@@ -66,43 +71,55 @@ def measure(name: str) -> dict[str, Any]:
     where = decide_by_preset(program, mesh, preset)
     program = placement.apply(program, where, mesh, 1, PLACED, PassDriver())
     row["placement_s"] = clock.lap()
-    simulate, again = simulation(plan, planner.target), gathers_again(preset, mesh)
-    search = Search(Profile(program, again, simulate, device, fused=True))
-    row["search_s"], row["levels"] = clock.lap(), len(search.profile.levels)
-    row["estimated_by_short_steps"] = search.profile.is_deep
-    row["frontier"] = [asdict(point) for point in search.frontier()]
-    row["frontier_s"] = clock.lap()
-    named = {}
-    for policy in NAMED:
-        try:
-            trial = simulate(program, decide_by_policy(program, policy, again))
-        except MemoryPolicyError:
-            continue
-        named[policy] = {"peak_bytes": trial.memory.peak(), "step_ms": trial.seconds * 1e3}
-    row["named"], row["named_s"] = named, clock.lap()
-    _, smallest = search.within(1)
+    simulate, again = Known(simulation(plan, planner.target)), gathers_again(preset, mesh)
+    means = Means(simulate, device, fused=True)
+
+    def within(budget: int, policy: str) -> tuple[MemoryDecision, Trial]:
+        means.budget = budget
+        decision = decide(program, policy, again, lambda: means)
+        return decision, simulate(program, decision)
+
+    row["frontier"] = [asdict(point) for point in frontier(program, again, means)]
+    row["frontier_s"], most = clock.lap(), within(1, NONE)[1].memory.peak()
+    try:
+        smallest = within(1, AUTO)[1].memory.peak()
+    except BudgetError as error:
+        smallest = error.smallest
+    assert smallest is not None
     row["smallest_peak_bytes"], row["smallest_s"] = smallest, clock.lap()
-    most = named["none"]["peak_bytes"]
     row["budgets"] = []
     for number in range(BUDGETS):
         budget = smallest + (most - smallest) * number // (BUDGETS - 1)
-        mix, _ = search.within(budget)
-        assert mix is not None
-        trial = search.profile.trial(mix)
-        fitting = {n: p["step_ms"] for n, p in named.items() if p["peak_bytes"] <= budget}
-        best = min(fitting, key=fitting.__getitem__, default=None)
-        row["budgets"].append(
-            {
-                "budget_bytes": budget,
-                "peak_bytes": trial.memory.peak(),
-                "step_ms": trial.seconds * 1e3,
-                "keeps": search.describe(mix),
-                "best_named": best,
-                "best_named_ms": None if best is None else fitting[best],
-                "search_s": clock.lap(),
-            }
-        )
+        decision, trial = within(budget, AUTO)
+        one: dict[str, Any] = {"budget_bytes": budget, "search_s": clock.lap()}
+        one |= {"peak_bytes": trial.memory.peak(), "step_ms": trial.seconds * 1e3}
+        one["keeps"] = decision.reason
+        one["named_ms"] = {}
+        for policy in NAMED:
+            with contextlib.suppress(MemoryPolicyError):
+                _, trial = within(budget, policy)
+                if trial.memory.peak() <= budget:
+                    one["named_ms"][policy] = trial.seconds * 1e3
+        one["best_named"] = min(one["named_ms"], key=one["named_ms"].__getitem__, default=None)
+        row["budgets"].append(one)
+        clock.lap()
     return row
+
+
+class Known:
+    """Simulates; what was simulated before is known."""
+
+    def __init__(self, simulate: Simulate) -> None:
+        self.simulate = simulate
+        self.known: dict[tuple[int, str], tuple[Program, Trial]] = {}
+
+    def __call__(self, program: Program, decision: MemoryDecision) -> Trial:
+        """What a Program takes under a decision."""
+        kept = dict(decision.recompute), dict(decision.pieces or {}), decision.offload
+        key = id(program), repr(kept)
+        if key not in self.known:
+            self.known[key] = program, self.simulate(program, decision)
+        return self.known[key][1]
 
 
 class Clock:
@@ -120,14 +137,14 @@ class Clock:
 def show(row: dict[str, Any]) -> str:
     """A table of one model."""
     took = ", ".join(
-        f"{what} {row[f'{what}_s']:.1f} s" for what in ("capture", "search", "frontier")
+        f"{what} {row[f'{what}_s']:.1f} s" for what in ("capture", "frontier", "smallest")
     )
     lines = [f"{row['model']} on {row['mesh']}, {row['placement']}: {took}"]
     for one in row["budgets"]:
         named = "nothing fits"
         if one["best_named"] is not None:
-            ratio = one["step_ms"] / one["best_named_ms"]
-            named = f"{one['best_named']} {one['best_named_ms']:.2f} ms, ratio {ratio:.3f}"
+            best = one["named_ms"][one["best_named"]]
+            named = f"{one['best_named']} {best:.2f} ms, ratio {one['step_ms'] / best:.3f}"
         lines.append(
             f"  {one['budget_bytes'] / 2**30:8.3f} GiB  {one['step_ms']:10.2f} ms  ({named})"
             f"  {one['search_s']:.1f} s  {one['keeps']}"

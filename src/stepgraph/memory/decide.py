@@ -1,5 +1,6 @@
 """Whether each forward value is kept for the backward: by a named policy, or what a budget allows."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -257,18 +258,25 @@ def _search(program: Program, policy: str, gather_again: bool, means: Means) -> 
 def _ways(
     program: Program, gather_again: bool, means: Means, budget: int, pieces: Mapping[str, int]
 ) -> tuple[Mapping[str, int] | None, ...]:
-    """Logits whole and in pieces; of a deep step in fewer and fewer, the fewest second: others are between.
+    """Logits whole and in pieces, in fewer and fewer.
 
-    Else what is in vain is not searched: that takes as long as all the rest.
+    Of a deep step all of them, the fewest second: others are between. Else those with which recomputing
+    everything may fit, and finer ones where none of them does: a search takes as long as all the rest.
     """
     if not pieces:
         return (None,)
-    deep = len(program.graph.nodes) > MANY and means.search(program, gather_again).profile.is_deep
-    if deep:
-        most, *fewer = _fewer_and_fewer(pieces)
-        return (None, most, *fewer[-1:], *fewer[:-1])
-    least = means.simulate(program, decide_by_policy(program, FULL, gather_again)).memory.peak()
-    return (pieces,) if least > _ROOM * budget else (None, pieces)
+    ways = [*_fewer_and_fewer(pieces), None]
+    if len(program.graph.nodes) > MANY and means.search(program, gather_again).profile.is_deep:
+        most, *fewer, whole = ways
+        return (whole, most, *fewer[-1:], *fewer[:-1])
+    full = decide_by_policy(program, FULL, gather_again)
+
+    def may_fit(way: Mapping[str, int] | None) -> bool:
+        peak = means.simulate(program, replace(full, pieces=way)).memory.peak()
+        return peak <= _ROOM * budget
+
+    fitting = [*itertools.takewhile(may_fit, ways)]
+    return (*fitting,) or (pieces, find_pieces(program, budget // 4))
 
 
 def _fewer_and_fewer(pieces: Mapping[str, int]) -> Iterator[Mapping[str, int]]:
@@ -290,7 +298,7 @@ def _fewest(
     pieces, *more = _fewer_and_fewer(decision.pieces or {})
     for fewer in more:
         other = means.simulate(program, replace(decision, pieces=fewer))
-        if other.memory.peak() > budget or other.seconds > trial.seconds * _SLOWER:
+        if other.memory.peak() > budget or other.seconds > trial.seconds:
             break
         pieces, trial = fewer, other
     return pieces, trial
@@ -325,7 +333,7 @@ def _all_kept(
         return None
     if pieces:
         pieces, trial = _fewest(program, decision, means, budget, trial)
-        if trial.seconds > _SLOWER * means.simulate(program, whole).seconds:
+        if _many(pieces) > 2 or trial.seconds > _SLOWER * means.simulate(program, whole).seconds:
             return None
     means.found = trial
     kept, peak = f"all is kept{_said(pieces)}", trial.memory.peak()

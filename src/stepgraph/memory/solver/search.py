@@ -77,7 +77,7 @@ class _Off:
         self._known: dict[tuple[Profile, Hashable], tuple[float, float]] = {}
         self._rehearsed: dict[Hashable, tuple[float, float]] = {}
         self._beyond: dict[frozenset[int], tuple[float, float]] = {}
-        self._usual = dict.fromkeys((False, True), (0.0, 0.0))  # by whether it offloads
+        self._usual: dict[bool, tuple[float, float]] = {}  # by whether it offloads
         self.rehearsals = _REHEARSALS
 
     def rehearse(self, candidate: _Candidate) -> bool:
@@ -99,6 +99,10 @@ class _Off:
             seconds, peak = self._rehearsed[candidate.levels]
             self._beyond[frozenset(candidate.mix)] = off[0] - seconds, off[1] - peak
 
+    def knows(self, candidate: _Candidate) -> bool:
+        """Whether anything like it was tried: what offloads tells little of what does not."""
+        return not self.deep or candidate.offloads in self._usual
+
     def right(self, candidate: _Candidate, hopeful: bool = True) -> tuple[float, float]:
         """Its seconds and peak, put right; where all blocks are alike, only of a deep step."""
         known = self._known.get((candidate.profile, candidate.levels))
@@ -108,7 +112,8 @@ class _Off:
             known = seconds + beyond[0], peak + beyond[1]
         if known is None:
             alike = not self.deep and len(set(candidate.mix)) == 1
-            seconds, peak = (0.0, 0.0) if alike else self._usual[candidate.offloads]
+            usual = self._usual.get(candidate.offloads, (0.0, 0.0))
+            seconds, peak = (0.0, 0.0) if alike else usual
             known = seconds - self.hope * hopeful * candidate.seconds, peak
         return candidate.seconds + known[0], candidate.peak + known[1]
 
@@ -265,8 +270,10 @@ def fastest(searches: Sequence[Search], budget: int) -> tuple[Search, Mix] | Non
         seconds, peak = candidate.seconds, candidate.peak
         if deep:
             seconds, peak = off.right(candidate, hopeful=False)
-        if peak <= budget and seconds < limit * (1 - enough):
+        worth = seconds < limit * (1 - enough) or not off.knows(candidate)
+        if peak <= budget and worth:
             trial = candidate.trial()
+            off.learn(candidate, trial)
             if trial.memory.peak() <= budget:
                 limit = min(limit, trial.seconds)
     if not any(search.fitting(budget) for search in searches):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from stepgraph import plan
 from stepgraph.analysis.row_regions import find_regions
@@ -11,11 +12,14 @@ from stepgraph.cost.memory import memory_timeline
 from stepgraph.errors import BudgetError
 from stepgraph.memory.decide import DIVIDED, WHOLE, Means, decide
 from stepgraph.memory.pieces import MOST, find_pieces, held_bytes
+from stepgraph.pipeline import simulation
 from stepgraph.planning.plan import preset_plan
 from stepgraph.planning.sizes import show_bytes
+from stepgraph.planning.target import target_of
 from stepgraph.program.metadata import meta
 from stepgraph.runtime.ranks import parse_mesh
 from tests.equivalence.planted import words
+from tests.memory.solver.search_support import DEVICE, placed, plan_on
 from tests.sampling import sampled
 from tests.support import adamw, mlp, programs_of, regression_batch, tiny_llama, token_batch
 
@@ -132,3 +136,43 @@ def test_only_the_head_is_divided(model, batch):
         [],
         ["lm_head/mm"],
     )
+
+
+class Words(nn.Module):
+    """Layers that repeat, and a head that is wide beside them."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(8192, 64)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)
+        )
+        self.head = nn.Linear(64, 8192, bias=False)
+
+    def forward(self, tokens, labels):
+        hidden = self.table(tokens)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+def test_a_search_is_no_slower_than_a_named_policy_in_whatever_pieces():
+    asked = plan_on()
+    program = placed(Words(), (torch.zeros(16, 512, dtype=torch.int64),) * 2, asked)
+    means = Means(simulation(asked, target_of(DEVICE)), DEVICE, fused=True)
+
+    def taken(policy, budget):
+        means.budget = budget
+        return means.simulate(program, decide(program, policy, means=lambda: means))
+
+    most = taken("none", 1).memory.peak()
+    with pytest.raises(BudgetError) as caught:
+        taken("auto", 1)
+    least = caught.value.smallest
+    for part in (1, 2, 4, 7):
+        budget = least + (most - least) * part // 8
+        found = taken("auto", budget)
+        named = [taken(policy, budget) for policy in ("none", "ops", "full", "layers:2")]
+        fitting = [trial.seconds for trial in named if trial.memory.peak() <= budget]
+        assert found.memory.peak() <= budget
+        assert found.seconds <= min(fitting) * 1.001

@@ -271,7 +271,7 @@ def fastest(searches: Sequence[Search], budget: int) -> tuple[Search, Mix] | Non
         if deep:
             seconds, peak = off.right(candidate, hopeful=False)
         worth = seconds < limit * (1 - enough) or not off.knows(candidate)
-        if peak <= budget and worth:
+        if peak <= budget * (1 + SAME) and worth:
             trial = candidate.trial()
             off.learn(candidate, trial)
             if trial.memory.peak() <= budget:

@@ -20,6 +20,7 @@ from stepgraph.equivalence.comparing import (
     CheckReport,
     compare,
     relative_difference,
+    rounding_alone,
     tolerance,
 )
 from stepgraph.lowering.passes.bind_to_rank import bind_to_rank
@@ -337,7 +338,7 @@ def test_two_results_differ_relative_to_the_largest_entry():
 def test_a_gradient_that_is_rounding_alone_is_not_compared_and_named():
     """A key's bias in an attention changes nothing: its gradient is a sum of what cancels."""
 
-    def compared(old_bias, new_bias, new_weight=1.0, preserves="summation order"):
+    def compared(old_bias, new_bias, new_weight=1.0, preserves="summation order", report=None):
         old = {roles.Grad("weight"): torch.ones(2), roles.Grad("bias"): torch.tensor([old_bias])}
         new = {
             roles.Grad("weight"): torch.full((2,), new_weight),
@@ -345,7 +346,7 @@ def test_a_gradient_that_is_rounding_alone_is_not_compared_and_named():
             roles.NewParam("bias"): torch.tensor([new_bias]),
         }
         old[roles.NewParam("bias")] = torch.tensor([old_bias])
-        report = CheckReport()
+        report = report or CheckReport()
         compare(report, "step", "a pass", preserves, old, new)
         return report
 
@@ -357,7 +358,18 @@ def test_a_gradient_that_is_rounding_alone_is_not_compared_and_named():
     assert not compared(1e-3, 1e-9).ok
     assert not compared(1e-5, -3e-5).ok
     assert not compared(1e-9, -3e-9, new_weight=1.1).ok
+    assert not compared(1e-9, float("nan")).ok
+    assert not compared(5.0, -3.0, new_weight=float("inf")).ok
     assert "rounding" not in str(compared(1e-3, 1e-3))
+    assert not compared(1e-9, 1.0, report=report).ok, "another pass has to show it anew"
+
+
+def test_rounding_is_that_of_fp32_where_gradients_are_rounded_further():
+    small = {roles.Grad("large"): torch.ones(2), roles.Grad("small"): torch.tensor([1e-4])}
+    small = {role: value.bfloat16() for role, value in small.items()}
+    assert rounding_alone(small, small) == set()
+    assert rounding_alone({roles.Grad("large"): torch.ones(2, dtype=torch.int64)}, small) == set()
+    assert rounding_alone({roles.Grad("large"): torch.ones(0)}, small) == set()
 
 
 def test_infinities_of_the_same_sign_are_equal_and_others_are_not():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,9 +88,10 @@ def compare(
         report.passes.append(PassCheck(program, name, NOT_COMPARED, 0.0, "", True))
         return
     worst, difference = "", 0.0
-    report.rounding |= rounding_alone(old, new)
+    rounding = set() if preserves == BITWISE else rounding_alone(old, new)
+    report.rounding |= rounding
     for role in old.keys() & new.keys():
-        if preserves != BITWISE and _follows_from(role, report.rounding):
+        if _follows_from(role, rounding):
             continue
         size = relative_difference(old[role], new[role])
         if size > difference:
@@ -103,14 +105,21 @@ def compare(
 def rounding_alone(old: Results, new: Results) -> set[str]:
     """Parameters whose gradient is zero but for rounding, in both: a key's bias in an attention, say.
 
-    No entry reaches the last digit of the largest entry of all gradients.
+    No entry reaches the last digit, in fp32 or its own finer type, of the largest entry of all gradients.
     """
-    both = [role for role in old.keys() & new.keys() if isinstance(role, roles.Grad)]
-    pairs = {role.name: (old[role], new[role]) for role in both if old[role].numel()}
-    largest = {n: max(v.abs().max().item() for v in pair) for n, pair in pairs.items()}
-    digit = max((torch.finfo(value.dtype).eps for value, _ in pairs.values()), default=0.0)
-    last = digit * max(largest.values(), default=0.0)
-    return {name for name, entry in largest.items() if 0 < entry < last}
+    largest: dict[str, float] = {}
+    digits: dict[str, float] = {}
+    for role in old.keys() & new.keys():
+        pair = old[role], new[role]
+        of_one_shape = pair[0].shape == pair[1].shape and pair[0].numel()
+        if isinstance(role, roles.Grad) and of_one_shape and pair[0].is_floating_point():
+            entries = [value.double().abs().max().item() for value in pair]
+            if all(map(math.isfinite, entries)):
+                largest[role.name] = max(entries)
+                types = pair[0].dtype, torch.float32
+                digits[role.name] = min(torch.finfo(dtype).eps for dtype in types)
+    most = max(largest.values(), default=0.0)
+    return {name for name, entry in largest.items() if 0 < entry < digits[name] * most}
 
 
 def _follows_from(role: roles.Output, names: Collection[str]) -> bool:

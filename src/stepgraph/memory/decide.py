@@ -260,8 +260,8 @@ def _ways(
 ) -> tuple[Mapping[str, int] | None, ...]:
     """Logits whole and in pieces, in fewer and fewer.
 
-    Of a deep step all of them, the fewest second: others are between. Else those with which recomputing
-    everything may fit, and finer ones where none of them does: a search takes as long as all the rest.
+    Of a deep step all of them, the fewest second: others are between. Else, as a search takes long,
+    those with which recomputing everything may fit, and finer ones where whole logits may not.
     """
     if not pieces:
         return (None,)
@@ -275,8 +275,9 @@ def _ways(
         peak = means.simulate(program, replace(full, pieces=way)).memory.peak()
         return peak <= _ROOM * budget
 
-    fitting = [*itertools.takewhile(may_fit, ways)]
-    return (*fitting,) or (pieces, find_pieces(program, budget // 4))
+    fitting = [*itertools.takewhile(may_fit, ways)] or [pieces]
+    finer = find_pieces(program, budget // 4)
+    return (*fitting,) if None in fitting or finer == pieces else (*fitting, finer)
 
 
 def _fewer_and_fewer(pieces: Mapping[str, int]) -> Iterator[Mapping[str, int]]:

@@ -36,10 +36,10 @@ def test_the_budget_is_used_but_for_a_little(part, beside):
 
 
 def test_between_one_that_fits_and_one_that_does_not_the_next_is_where_the_budget_is():
-    limits = Limits(100)
-    assert limits.after(140, 130) is not None
-    between = limits.after(100, 80)
-    assert between == 100 + int(0.95 * 20 * 40 / 50)
+    for peak, part in ((110, 0.95 * 40 / 50), (200, 0.5)):
+        limits = Limits(100)
+        assert limits.after(140, peak) is not None
+        assert limits.after(100, 60) == int(100 + part * 40)
 
 
 def test_nothing_is_asked_for_that_cannot_be():

@@ -69,8 +69,10 @@ class Limits:
             limit = max(held - less, self.least)
             return int(limit) if limit < 0.99 * self.too_much else None
         limit = min(held + 0.95 * room, 0.98 * self.too_much)
-        if held < self.too_much < math.inf:  # the budget lies between two peaks
-            limit = min(limit, held + 0.95 * room * (self.too_much - held) / (self.its_peak - peak))
+        if held < self.too_much < math.inf:  # the budget lies between two peaks, which may jump
+            between = self.too_much - held
+            part = max(0.95 * room / (self.its_peak - peak), 0.5)
+            limit = min(limit, held + part * between)
         tight = self.least > 1 or math.isfinite(self.too_much)
         return int(limit) if tight and limit > 1.05 * held else None
 

@@ -5,8 +5,8 @@
 Each model's step is placed by a preset (bf16 compute, AdamW, an H100 model). At eight budgets from the
 smallest peak that can be had to that of keeping everything: the predicted step of the search, and of the
 best named policy whose predicted peak fits, both with logits whole or in pieces as they decide within that
-budget. All are simulated on the program that runs. CPU seconds: of capture, of the frontier (whose search
-the budgets use too), and of each budget after it.
+budget. All are simulated on the program that runs. CPU seconds: of capture, of the frontier, of the
+smallest peak after it, and of each budget's search, the first of which also makes what the others use.
 """
 
 from __future__ import annotations

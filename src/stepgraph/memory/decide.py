@@ -320,7 +320,8 @@ def _all_kept(
 ) -> MemoryDecision | None:
     """Everything is kept, where it fits: only keeping what is gathered again could take less time.
 
-    Where logits are in pieces, it must not take much longer than with whole ones, too.
+    Where logits are in pieces, it must not take much longer than with whole ones, too, nor have more than
+    two: fewer, where less is kept, may take less time.
     """
     blocks = Blocks(program, gather_again)
     if blocks.gathers or (

@@ -269,8 +269,11 @@ def _resident_mib(which: str) -> float | None:
 
 def measure_memory(bench: Bench, name: str) -> dict[str, Any]:
     """Peak resident memory in MiB of the only contestant of this process, above its model's."""
+    # All imported here, so that no contestant's own modules count.
     import torch._inductor.compile_fx
-    import torch.distributed.fsdp  # noqa: F401  both imported here, so that they do not count
+    import torch.distributed.fsdp
+
+    import stepgraph.api.engine  # noqa: F401
 
     built = bench.fastest_variant(name)
     if not isinstance(built, Runner):

@@ -9,7 +9,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import highspy
 import numpy as np
 from torch import fx
 
@@ -176,6 +175,8 @@ def minimise(
     costs: np.ndarray, rows: Sequence[tuple[Mapping[int, float], float, float]]
 ) -> np.ndarray | None:
     """The binary values of least cost within rows: (coefficients, lower, upper); None: there are none."""
+    import highspy  # here, for not every run has a budget, and it takes 3 MiB and 10 ms
+
     highs = highspy.Highs()
     highs.silent()
     highs.setOptionValue("threads", 1)

@@ -5,8 +5,10 @@
 Two gloo ranks; each check is called by itself some thousand times, in an engine that has compiled its step,
 for Llamas of several depths. Microseconds a step, the median of rounds. ``behind other memory``: the same,
 but 128 MiB are written before each call: what a check reads, and the interpreter, are in no cache then.
-``in steps``: what a check takes within steps that train, where it finds what they leave. ``steps with and
-without``: steps of one run, in turns with and without the first two checks, and the ratio of the medians.
+``in steps``: what a check takes within steps that train, where it finds what they leave. ``written to``:
+values that code reads, where something was written to what holds them (and they are what they were).
+``steps with and without``: steps of one run, in turns with and without the first two checks, and the ratio
+of the medians.
 """
 
 import argparse
@@ -24,7 +26,9 @@ from contestants import SIZES, make_batches, make_model
 
 import stepgraph
 from stepgraph.cli import launcher
+from stepgraph.runtime import compiler as compilers
 from stepgraph.runtime.batches import flatten_batch
+from stepgraph.runtime.compiled import that_holds
 
 CALLS, ROUNDS, STEPS = 500, 9, 150
 
@@ -87,12 +91,12 @@ class Stopwatch:
         self.seconds = 0.0
 
 
-def microseconds_in_steps(engine, batches, compiled):
+def microseconds_in_steps(engine, batches):
     """Of each check, the median over steps."""
     compiler = engine._compiler
     values, data, calls = Stopwatch(), Stopwatch(), Stopwatch()
-    one, kind = compiler.call, type(compiled.values)
-    kind.hold = values.around(kind.hold)
+    one, that_holds = compiler.call, compilers.that_holds
+    compilers.that_holds = values.around(that_holds)
     compiler.data.check = data.around(compiler.data.check)
     compiler.watch.runs = calls.around(compiler.watch.runs)
     compiler.call = lambda *args: calls.around_ends(calls.around(one)(*args))
@@ -100,24 +104,26 @@ def microseconds_in_steps(engine, batches, compiled):
         engine.step(batches[number % len(batches)])
         for watch in (values, data, calls):
             watch.next_step()
+    compilers.that_holds = that_holds
     names = ("values that code reads", "assigned data", "calls of other ranks")
     found = (statistics.median(watch.steps) * 1e6 for watch in (values, data, calls))
     return dict(zip(names, found, strict=True))
 
 
-def with_and_without(engine, batches, compiled):
+def with_and_without(engine, batches):
     """Milliseconds of steps with checks of values and of assigned data, and without, in turns of two."""
-    kind, data = type(compiled.values), engine._compiler.data
-    checks, found = (kind.hold, data.check), {"with": [], "without": []}
+    that_holds, data = compilers.that_holds, engine._compiler.data
+    check, found = data.check, {"with": [], "without": []}
     for number in range(4 * STEPS):
         name = ("with", "without")[number // 2 % 2]
         on = name == "with"
-        kind.hold, data.check = checks if on else (lambda self: True, lambda: None)
+        compilers.that_holds = that_holds if on else lambda known, _: next(iter(known))
+        data.check = check if on else lambda: None
         start = time.perf_counter()
         engine.step(batches[number % len(batches)])
         if number % 2:  # the first of two finds what the other kind left
             found[name].append((time.perf_counter() - start) * 1e3)
-    kind.hold, data.check = checks
+    compilers.that_holds, data.check = that_holds, check
     medians = {name: statistics.median(times) for name, times in found.items()}
     return {**medians, "ratio": medians["with"] / medians["without"]}
 
@@ -138,8 +144,14 @@ def measure(name):
         with compiler.call("step", local):
             compiler.watch.runs(compiled.digest)
 
+    def written():
+        with compiler.capturing():
+            assert compiled.values.hold()
+        compiled.values.remember()
+
     checks = {
-        "values that code reads": compiled.values.hold,
+        "values that code reads": lambda: that_holds([compiled], compiler.capturing),
+        "written to": written,
         "assigned data": compiler.data.check,
         "calls of other ranks": calls,
         "modules, parameters, modes, hooks": compiler._watched.look,
@@ -150,8 +162,8 @@ def measure(name):
         "parameters": len(list(model.parameters())),
         **found,
         "behind other memory": cold,
-        "steps with and without": with_and_without(engine, batches, compiled),
-        "in steps": microseconds_in_steps(engine, batches, compiled),
+        "steps with and without": with_and_without(engine, batches),
+        "in steps": microseconds_in_steps(engine, batches),
     }
 
 

@@ -271,7 +271,7 @@ def measure_memory(bench: Bench, name: str) -> dict[str, Any]:
     """Peak resident memory in MiB of the only contestant of this process, above its model's."""
     # All imported here, so that no contestant's own modules count.
     import torch._inductor.compile_fx
-    import torch.distributed.fsdp
+    import torch.distributed.fsdp  # noqa: F401
 
     import stepgraph.api.engine  # noqa: F401
 

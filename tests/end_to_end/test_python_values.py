@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import stepgraph
+from stepgraph.torch_internals.python_values import Reads
+from stepgraph.torch_internals.writes import _COUNTS
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 FACTOR = 1.0
@@ -14,6 +16,8 @@ FACTOR = 1.0
 
 class Net(nn.Module):
     """Reads attributes, a global, a dropout rate, a list and a dict."""
+
+    scale = 1.0  # the class's
 
     def __init__(self):
         super().__init__()
@@ -25,7 +29,7 @@ class Net(nn.Module):
     def forward(self, x):
         h = self.drop(torch.tanh(self.first(x))) * self.weight * self.config["scale"] * FACTOR
         h = h * len(self.sizes) if self.flag else h + 1
-        return self.last(h).square().mean()
+        return self.last(h).square().mean() * self.scale
 
 
 class Counting(nn.Module):
@@ -144,16 +148,40 @@ def test_a_global_and_a_closed_over_number_count(monkeypatch):
         return model(batch) * number * held["a"]
 
     engine, step, _ = both(Net, loss)
-    step()
+
+    def steps():
+        for _ in range(3):
+            step()
+
+    steps()
     monkeypatch.setitem(globals(), "FACTOR", 0.5)
-    step()
+    steps()
     number = 1.5
-    step()
+    steps()
     held["a"] = 0.25
-    step()
-    assert engine.stats.compiles == 4
+    steps()
+    monkeypatch.setattr(Net, "scale", 2.0)
+    steps()
+    assert engine.stats.compiles == 5
     assert "FACTOR == 1.0" in engine.stats.recompiles[0]
     assert "test_python_values.py:" in engine.stats.recompiles[0]
+
+
+@pytest.mark.skipif(not _COUNTS, reason="this Python does not count writes")
+def test_nothing_is_compared_where_nothing_was_written(monkeypatch):
+    compared = []
+    hold = Reads.hold
+    monkeypatch.setattr(Reads, "hold", lambda self: compared.append(hold(self)) or compared[-1])
+    engine, step, models = both(Net)
+    for _ in range(4):
+        step()
+    assert compared == [True]  # once: from then on what is there is remembered
+    for model in models:
+        model.unread = 1
+    step()
+    step()
+    assert compared == [True, True]
+    assert engine.stats.compiles == 1
 
 
 def test_a_dropout_rate_that_changes_is_the_new_one():

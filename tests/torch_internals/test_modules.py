@@ -4,6 +4,7 @@ import pytest
 from torch import nn
 
 from stepgraph.torch_internals.modules import Watched, look_at
+from stepgraph.torch_internals.writes import _COUNTS
 
 
 def model():
@@ -46,6 +47,7 @@ def test_it_is_seen(change):
     watched = Watched(made)
     watched.look()
     before = watched.look()
+    assert watched.look() is before or not _COUNTS  # it is not looked at where nothing was written
     change(made)
     found, expected = watched.look(), look_at(made)
     assert [*map(id, found.parameters)] == [*map(id, made.parameters())]

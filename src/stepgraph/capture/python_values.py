@@ -29,11 +29,24 @@ class PythonValues:
     changes: tuple[Callable[[], None], ...] = ()
     tensors: tuple[OutsideTensor, ...] = ()
 
+    def untouched(self) -> bool:
+        """Whether nothing was written to since all was found to be what it was; takes microseconds.
+
+        False where that cannot be known: then :meth:`hold` says, while the model is as it was captured.
+        """
+        return self.reads is None or (self.reads.untouched() and self._has_tensors())
+
     def hold(self) -> bool:
-        """Whether everything that was read is what it was; takes microseconds."""
-        return self.reads is None or (
-            not any(one.broken() for one in self.tensors) and self.reads.hold()
-        )
+        """Whether everything that was read is what it was."""
+        return self.reads is None or (self._has_tensors() and self.reads.hold())
+
+    def remember(self) -> None:
+        """Everything is what it was, and the model as it is between calls."""
+        if self.reads is not None:
+            self.reads.remember()
+
+    def _has_tensors(self) -> bool:
+        return not any(one.broken() for one in self.tensors)
 
     def broken(self) -> str:
         """The first that is not."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,3 +46,21 @@ class SameProgram(Exception):
     def __init__(self, compiled: Compiled, values: PythonValues) -> None:
         super().__init__()
         self.compiled, self.values = compiled, values
+
+
+def that_holds(
+    compiled: Sequence[Compiled], as_captured: Callable[[], AbstractContextManager]
+) -> Compiled | None:
+    """The first for which all that its capture read from Python is what it was.
+
+    Args:
+        as_captured: within it the model is as it is captured; entered where something was written to.
+    """
+    for one in compiled:
+        if one.values.untouched():
+            return one
+    with as_captured():
+        found = next((one for one in compiled if one.values.hold()), None)
+    if found is not None:
+        found.values.remember()
+    return found

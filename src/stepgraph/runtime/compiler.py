@@ -25,7 +25,7 @@ from stepgraph.program.program import Program
 from stepgraph.runtime.assigned_data import AssignedData
 from stepgraph.runtime.batches import KindsOfBatch, LocalBatch, global_spec
 from stepgraph.runtime.calls import Calls
-from stepgraph.runtime.compiled import Compiled, SameProgram
+from stepgraph.runtime.compiled import Compiled, SameProgram, that_holds
 from stepgraph.runtime.executor import LoweredProgram, SplitProgram, lower_for_rank
 from stepgraph.runtime.host_memory import check_host_memory
 from stepgraph.runtime.modes import evaluation_mode
@@ -111,10 +111,8 @@ class Compiler:
         self._drop_outdated()
         self.kinds.meet(name, batch)
         known = self._compiled.setdefault(name, {})
-        with self.capturing():
-            for compiled in known.get(key, ()):
-                if compiled.values.hold():
-                    return self._chosen(compiled, name, key)
+        if (fitting := that_holds(known.get(key, ()), self.capturing)) is not None:
+            return self._chosen(fitting, name, key)
         if self.needs_values:
             self.state.check_filled()
         if key in known:
@@ -150,8 +148,7 @@ class Compiler:
         """The programs of an entry point that fit the model now, each with what it was made for."""
         now, known = self._model_as(name, self._checked()), self._compiled.get(name, {})
         fitting = [(key, one) for key in known if key[1:] == now for one in known[key]]
-        with self.capturing():
-            return [(key, one) for key, one in fitting if one.values.hold()]
+        return [(key, one) for key, one in fitting if that_holds([one], self.capturing)]
 
     def check_again(self, name: str, key: tuple, compiled: Compiled) -> None:
         """Before a call of programs that somebody else chose, for all that :meth:`entry` looks at.
@@ -159,9 +156,10 @@ class Compiler:
         Raises:
             UsageError: the model is not what they were made for.
         """
-        now = self._checked()
-        with self.capturing():
-            changed = "" if compiled.values.hold() else compiled.values.broken()
+        now, changed = self._checked(), ""
+        if that_holds([compiled], self.capturing) is None:
+            with self.capturing():
+                changed = compiled.values.broken()
         if not changed and key[1:] != self._model_as(name, now):
             changed = "which parameters are trained, modes, hooks or modules"
         if changed or not any(c is compiled for c in self._compiled.get(name, {}).get(key, ())):

@@ -7,10 +7,16 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from stepgraph.torch_internals.writes import Writes
+
 _LOOKED_AT = operator.attrgetter("_modules", "_parameters", "training")
 _HOOKS = operator.attrgetter(
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 )
+_TABLES = operator.attrgetter(
+    "_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
+    "_backward_pre_hooks",
+)  # fmt: skip
 _VALUES = operator.methodcaller("values")
 
 
@@ -38,7 +44,7 @@ class Look:
 
 def look_at(model: nn.Module) -> Look:
     """Looks at every module of a model."""
-    return Watched(model).look()
+    return Watched(model)._look()
 
 
 class Watched:
@@ -50,10 +56,29 @@ class Watched:
         self._held: list[int] = []
         self._parameters: list[nn.Parameter] = []
         self._structures: dict[tuple, int] = {}
+        self._last: Look | None = None
+        self._tables: list[int] = []  # where what is looked at is written to
+        self._writes = Writes()
         self._find_parts()
 
     def look(self) -> Look:
-        """How it looks now."""
+        """How it looks now; takes microseconds where nothing was written to since it was looked at."""
+        if self._last is None or not self._writes.none():
+            self._last = self._look()
+            self._watch_tables()
+        return self._last
+
+    def _watch_tables(self) -> None:
+        tables = [*itertools.chain.from_iterable(map(_TABLES, self._parts))]
+        if self._tables != (ids := [*map(id, tables)]):
+            self._tables, self._writes = ids, Writes()
+            for part in self._parts:
+                self._writes.watch(part)
+            for table in tables:
+                self._writes.watch_table(table)
+        self._writes.remember()
+
+    def _look(self) -> Look:
         modules, parameters, training = zip(*map(_LOOKED_AT, self._parts), strict=True)
         if self._below != _held_by(modules):
             self._find_parts()

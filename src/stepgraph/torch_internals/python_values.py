@@ -23,6 +23,7 @@ from torch._dynamo.variables.base import (
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 
 from stepgraph.torch_internals.limits import SAFE_GUARDS
+from stepgraph.torch_internals.writes import Writes
 
 # Guards on what is no Python value of the model's: tensors (shards fail them), modes of torch (those that
 # matter are part of what a program is kept for), hooks (looked at by themselves).
@@ -93,6 +94,7 @@ class Heard:
         scope = {"L": outside.local_scope, "G": outside.global_scope}
         everything = outside.guards.inner
         kept, slow = [], {}
+        writes = _WritesAlong(scope)
         for guard in everything:
             if not self._is_read(guard, settled):
                 continue
@@ -102,6 +104,9 @@ class Heard:
                 slow[id(holder), name] = (vars(holder), name, readable(guard.name))
             elif holder is None or guard.create_fn_name() in _CONSTANTS:
                 kept.append(guard)
+            else:
+                continue
+            writes.follow(guard.originating_source)
         outside.guards.inner = type(everything)(kept)
         try:
             function, _ = _functional_export.get_traced_fn(self.function)
@@ -109,7 +114,7 @@ class Heard:
                 checked = captured.build_guards(function.__code__).guard_manager
         finally:
             outside.guards.inner = everything
-        return Reads(self.function, checked, list(slow.values()))
+        return Reads(self.function, checked, list(slow.values()), writes.found)
 
     @staticmethod
     def _is_read(guard: Any, settled: set[str]) -> bool:
@@ -135,18 +140,56 @@ def _slow_holder(guard: Any, scope: dict[str, Any]) -> Any:
     return None
 
 
+class _WritesAlong:
+    """Collects what sources lead through: all that one of them would have to be written to."""
+
+    def __init__(self, scope: dict[str, Any]) -> None:
+        self.found = Writes()
+        self._scope = scope
+        self._met: set[str] = set()
+
+    def follow(self, source: Any) -> None:
+        """One more source."""
+        while source is not None and source.name not in self._met:
+            self._met.add(source.name)
+            base = getattr(source, "base", None)
+            try:
+                value = eval(source.name, self._scope)
+                holder = None if base is None else eval(base.name, self._scope)
+            except Exception:  # a kind of source that is no expression
+                self.found.unknown()
+                return
+            self.found.watch(value)
+            if isinstance(holder, types.ModuleType):
+                self.found.watch_name(holder, source.member)
+            source = base
+
+
 class Reads:
     """Values that were read, against what they are now."""
 
     def __init__(
-        self, function: nn.Module, checked: Any, slow: list[tuple[dict, str, str]]
+        self,
+        function: nn.Module,
+        checked: Any,
+        slow: list[tuple[dict, str, str]],
+        writes: Writes,
     ) -> None:
+        self._writes = writes
         self._scope = {"self": function, "flat_args": ()}
         self._checked = checked
         self._slow = [(values, name, values[name], shown) for values, name, shown in slow]
 
+    def untouched(self) -> bool:
+        """Whether nothing was written to what :meth:`remember` found; False where that is not known."""
+        return self._writes.none()
+
+    def remember(self) -> None:
+        """They are what they were."""
+        self._writes.remember()
+
     def hold(self) -> bool:
-        """Whether all are what they were; takes microseconds."""
+        """Whether all are what they were."""
         for values, name, value, _ in self._slow:
             if values.get(name) is not value and values.get(name) != value:
                 return False

@@ -87,8 +87,21 @@ def measure(arguments: argparse.Namespace, size: str) -> dict[str, Any]:
                 # Without a trial in the timed run, the first variant stands for the contestant.
                 variant = record.get("variant", next(iter(CONTESTANTS[name])))
                 print(f"  {size} {name}: memory", flush=True)
-                record["memory"] = run_pair(arguments, size, name, {name: variant})
+                runs = [
+                    run_pair(arguments, size, name, {name: variant})
+                    for _ in range(arguments.memory)
+                ]
+                record["memory"] = median_of(runs)
     return records
+
+
+def median_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of each number the median over pairs of processes, and all of them; an error where one died."""
+    if failed := next((run for run in runs if run.get("error")), None):
+        return failed
+    numbers = [name for name, value in runs[0].items() if isinstance(value, float)]
+    found = {name: statistics.median(run[name] for run in runs) for name in numbers}
+    return {"error": None, **found, "runs": runs}
 
 
 def show(console: Console, size: str, records: dict[str, Any]) -> None:
@@ -173,7 +186,10 @@ def parse() -> argparse.Namespace:
     add("--rounds", type=int, default=9, help="0: no times, for --memory alone")
     add("--warmup", type=int, default=6, help="steps before anything is measured, at least 5")
     add("--vocabulary", type=int, default=256)
-    add("--memory", action="store_true", help="also peak memory, each in fresh processes")
+    add(
+        "--memory", type=int, nargs="?", const=1, default=0, metavar="PAIRS",
+        help="also peak memory, each in so many (1) pairs of fresh processes: the median",
+    )  # fmt: skip
     add("--profile", type=names(SIZES), default=[], metavar="SIZES", help="sizes to profile")
     add("--json", type=Path, help="where to write everything that was measured")
     arguments = parser.parse_args()

@@ -178,10 +178,28 @@ def test_nothing_is_compared_where_nothing_was_written(monkeypatch):
     assert compared == [True]  # once: from then on what is there is remembered
     for model in models:
         model.unread = 1
-    step()
-    step()
-    assert compared == [True, True]
+    for _ in range(4):
+        step()
+    assert compared == [True] * 3  # twice: what is there may be another object
     assert engine.stats.compiles == 1
+
+
+def test_an_equal_object_in_place_of_what_was_read_is_looked_at_from_then_on():
+    engine, step, models = both(Net)
+    for _ in range(3):
+        step()
+    for model in models:
+        model.config, model.sizes = dict(model.config), list(model.sizes)
+    for _ in range(4):
+        step()
+    for model in models:
+        model.config["scale"] = 2.0
+    step()
+    step()
+    for model in models:
+        model.sizes.append(4)
+    step()
+    assert engine.stats.compiles == 3
 
 
 def test_a_dropout_rate_that_changes_is_the_new_one():

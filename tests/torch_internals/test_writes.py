@@ -77,6 +77,7 @@ WRITES = {
     "default item": (lambda: defaultdict(int), lambda it: it["a"]),
     "order": (lambda: OrderedDict(a=1, b=2), lambda it: it.move_to_end("a")),
     "attribute of a dictionary": (Named, lambda it: setattr(it, "value", 1.0)),
+    "attribute of a tensor": (lambda: torch.ones(2), lambda it: setattr(it, "value", 1.0)),
     "element": (lambda: [1.0, 2.0], lambda it: it.__setitem__(0, 3.0)),
     "length": (lambda: [1.0, 2.0], lambda it: it.append(3.0)),
 }
@@ -113,6 +114,18 @@ def test_write_to_a_class_and_to_its_base():
     assert not writes.none()
     writes.remember()
     own.rate = 0.1
+    assert not writes.none()
+
+
+def test_write_to_the_bases_of_a_class_and_to_the_class_of_a_class():
+    meta = type("Meta", (type,), {"rate": 1.0})
+    other = type("Other", (Thing,), {})
+    own = meta("Own", (Thing,), {})
+    writes = watched(own)
+    own.__bases__ = (other,)
+    assert not writes.none()
+    writes.remember()
+    meta.rate = 2.0
     assert not writes.none()
 
 

@@ -69,7 +69,10 @@ class Watched:
         return self._last
 
     def _watch_tables(self) -> None:
-        tables = [*itertools.chain.from_iterable(map(_TABLES, self._parts))]
+        tables = [
+            *map(vars, self._parts),
+            *itertools.chain.from_iterable(map(_TABLES, self._parts)),
+        ]
         if self._tables != (ids := [*map(id, tables)]):
             self._tables, self._writes = ids, Writes()
             for part in self._parts:

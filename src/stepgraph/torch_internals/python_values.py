@@ -23,6 +23,7 @@ from torch._dynamo.variables.base import (
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 
 from stepgraph.torch_internals.limits import SAFE_GUARDS
+from stepgraph.torch_internals.sources import Sources
 from stepgraph.torch_internals.writes import Writes
 
 # Guards on what is no Python value of the model's: tensors (shards fail them), modes of torch (those that
@@ -94,7 +95,7 @@ class Heard:
         scope = {"L": outside.local_scope, "G": outside.global_scope}
         everything = outside.guards.inner
         kept, slow = [], {}
-        writes = _WritesAlong(scope)
+        sources = Sources()
         for guard in everything:
             if not self._is_read(guard, settled):
                 continue
@@ -106,7 +107,7 @@ class Heard:
                 kept.append(guard)
             else:
                 continue
-            writes.follow(guard.originating_source)
+            sources.add(guard.originating_source)
         outside.guards.inner = type(everything)(kept)
         try:
             function, _ = _functional_export.get_traced_fn(self.function)
@@ -114,7 +115,7 @@ class Heard:
                 checked = captured.build_guards(function.__code__).guard_manager
         finally:
             outside.guards.inner = everything
-        return Reads(self.function, checked, list(slow.values()), writes.found)
+        return Reads(self.function, checked, list(slow.values()), sources, scope["G"])
 
     @staticmethod
     def _is_read(guard: Any, settled: set[str]) -> bool:
@@ -140,52 +141,38 @@ def _slow_holder(guard: Any, scope: dict[str, Any]) -> Any:
     return None
 
 
-class _WritesAlong:
-    """Collects what sources lead through: all that one of them would have to be written to."""
-
-    def __init__(self, scope: dict[str, Any]) -> None:
-        self.found = Writes()
-        self._scope = scope
-        self._met: set[str] = set()
-
-    def follow(self, source: Any) -> None:
-        """One more source."""
-        while source is not None and source.name not in self._met:
-            self._met.add(source.name)
-            base = getattr(source, "base", None)
-            try:
-                value = eval(source.name, self._scope)
-                holder = None if base is None else eval(base.name, self._scope)
-            except Exception:  # a kind of source that is no expression
-                self.found.unknown()
-                return
-            self.found.watch(value)
-            if isinstance(holder, types.ModuleType):
-                self.found.watch_name(holder, source.member)
-            source = base
-
-
 class Reads:
-    """Values that were read, against what they are now."""
+    """Values that were read, against what they are now.
+
+    Where nothing was written to since they were last compared, they are not compared again. What would have
+    to be written to is found when they are compared for the first time, and again when they were written to
+    and no longer are: at first at once, later after as many steps as it must last to be worth it.
+    """
+
+    _LONGEST = 64  # steps
 
     def __init__(
         self,
         function: nn.Module,
         checked: Any,
         slow: list[tuple[dict, str, str]],
-        writes: Writes,
+        sources: Sources,
+        names: dict[str, Any],
     ) -> None:
-        self._writes = writes
         self._scope = {"self": function, "flat_args": ()}
         self._checked = checked
         self._slow = [(values, name, values[name], shown) for values, name, shown in slow]
+        self._sources, self._names = sources, names
+        self._writes, self._is_known, self._is_quiet = Writes(), False, False
+        self._quiet = self._wait = 0  # comparisons
 
     def untouched(self) -> bool:
-        """Whether nothing was written to what :meth:`remember` found; False where that is not known."""
-        return self._writes.none()
+        """Whether nothing was written to since :meth:`remember`; False where that is not known."""
+        self._is_quiet = self._writes.none()
+        return self._is_known and self._is_quiet
 
     def remember(self) -> None:
-        """They are what they were."""
+        """They were just found to be what they were, and all is as it is between calls."""
         self._writes.remember()
 
     def hold(self) -> bool:
@@ -193,7 +180,17 @@ class Reads:
         for values, name, value, _ in self._slow:
             if values.get(name) is not value and values.get(name) != value:
                 return False
-        return self._checked.check(self._scope)
+        if not self._checked.check(self._scope):
+            return False
+        self._watch()
+        return True
+
+    def _watch(self) -> None:
+        self._quiet = self._quiet + 1 if self._is_quiet else 0
+        self._is_known = self._quiet >= self._wait
+        if self._is_known:
+            self._writes = self._sources.writes({"L": self._scope, "G": self._names})
+            self._wait = min(self._LONGEST, 2 * self._wait or 1)
 
     def broken(self) -> str:
         """The first that is not, as ``model.t == 1.0 (FILE:LINE)``."""

@@ -34,13 +34,16 @@ _FIXED = (
     types.CodeType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
     types.GetSetDescriptorType, types.MemberDescriptorType, property, staticmethod, classmethod,
     functools.partial, functools._lru_cache_wrapper, re.Pattern, types.ModuleType,
-    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Tensor,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
 _OF_FUNCTION = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 
 class Writes:
-    """Objects that something is read from, and whether anything was written to them."""
+    """Objects that something is read from, and whether anything was written to them.
+
+    What was written to may lead to another object from then on, which is to be watched in its place.
+    """
 
     def __init__(self) -> None:
         self._words: dict[int, tuple[Any, Callable[[Any], Any] | None]] = {}  # by address
@@ -57,7 +60,9 @@ class Writes:
             self.watch_table(value)
         if isinstance(value, (list, OrderedDict)):  # another order is no write
             self._lists[id(value)] = value
-        if isinstance(value, types.FunctionType):
+        if isinstance(value, torch.Tensor):
+            self.watch_table(value.__dict__)  # what a tensor computes with is looked at by others
+        elif isinstance(value, types.FunctionType):
             for number, place in enumerate(_CODE):
                 self._watch_word(value, place, lambda f, number=number: _OF_FUNCTION(f)[number])
             self.watch_table(value.__dict__)
@@ -65,6 +70,7 @@ class Writes:
             self._watch_word(value, _HELD, _in_cell)
         elif isinstance(value, type):
             self._watch_class(value)
+            self._watch_class(type(value))
         elif isinstance(value, types.MethodType):
             self.watch(value.__func__)
         elif not isinstance(value, _FIXED):
@@ -123,7 +129,7 @@ class Writes:
         """``get``: of what the word is the address; None: it is a number."""
         address = id(owner) + place
         if get is not None:
-            there, value = ctypes.c_uint64.from_address(address).value, get(owner)
+            there, value = _word(address), get(owner)
             if there != id(value) and (there, value) != (0, None):
                 self.unknown()
         self._words[address] = owner, get
@@ -135,6 +141,7 @@ class Writes:
                 # The dictionary that vars() shows.
                 tables = gc.get_referents(vars(one))
                 self.watch_table(next(table for table in tables if isinstance(table, dict)))
+                self._watch_word(one, _BASES, operator.attrgetter("__mro__"))
 
     def _watch_object(self, value: Any) -> None:
         cls = type(value)
@@ -167,6 +174,10 @@ def _reader(addresses: list[int]) -> Callable[[], Any]:
     return functools.partial(memory.take, (where - start) // 8)
 
 
+def _word(address: int) -> int:
+    return ctypes.c_uint64.from_address(address).value
+
+
 def _counted() -> bool:
     """Whether this Python counts writes where they are looked for."""
     if sys.implementation.name != "cpython" or sys.version_info >= (3, 13) or sys.maxsize < 2**32:
@@ -180,3 +191,7 @@ def _counted() -> bool:
 
 
 _COUNTS = _counted()
+# Bytes into a class: its bases, in order.
+_BASES = next(
+    (i for i in range(8, 512, 8) if _COUNTS and _word(id(Writes) + i) == id(Writes.__mro__)), 0
+)

@@ -1,0 +1,50 @@
+"""Where dynamo found what code read, and what would have to be written to for it to find anything else."""
+
+import functools
+import types
+from typing import Any
+
+from stepgraph.torch_internals.writes import Writes
+
+
+class Sources:
+    """Where what was read is found: expressions, each from what another one finds."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, int] = {}
+        self._steps: list[
+            tuple[str, int, str]
+        ] = []  # an expression of _, whose value that is, its name there
+
+    def add(self, source: Any) -> int:
+        """One more, and all that lead to it; its place."""
+        if (place := self._places.get(source.name)) is not None:
+            return place
+        base, expression = getattr(source, "base", None), source.name
+        before = -1
+        if base is not None:
+            before = self.add(base)
+            expression = expression.replace(base.name, "_")
+        self._steps.append((expression, before, getattr(source, "member", "")))
+        return self._places.setdefault(source.name, len(self._steps) - 1)
+
+    def writes(self, scope: dict[str, Any]) -> Writes:
+        """All that something would have to be written to, for any to be found otherwise."""
+        found, values = Writes(), []
+        for expression, before, member in self._steps:
+            holder = values[before] if before >= 0 else None
+            try:
+                value = eval(_code(expression), scope | {"_": holder})
+            except Exception:  # a kind of source that is no expression
+                found.unknown()
+                break
+            found.watch(value)
+            if isinstance(holder, types.ModuleType):
+                found.watch_name(holder, member)
+            values.append(value)
+        return found
+
+
+@functools.lru_cache(1000)
+def _code(expression: str) -> types.CodeType:
+    return compile(expression, "<source>", "eval")

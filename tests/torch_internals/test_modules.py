@@ -1,5 +1,8 @@
 """A model that is looked at before every call looks as it is, whatever was done to it between."""
 
+import copy
+from collections import UserDict
+
 import pytest
 from torch import nn
 
@@ -41,10 +44,24 @@ CHANGES = [
 ]
 
 
+class HasItElsewhere(nn.Module):
+    """Whether it trains is no attribute of its own."""
+
+    mode = True
+
+    def __init__(self):
+        super().__init__()
+        del self.training
+
+    def __getattr__(self, name):
+        return HasItElsewhere.mode if name == "training" else super().__getattr__(name)
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_it_is_seen(change):
     made = model()
     watched = Watched(made)
+    watched.look()
     watched.look()
     before = watched.look()
     assert watched.look() is before or not _COUNTS  # it is not looked at where nothing was written
@@ -61,6 +78,49 @@ def test_it_is_seen(change):
         or [*map(id, found.parameters)] != [*map(id, before.parameters)]
         or found != before
     )
+
+
+def replace_attributes(m):
+    m[0].__dict__ = dict(m[0].__dict__)
+
+
+def copy_a_part(m):
+    m._modules["0"] = copy.copy(m[0])
+
+
+def replace_parameters(m):
+    m[0]._parameters = UserDict(m[0]._parameters)
+
+
+def hook_twice(m):
+    m[0].register_forward_hook(lambda *_: None)
+    m[0].register_forward_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    "first, then",
+    [
+        (replace_attributes, lambda m: m[0].eval()),
+        (copy_a_part, lambda m: m[0].eval()),
+        (replace_parameters, lambda m: m[0]._parameters.update(weight=None)),
+        (hook_twice, lambda m: m[0]._forward_hooks.move_to_end(min(m[0]._forward_hooks))),
+    ],
+)
+def test_it_is_seen_behind_another_that_is_equal(first, then):
+    made = model()
+    watched = Watched(made)
+    for change in (lambda m: None, first, then):
+        change(made)
+        for _ in range(4):
+            assert watched.look() == look_at(made)
+
+
+def test_what_the_attributes_do_not_say_is_looked_at(monkeypatch):
+    made = nn.Sequential(HasItElsewhere())
+    watched = Watched(made)
+    for mode in (True, True, True, False):
+        monkeypatch.setattr(HasItElsewhere, "mode", mode)
+        assert watched.look().training == (True, mode)
 
 
 def test_hooks_that_were_taken_off_are_gone():

@@ -1,7 +1,10 @@
 """Every kind of write to what was read is seen; a kind that could not be is never said to be none."""
 
+import enum
+import functools
 import types
 from collections import OrderedDict, defaultdict
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -13,6 +16,10 @@ from stepgraph.torch_internals.writes import _COUNTS, Writes
 pytestmark = pytest.mark.skipif(not _COUNTS, reason="this Python does not count writes")
 
 
+class Color(enum.IntEnum):
+    RED = 1
+
+
 class Thing:
     rate = 0.5
 
@@ -22,6 +29,25 @@ class Thing:
 
 class Named(dict):
     """A dictionary with attributes."""
+
+
+class Number(float):
+    """A number with attributes."""
+
+
+class Quiet(list):
+    """Elements that are not told."""
+
+    def __iter__(self):
+        return iter(())
+
+
+class Pair(NamedTuple):
+    one: int = 1
+
+
+class Attributed(Pair):
+    """A tuple with attributes."""
 
 
 class Slotted:
@@ -78,6 +104,18 @@ WRITES = {
     "order": (lambda: OrderedDict(a=1, b=2), lambda it: it.move_to_end("a")),
     "attribute of a dictionary": (Named, lambda it: setattr(it, "value", 1.0)),
     "attribute of a tensor": (lambda: torch.ones(2), lambda it: setattr(it, "value", 1.0)),
+    "attribute of a number": (lambda: Number(1.0), lambda it: setattr(it, "value", 1.0)),
+    "attribute of a tuple": (Attributed, lambda it: setattr(it, "value", 1.0)),
+    "attribute of a member": (lambda: Color.RED, lambda it: setattr(it, "value_of_it", object())),
+    "what is called": (
+        lambda: functools.partial(max, 1),
+        lambda it: it.__setstate__((min, (), {}, {})),
+    ),
+    "what it is called with": (
+        lambda: functools.partial(max, key=id),
+        lambda it: it.keywords.clear(),
+    ),
+    "element that is not told": (lambda: Quiet([1.0]), lambda it: it.append(3.0)),
     "element": (lambda: [1.0, 2.0], lambda it: it.__setitem__(0, 3.0)),
     "length": (lambda: [1.0, 2.0], lambda it: it.append(3.0)),
 }
@@ -158,6 +196,32 @@ def test_only_the_names_that_were_read_of_a_module():
     writes.remember()
     del module.read
     assert not writes.none()
+
+
+def test_a_tuple_with_names_is_fixed():
+    assert watched(Pair(), torch.Size([1])).none()
+
+
+@pytest.mark.parametrize("change", [
+    lambda f: f.__kwdefaults__.update(other=3.0),
+    lambda f: setattr(f, "__kwdefaults__", {"other": 3.0}),
+    lambda f: setattr(f, "__dict__", {"flag": True}),
+    lambda f: setattr(f, "flag", True),
+    lambda f: setattr(f, "__name__", "another"),
+])  # fmt: skip
+def test_write_to_a_function(change):
+    function = types.FunctionType(function_of.__code__, {})
+    function.__kwdefaults__ = {"other": 2.0}
+    writes = watched(function)
+    assert writes.none()
+    change(function)
+    assert not writes.none()
+
+
+def test_slots_whose_names_are_gone_are_slots():
+    slotted = type("Own", (), {"__slots__": ("value",)})
+    del slotted.__slots__
+    assert not watched(slotted()).none()
 
 
 @pytest.mark.parametrize("make", [Slotted, lambda: np.zeros(2), set, bytearray])

@@ -58,14 +58,18 @@ class Watched:
         self._structures: dict[tuple, int] = {}
         self._last: Look | None = None
         self._tables: list[int] = []  # where what is looked at is written to
-        self._writes = Writes()
+        self._writes, self._is_known = Writes(), False
         self._find_parts()
 
     def look(self) -> Look:
-        """How it looks now; takes microseconds where nothing was written to since it was looked at."""
-        if self._last is None or not self._writes.none():
+        """How it looks now; takes microseconds where nothing was written to since before the last look."""
+        quiet = self._writes.none()
+        if self._last is None or not quiet or not self._is_known:
             self._last = self._look()
             self._watch_tables()
+            self._is_known = quiet and self._writes.none()
+            if not self._is_known:
+                self._writes.remember()
         return self._last
 
     def _watch_tables(self) -> None:
@@ -73,13 +77,17 @@ class Watched:
             *map(vars, self._parts),
             *itertools.chain.from_iterable(map(_TABLES, self._parts)),
         ]
-        if self._tables != (ids := [*map(id, tables)]):
-            self._tables, self._writes = ids, Writes()
-            for part in self._parts:
-                self._writes.watch(part)
-            for table in tables:
-                self._writes.watch_table(table)
-        self._writes.remember()
+        if self._tables == (now := [*map(id, tables), *map(len, tables)]):
+            return
+        self._tables, self._writes = now, Writes()
+        for part in self._parts:
+            self._writes.watch(part)
+            if "training" not in vars(part):  # a class of its own has it elsewhere
+                self._writes.unknown()
+        for table in tables:
+            self._writes.watch_table(table)
+            if table:  # an empty one has no order
+                self._writes.watch(table)
 
     def _look(self) -> Look:
         modules, parameters, training = zip(*map(_LOOKED_AT, self._parts), strict=True)

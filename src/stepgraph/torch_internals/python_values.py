@@ -144,9 +144,9 @@ def _slow_holder(guard: Any, scope: dict[str, Any]) -> Any:
 class Reads:
     """Values that were read, against what they are now.
 
-    Where nothing was written to since they were last compared, they are not compared again. What would have
-    to be written to is found when they are compared for the first time, and again when they were written to
-    and no longer are: at first at once, later after as many steps as it must last to be worth it.
+    Where nothing was written to since before they were last compared, they are not compared again. What
+    would have to be written to is found when they are compared for the first time, and again when they were
+    written to and no longer are: at once, and later after as many steps as make it worth it.
     """
 
     _LONGEST = 64  # steps
@@ -163,7 +163,8 @@ class Reads:
         self._checked = checked
         self._slow = [(values, name, values[name], shown) for values, name, shown in slow]
         self._sources, self._names = sources, names
-        self._writes, self._is_known, self._is_quiet = Writes(), False, False
+        self._writes, self._is_followed = Writes(), False
+        self._is_known = self._is_quiet = self._was_followed = False
         self._quiet = self._wait = 0  # comparisons
 
     def untouched(self) -> bool:
@@ -173,7 +174,9 @@ class Reads:
 
     def remember(self) -> None:
         """They were just found to be what they were, and all is as it is between calls."""
-        self._writes.remember()
+        self._is_known = self._was_followed and self._writes.none()
+        if not self._is_known:
+            self._writes.remember()
 
     def hold(self) -> bool:
         """Whether all are what they were."""
@@ -187,10 +190,10 @@ class Reads:
 
     def _watch(self) -> None:
         self._quiet = self._quiet + 1 if self._is_quiet else 0
-        self._is_known = self._quiet >= self._wait
-        if self._is_known:
+        self._is_followed = self._was_followed = self._is_followed and self._quiet > 0
+        if not self._is_followed and self._quiet >= self._wait:
             self._writes = self._sources.writes({"L": self._scope, "G": self._names})
-            self._wait = min(self._LONGEST, 2 * self._wait or 1)
+            self._is_followed, self._wait = True, min(self._LONGEST, 2 * self._wait or 1)
 
     def broken(self) -> str:
         """The first that is not, as ``model.t == 1.0 (FILE:LINE)``."""

@@ -12,10 +12,12 @@ for, :meth:`Writes.none` never says so.
 import ctypes
 import functools
 import gc
+import itertools
 import operator
 import re
 import sys
 import types
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -23,26 +25,31 @@ from typing import Any
 import numpy as np
 import torch
 
-# Bytes into an object: its class; the count of a dictionary; what a cell holds; of a function its code,
-# defaults and defaults of keywords; the attributes of what is made of a class in Python.
-_CLASS, _COUNT, _HELD, _CODE, _ATTRIBUTES = 8, 24, 16, (48, 56, 64), -24
+# Bytes into an object: its class; the count of a dictionary; what a cell holds; the attributes of what is
+# made of a class in Python.
+_CLASS, _COUNT, _HELD, _ATTRIBUTES = 8, 24, 16, -24
+_OF_FUNCTION = {
+    "__name__": 32, "__qualname__": 40, "__code__": 48, "__defaults__": 56, "__kwdefaults__": 64,
+    "__dict__": 88,
+}  # fmt: skip
+_OF_PARTIAL = {"func": 16, "args": 24, "keywords": 32}
 # Nothing of what is made of these is hidden: items, elements and attributes.
 _BUILT_IN = {object, dict, list, OrderedDict, defaultdict}
 _HEAP = 1 << 9  # of a type's flags: made while Python runs, so that it can be written to
-_FIXED = (
+_FIXED = {
     type(None), bool, int, float, complex, str, bytes, tuple, frozenset, range, slice, type(...),
     types.CodeType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
     types.GetSetDescriptorType, types.MemberDescriptorType, property, staticmethod, classmethod,
-    functools.partial, functools._lru_cache_wrapper, re.Pattern, types.ModuleType,
-    torch.dtype, torch.device, torch.layout, torch.memory_format,
-)  # fmt: skip
-_OF_FUNCTION = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
+    functools._lru_cache_wrapper, re.Pattern, weakref.ReferenceType,
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
+}  # fmt: skip
 
 
 class Writes:
     """Objects that something is read from, and whether anything was written to them.
 
-    What was written to may lead to another object from then on, which is to be watched in its place.
+    They are to be remembered before what was read is compared: a write meanwhile must count. What was
+    written to may lead to another object from then on, which is to be watched in its place.
     """
 
     def __init__(self) -> None:
@@ -63,9 +70,9 @@ class Writes:
         if isinstance(value, torch.Tensor):
             self.watch_table(value.__dict__)  # what a tensor computes with is looked at by others
         elif isinstance(value, types.FunctionType):
-            for number, place in enumerate(_CODE):
-                self._watch_word(value, place, lambda f, number=number: _OF_FUNCTION(f)[number])
-            self.watch_table(value.__dict__)
+            self._watch_attributes(value, _OF_FUNCTION)
+        elif isinstance(value, functools.partial):
+            self._watch_attributes(value, _OF_PARTIAL)
         elif isinstance(value, types.CellType):
             self._watch_word(value, _HELD, _in_cell)
         elif isinstance(value, type):
@@ -73,12 +80,15 @@ class Writes:
             self._watch_class(type(value))
         elif isinstance(value, types.MethodType):
             self.watch(value.__func__)
-        elif not isinstance(value, _FIXED):
+        elif type(value) not in _FIXED and not isinstance(value, types.ModuleType):
             self._watch_object(value)
 
     def watch_table(self, table: dict) -> None:
         """What a dictionary holds, in whatever order."""
-        self._watch_word(table, _COUNT, None)
+        if isinstance(table, dict):
+            self._watch_word(table, _COUNT, None)
+        else:
+            self.unknown()
 
     def watch_name(self, module: types.ModuleType, name: str) -> None:
         """One name of a module: others of its names are written to by whoever runs its code."""
@@ -119,8 +129,8 @@ class Writes:
 
     def _found(self) -> list[Any]:
         found: list[Any] = []
-        for one in self._lists.values():
-            found += one
+        for one in self._lists.values():  # not as its own class would have it
+            found += list.__iter__(one) if isinstance(one, list) else OrderedDict.__iter__(one)
         for table, names in self._names.values():
             found += map(table.__getitem__, names)
         return found
@@ -129,11 +139,17 @@ class Writes:
         """``get``: of what the word is the address; None: it is a number."""
         address = id(owner) + place
         if get is not None:
-            there, value = _word(address), get(owner)
+            value, there = get(owner), _word(address)  # a dictionary is made when it is asked for
             if there != id(value) and (there, value) != (0, None):
                 self.unknown()
         self._words[address] = owner, get
         self._read = None
+
+    def _watch_attributes(self, value: Any, places: dict[str, int]) -> None:
+        for name, place in places.items():
+            self._watch_word(value, place, operator.attrgetter(name))
+            if isinstance(table := getattr(value, name), dict):
+                self.watch_table(table)
 
     def _watch_class(self, cls: type) -> None:
         for one in cls.__mro__:
@@ -146,15 +162,24 @@ class Writes:
     def _watch_object(self, value: Any) -> None:
         cls = type(value)
         made = [one for one in cls.__mro__ if one.__flags__ & _HEAP and one not in _BUILT_IN]
-        hidden = {*cls.__mro__} - {*made, *_BUILT_IN}
-        slots = any(vars(one).get("__slots__") for one in made)
-        if hidden or slots or (made and not hasattr(value, "__dict__")):
+        hidden = {*cls.__mro__} - {*made, *_BUILT_IN} - _FIXED
+        members = itertools.chain.from_iterable(vars(one).values() for one in made)
+        if hidden or types.MemberDescriptorType in map(type, members):  # slots
             self.unknown()
         elif made:
-            self.watch_table(vars(value))
-            self._watch_word(value, _CLASS, type)
-            self._watch_word(value, max(cls.__dictoffset__, 0) or _ATTRIBUTES, vars)
             self._watch_class(cls)
+            self._watch_word(value, _CLASS, type)
+            if hasattr(value, "__dict__"):
+                self.watch_table(vars(value))
+                self._watch_word(value, _place_of_attributes(value), vars)
+            elif not {*cls.__mro__} & _FIXED:  # of a class that is not written in Python
+                self.unknown()
+
+
+def _place_of_attributes(value: Any) -> int:
+    """Bytes into an object of a class that is written in Python."""
+    behind = -(-object.__sizeof__(value) // 8) * 8 - 8  # behind items, of numbers and tuples
+    return behind if _word(id(value) + behind) == id(vars(value)) else _ATTRIBUTES
 
 
 def _in_cell(cell: types.CellType) -> Any:

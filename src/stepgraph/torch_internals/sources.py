@@ -12,9 +12,8 @@ class Sources:
 
     def __init__(self) -> None:
         self._places: dict[str, int] = {}
-        self._steps: list[
-            tuple[str, int, str]
-        ] = []  # an expression of _, whose value that is, its name there
+        # An expression of _, the place of what that is, and the name that is asked for there.
+        self._steps: list[tuple[str, int, str]] = []
 
     def add(self, source: Any) -> int:
         """One more, and all that lead to it; its place."""

@@ -1,6 +1,6 @@
 """What it costs a step to look whether anything changed: Python values, assigned data, other ranks' calls.
 
-    python benchmarks/checks.py --json benchmarks/results/checks.json
+    python benchmarks/checks.py --sizes small,medium --json benchmarks/results/checks.json
 
 Two gloo ranks; each check is called by itself some thousand times, in an engine that has compiled its step,
 for Llamas of several depths. Microseconds a step, the median of rounds. ``behind other memory``: the same,
@@ -169,10 +169,11 @@ def measure(name):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", default=",".join(SIZES), metavar="A,B")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = {}
-    for name in SIZES:
+    for name in options.sizes.split(","):
         rows[name] = launcher.launch(measure, name, ranks=2)[0]
         print(name, json.dumps(rows[name]), flush=True)
     if options.json:

@@ -273,8 +273,10 @@ def measure_memory(bench: Bench, name: str) -> dict[str, Any]:
     import torch._inductor.compile_fx
     import torch.distributed.fsdp  # noqa: F401
 
+    before = _resident_mib("VmRSS")
     import stepgraph.api.engine  # noqa: F401
 
+    modules = _resident_mib("VmRSS") - before
     built = bench.fastest_variant(name)
     if not isinstance(built, Runner):
         return {"error": built["error"]}
@@ -289,6 +291,7 @@ def measure_memory(bench: Bench, name: str) -> dict[str, Any]:
         "error": error,
         "peak_with_compilation_mib": round(worst[0], 1),
         "peak_of_steady_steps_mib": round(worst[1], 1),
+        "modules_of_stepgraph_mib": round(modules, 1),
     }
 
 

@@ -63,11 +63,10 @@ class Watched:
 
     def look(self) -> Look:
         """How it looks now; takes microseconds where nothing was written to since before the last look."""
-        quiet = self._writes.none()
-        if self._last is None or not quiet or not self._is_known:
+        if self._last is None or not (self._is_known and self._writes.none()):
             self._last = self._look()
             self._watch_tables()
-            self._is_known = quiet and self._writes.none()
+            self._is_known = self._writes.none()  # since before that look
             if not self._is_known:
                 self._writes.remember()
         return self._last

@@ -163,19 +163,21 @@ class Reads:
         self._checked = checked
         self._slow = [(values, name, values[name], shown) for values, name, shown in slow]
         self._sources, self._names = sources, names
-        self._writes, self._is_followed = Writes(), False
-        self._is_known = self._is_quiet = self._was_followed = False
-        self._quiet = self._wait = 0  # comparisons
+        self._writes = Writes()
+        # Calls since a write, how many that must be, and comparisons since all was followed anew.
+        self._quiet = self._wait = self._followed = 0
 
     def untouched(self) -> bool:
-        """Whether nothing was written to since :meth:`remember`; False where that is not known."""
-        self._is_quiet = self._writes.none()
-        return self._is_known and self._is_quiet
+        """Whether nothing was written to since before they were compared; False where that is not known."""
+        if self._writes.none():
+            self._quiet += 1
+        else:
+            self._quiet = self._followed = 0
+        return self._followed > 1
 
     def remember(self) -> None:
         """They were just found to be what they were, and all is as it is between calls."""
-        self._is_known = self._was_followed and self._writes.none()
-        if not self._is_known:
+        if self._followed < 2:  # else it was remembered before they were compared
             self._writes.remember()
 
     def hold(self) -> bool:
@@ -189,11 +191,11 @@ class Reads:
         return True
 
     def _watch(self) -> None:
-        self._quiet = self._quiet + 1 if self._is_quiet else 0
-        self._is_followed = self._was_followed = self._is_followed and self._quiet > 0
-        if not self._is_followed and self._quiet >= self._wait:
+        if self._followed:
+            self._followed += 1
+        elif self._quiet >= self._wait:
             self._writes = self._sources.writes({"L": self._scope, "G": self._names})
-            self._is_followed, self._wait = True, min(self._LONGEST, 2 * self._wait or 1)
+            self._followed, self._wait = 1, min(self._LONGEST, 2 * self._wait or 1)
 
     def broken(self) -> str:
         """The first that is not, as ``model.t == 1.0 (FILE:LINE)``."""

@@ -63,6 +63,8 @@ class Writes:
 
     def watch(self, value: Any) -> None:
         """An object that was read, or that something was read from."""
+        if not self._known:
+            return
         if isinstance(value, dict):
             self.watch_table(value)
         if isinstance(value, (list, OrderedDict)):  # another order is no write

@@ -16,6 +16,7 @@ from stepgraph.cost.work import node_flops
 from stepgraph.equivalence.check import _Checker
 from stepgraph.errors import StepgraphError
 from stepgraph.pipeline import Made, apply, foresee, make
+from stepgraph.placement.solver.room import Room
 from stepgraph.planning.explanation import explain
 from stepgraph.planning.plan import preset_plan
 from stepgraph.planning.request import StepSettings
@@ -269,7 +270,9 @@ def test_no_runner_up_costs_less_than_what_was_chosen(make_model, device, mesh):
     planner, shape = planner_of(model, batch, device), parse_mesh(mesh)
     programs = planner.captured("auto", shape).programs
     for limit in (None, 2**20):
-        plan = make(programs, preset_plan("auto", shape, device=device), HOST, limit=limit).plan
+        plan = make(
+            programs, preset_plan("auto", shape, device=device), HOST, room=Room(limit)
+        ).plan
         others = [r for r in plan.reasons.values() if r.runner_up is not None]
         assert others and all(r.runner_up_cost_ms >= r.cost_ms for r in others)
 

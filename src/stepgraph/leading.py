@@ -25,6 +25,7 @@ from stepgraph.cost.short_steps import Said, ShortSteps, short_steps
 from stepgraph.errors import StepgraphError
 from stepgraph.pipeline import Made, form, in_order, make, place
 from stepgraph.placement.presets.beside_data import SEQUENCE_PARALLEL
+from stepgraph.placement.solver.room import Room
 from stepgraph.planning.decisions import Decisions, PlacementDecision, Table
 from stepgraph.planning.plan import Plan, named_values
 from stepgraph.planning.request import AUTO
@@ -34,46 +35,44 @@ from stepgraph.program.program import Program
 _CLOSE = 0.01  # a gap that a solver is content with where a memory limit binds
 
 
-def placed(
-    programs: Mapping[str, Program], plan: Plan, limit: int | None = None, hasty: bool = False
-) -> Plan:
+def placed(programs: Mapping[str, Program], plan: Plan, room: Room | None = None) -> Plan:
     """A plan with the placements of programs, which stay as they are, and no other decision.
 
     Args:
-        limit: bytes that a solver may hold; by default, what the request gives it.
-        hasty: a solver's first answer within a limit will do.
+        room: what a solver may hold; by default, what the request gives it.
     """
     for name, program in in_order(programs):
         formed = form(program.copy(), plan, PassDriver())
-        where = place(formed, plan, limit, hasty)
+        where = place(formed, plan, room)
         plan = plan.with_decisions(plan.new_key(name), Decisions(where))
     return plan
 
 
-def leader(contest: Contest, limit: int | None) -> tuple[Plan, Entrant | None]:
+def leader(contest: Contest, room: Room) -> tuple[Plan, Entrant | None]:
     """A solver's placements, and what takes least time of those that fit, by short steps.
 
     None: they do not surely say. A solver's first answer is looked at, and is improved only where all that
     it has not certified could make it the best.
 
     Args:
-        limit: bytes that a solver may hold.
+        room: what a solver may hold.
     """
     asked = contest.plan.request.constraints  # of values that a short step may not have
     names = [] if asked else rivals(contest.programs, contest.plan)
     deep = len(contest.programs["step"].graph.nodes) > MANY
     short = short_steps(contest.programs) if names and deep else None
-    own = placed(contest.programs, contest.plan, limit, hasty=short is not None)
+    hasty = replace(room, hasty=short is not None)
+    own = placed(contest.programs, contest.plan, hasty)
     said = short and _foreseen(own, short, contest)
     if short is None:
         return own, None
     if said is None:
-        return placed(contest.programs, contest.plan, limit), None
+        return placed(contest.programs, contest.plan, room), None
     solver = Entrant(AUTO, Made(own), said.whole)
     others = promising(solver, _lean(names), contest) or promising(solver, names, contest)
     gap = max(decided.placement.optimality_gap or 0.0 for decided in own.decisions.values())
     if gap > _CLOSE and not _beaten(said, gap, others, contest.budget):
-        improved = placed(contest.programs, contest.plan, limit)
+        improved = placed(contest.programs, contest.plan, room)
         better = _foreseen(improved, short, contest)
         again = better and Entrant(AUTO, Made(improved), better.whole)
         if again and in_rank([solver, again], contest.budget)[0] is again:

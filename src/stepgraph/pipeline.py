@@ -51,6 +51,7 @@ from stepgraph.memory import apply as memory
 from stepgraph.memory.decide import WEIGHED, Means, frontier, leanest
 from stepgraph.memory.decide import decide as decide_memory
 from stepgraph.memory.passes.compute_logits_in_pieces import compute_logits_in_pieces
+from stepgraph.memory.passes.offload_states import offload_states
 from stepgraph.memory.passes.offload_to_host import offload_to_host
 from stepgraph.memory.passes.recompute_in_backward import recompute_in_backward
 from stepgraph.memory.presets import budget_of
@@ -67,6 +68,7 @@ from stepgraph.placement.passes.spell_out_norms import spell_out_norms
 from stepgraph.placement.passes.sum_over_ranks import sum_over_ranks
 from stepgraph.placement.presets.named import gathers_again
 from stepgraph.placement.solver.held_bytes import first_limit
+from stepgraph.placement.solver.room import Room
 from stepgraph.planning.decisions import Decisions, FrontierPoint, MemoryDecision, PlacementDecision
 from stepgraph.planning.facts import ValueFacts, gather_facts
 from stepgraph.planning.plan import Plan
@@ -108,7 +110,9 @@ UPDATED_ALONE: Road = (clip_gradients, update_parameters)
 # The rooms.
 FORMED: Road = (spell_out_log_softmax, spell_out_norms, copy_views)
 PLACED: Road = (draw_by_global_row, place_values, compare_with_classes)
-REMEMBERED: Road = (compute_logits_in_pieces, recompute_in_backward, offload_to_host)
+REMEMBERED: Road = (
+    compute_logits_in_pieces, recompute_in_backward, offload_to_host, offload_states,
+)  # fmt: skip
 SCHEDULED: Road = (merge_small_collectives, update_early, delay_waits)
 BOUND: Road = (bind_to_rank,)
 TARGETED: Road = (move_to_target, choose_attention_kernels)
@@ -214,7 +218,7 @@ def make(
     rank: int = 0,
     *,
     driver: PassDriver | None = None,
-    limit: int | None = None,
+    room: Room | None = None,
     with_facts: bool = False,
     with_frontier: bool = False,
     keep: bool = True,
@@ -225,7 +229,7 @@ def make(
 
     Args:
         rank: whose programs are made; or :data:`ALL_RANKS`.
-        limit: bytes that a solver may hold; by default, what the request gives it.
+        room: what a solver may hold; by default, what the request gives it.
         with_facts: gather what a plan file tells of values.
         with_frontier: find out by how much memory each program can be run; the plan names a device.
         keep: the programs are needed again.
@@ -233,7 +237,7 @@ def make(
         logits: how they are under a named memory policy and a budget (:mod:`stepgraph.memory.decide`).
     """
     made = Made(plan)
-    asked = (driver or PassDriver(), limit, with_facts, with_frontier, strict, logits)
+    asked = (driver or PassDriver(), room, with_facts, with_frontier, strict, logits)
     for name, program in in_order(programs):
         _through_rooms(program.copy() if keep else program, name, made, target, rank, *asked)
     return made
@@ -246,7 +250,7 @@ def _through_rooms(
     target: Target,
     rank: int,
     driver: PassDriver,
-    limit: int | None,
+    room: Room | None,
     with_facts: bool,
     with_frontier: bool,
     strict: bool,
@@ -259,7 +263,7 @@ def _through_rooms(
     key = plan.key_of(program)
     if key is None:
         key = plan.new_key(program.name)
-        plan = plan.with_decisions(key, Decisions(place(program, plan, limit)))
+        plan = plan.with_decisions(key, Decisions(place(program, plan, room)))
     decided = plan.decisions[key]
     formed = program
     program = placement.apply(program, decided.placement, mesh, micro_batches, PLACED, driver)
@@ -306,22 +310,21 @@ def form(program: Program, plan: Plan, driver: PassDriver) -> Program:
     return driver.through(FORMED, program, mesh=plan.mesh, views_apart=views_apart)
 
 
-def place(
-    program: Program, plan: Plan, limit: int | None, hasty: bool = False
-) -> PlacementDecision:
-    """Where the values of a formed Program live."""
+def place(program: Program, plan: Plan, room: Room | None = None) -> PlacementDecision:
+    """Where the values of a formed Program live; ``room``: as :func:`make` has it."""
     request, policy = plan.request, plan.decides
     device = request.costs() if policy == AUTO else None
     recomputed: Mapping[str, int] = {}
     if device is not None:
         budget = budget_of(request.memory, request.memory_budget)
-        room = None if budget is None else request.counted(budget)
-        limit = limit or first_limit(room, request.counted(device.capacity))
+        counted = None if budget is None else request.counted(budget)
+        limit = (room and room.limit) or first_limit(counted, request.counted(device.capacity))
+        room = replace(room or Room(), limit=limit)
         recomputed = decide_memory(program, leanest(request.memory)).recompute
     return decide_placement(
         program, request.mesh, policy,
         known_inputs=plan.inputs(), device=device, constraints=request.constraints,
-        memory_limit=limit, recomputed=recomputed, hasty=hasty,
+        room=room, recomputed=recomputed,
     )  # fmt: skip
 
 

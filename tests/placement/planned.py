@@ -19,7 +19,9 @@ from stepgraph.cost.work import operation_seconds
 from stepgraph.pipeline import ALL_RANKS, capture_of, form, make
 from stepgraph.placement.solver import automatic as solver
 from stepgraph.placement.solver.choices import Solution
+from stepgraph.placement.solver.optimise import Search
 from stepgraph.placement.solver.problem import Model
+from stepgraph.placement.solver.room import Room
 from stepgraph.planning.plan import Plan, preset_plan
 from stepgraph.planning.request import AUTO, StepSettings
 from stepgraph.program.collectives import ON_FIRST, is_collective
@@ -117,23 +119,24 @@ def place(
         seen.append(Model(*args))
         return seen[-1]
 
-    def solve(problem: Any, seconds: float, gap: float, **how: Any) -> Solution:
-        if chosen is None:
-            seen.append(SOLVE(problem, seconds, 1e-6, **how))
-        else:
-            cost = problem.cost(chosen)
-            seen.append(Solution(chosen, cost, cost, 0))
-        return seen[-1]
+    class Solved(Search):
+        """The search, or what is asked for in its place."""
+
+        def within(self, *args: Any) -> Solution:
+            if chosen is None:
+                seen.append(super().within(*args))
+            else:
+                cost = self.problem.cost(chosen)
+                seen.append(Solution(chosen, cost, cost, 0))
+            return seen[-1]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(DEVICES, device.name, device)
         patch.setattr(solver, "Model", model_of)
-        patch.setattr(solver, "solve", solve)
-        made = make({"step": program}, plan, HOST, ALL_RANKS, limit=memory_limit)
+        patch.setattr(solver, "Search", Solved)
+        patch.setattr(solver, "GAP", 1e-6)
+        made = make({"step": program}, plan, HOST, ALL_RANKS, room=Room(memory_limit))
     return Planned(seen[0], seen[1], made.programs["step"], made.plan, device)
-
-
-SOLVE = solver.solve
 
 
 def recounted(planned: Planned, update: bool = False) -> Counter[str]:

@@ -27,6 +27,7 @@ from stepgraph.pipeline import apply, capture_of, foresee, make
 from stepgraph.placement.decide import reduces_each_micro_batch
 from stepgraph.placement.presets.named import check_preset
 from stepgraph.placement.solver.held_bytes import Limits, whole_bytes
+from stepgraph.placement.solver.room import Room
 from stepgraph.planning.decisions import Table
 from stepgraph.planning.fingerprint import fingerprint_of, type_of
 from stepgraph.planning.plan import Plan
@@ -163,9 +164,9 @@ class Planner:
         captured = self.captured(first.placement, first.mesh)
         self.stage("enumeration")
         if is_searched(first.memory):
-            best = self._search(first, captured.programs, frontier)
+            best = self._search(first, captured.programs, last, frontier)
         else:
-            best = self._fit(first, captured.programs, last and not frontier)
+            best = self._fit(first, captured.programs, last, last and not frontier)
         self.stage("simulation")
         points, frontiers = None, best.made.frontiers
         if frontier and not frontiers:
@@ -198,14 +199,16 @@ class Planner:
         )
         return best
 
-    def _search(self, first: Plan, programs: Mapping[str, Program], frontier: bool) -> Attempt:
+    def _search(
+        self, first: Plan, programs: Mapping[str, Program], last: bool, frontier: bool
+    ) -> Attempt:
         """What fits and takes least time; where placements are searched for, what is kept on those.
 
         They are searched for as if nothing, and then as if every block, were recomputed.
         """
         if not first.request.searches:
             return self._kept(first, programs, frontier)
-        placed = self._fit(first, programs, last=False)
+        placed = self._fit(first, programs, last, once=False)
         if placed.fits and placed.plan.memory == NONE:
             return placed
         found = self._kept(placed.plan.under(memory=first.memory), programs, frontier)
@@ -226,8 +229,13 @@ class Planner:
             predicted = foresee(made.programs, self.device, made.plan.lowering, steps)
         return attempt_of(made, plan.request.memory_budget or self.device.capacity, predicted)
 
-    def _fit(self, first: Plan, programs: Mapping[str, Program], last: bool) -> Attempt:
-        """The first memory policy whose peak fits, or the one with the smallest peak."""
+    def _fit(self, first: Plan, programs: Mapping[str, Program], last: bool, once: bool) -> Attempt:
+        """The first memory policy whose peak fits, or the one with the smallest peak.
+
+        Args:
+            last: no other mesh follows.
+            once: the programs are not needed again.
+        """
         policies, asked = candidates(first.memory), first.memory
         budget = first.request.memory_budget or self.device.capacity
         best: Attempt | None = None
@@ -238,11 +246,12 @@ class Planner:
                 tried.append(f"{policy} did not fit a like mesh")
                 continue
             try:
-                once = last and policies == (policy,) and not first.request.memory_budget
                 asked_of = first.under(memory=policy), programs, budget
+                once = once and policies == (policy,) and not first.request.memory_budget
                 lean = is_searched(asked) and not given_up and first.request.searches
                 logits = WHOLE if is_searched(asked) else WEIGHED
-                attempt = self._try(*asked_of, once, given_up, lean, logits)
+                room = Room(says_least=not (given_up and last))  # other meshes ask for it
+                attempt = self._try(*asked_of, once, given_up, lean, logits, room)
             except (MemoryPolicyError, BudgetError) as error:
                 if not is_searched(asked) or (best is None and policy == policies[-1]):
                     raise
@@ -282,16 +291,17 @@ class Planner:
         given_up: bool,
         only_placed: bool,
         logits: str,
+        room: Room,
     ) -> Attempt:
         """One memory policy; a solver is given less room until what it does not count fits as well.
 
         Args:
-            once: the programs are not needed again.
+            once: of :meth:`_fit`.
             given_up: as soon as it is seen that it does not fit: there is another policy.
             only_placed: placements are all that is asked for: nothing whole is made where that can be.
-            logits: how they are.
+            logits, room: how they are; what a solver may hold at first.
         """
-        limits, limit = Limits(budget), None
+        limits = Limits(budget)
         contest = Contest(programs, plan, self.target, self.device, logits=logits)
         best: Attempt | None = None
         too_small: BudgetError | None = None
@@ -300,25 +310,20 @@ class Planner:
             try:
                 where = plan
                 if only_placed:
-                    where, found = self._leader(contest, budget, limit)
+                    where, found = self._leader(contest, budget, room)
                     if found is not None:
                         return found
+                keep = not once or plan.request.searches
                 made = make(
-                    programs,
-                    where,
-                    self.target,
-                    driver=self.driver,
-                    limit=limit,
-                    with_facts=True,
-                    keep=not (once and not plan.request.searches),
-                    logits=logits,
-                )
+                    programs, where, self.target,
+                    driver=self.driver, room=room, with_facts=True, keep=keep, logits=logits,
+                )  # fmt: skip
             except BudgetError as error:
                 if given_up:
                     raise
                 too_small = error
-                limit = limits.raised_to(error.least or 0)
-                if limit is not None:
+                if limit := limits.raised_to(error.least or 0):
+                    room = replace(room, limit=limit)
                     continue
                 if best is None:
                     raise
@@ -332,16 +337,15 @@ class Planner:
             limit = limits.after(held, attempt.peak) if plan.request.searches else None
             if limit is None:
                 break
+            room = replace(room, limit=limit)
         if best is None:
             assert too_small is not None
             raise too_small
         return self._best_of(best, contest, budget)
 
-    def _leader(
-        self, contest: Contest, budget: int, limit: int | None
-    ) -> tuple[Plan, Attempt | None]:
+    def _leader(self, contest: Contest, budget: int, room: Room) -> tuple[Plan, Attempt | None]:
         """A solver's placements, and those that short steps say lead, where they fit."""
-        own, best = leader(contest, limit)
+        own, best = leader(contest, room)
         if best is None or best.predicted.peak_bytes > budget:
             return own, None
         return own, attempt_of(best.made, budget, best.predicted)

@@ -100,7 +100,8 @@ def memory_timeline(program: Program, fused: bool = False) -> MemoryTimeline:
             dead[made.end + 1].append(entry)
     alive: dict[str, int] = dict.fromkeys((*CATEGORIES, ON_HOST), 0)
     for role, node, _ in program.input_rows:
-        alive[_input_category(role)] += size_in_bytes(meta(node).get("val"))
+        category = ON_HOST if is_on_host(node) else _input_category(role)
+        alive[category] += size_in_bytes(meta(node).get("val"))
     for node in program.graph.nodes:
         if node.op == "get_attr":  # a constant of the graph
             alive["inputs"] += size_in_bytes(meta(node).get("val"))

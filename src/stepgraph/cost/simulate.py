@@ -16,11 +16,12 @@ from stepgraph.cost.device import Device
 from stepgraph.cost.work import operation_seconds, remembered, runs_no_kernel, size_in_bytes
 from stepgraph.operators.views import is_view
 from stepgraph.program.collectives import is_collective
-from stepgraph.program.copies import WAIT_COPY, is_copy
+from stepgraph.program.copies import TO_HOST_INTO, WAIT_COPY, WAIT_HOST, is_copy
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import PHASES, Program
 
 COMPUTE, COMMUNICATION, COPIES = "compute", "communication", "copies"
+_AWAIT = (WAIT_COPY, WAIT_HOST)
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def simulate(
     for node in program.operations():
         phase = meta(node)["phase"]
         before = compute
-        reads_now = not runs_no_kernel(node) or is_collective(node) or node.target is WAIT_COPY
+        reads_now = not runs_no_kernel(node) or is_collective(node) or node.target in _AWAIT
         read = [flight for source in node.all_input_nodes for flight in pending.get(source, ())]
         if read and reads_now:
             compute = max(compute, *map(wires.end_of, read))
@@ -170,8 +171,10 @@ def simulate(
                 line.exposed_seconds += wires.end_of(flight) - compute
                 compute = flight.end
         elif is_copy(node) and device.host is not None:
-            took = device.host.latency + size_in_bytes(meta(node)["val"]) / device.host.bandwidth
-            pending[node] = [wires.start(node, COPIES, took, compute)]
+            size = size_in_bytes(meta(node.all_input_nodes[-1])["val"])
+            took = device.host.latency + size / device.host.bandwidth
+            awaited = node.args[0] if node.target is TO_HOST_INTO else node
+            pending[awaited] = [wires.start(node, COPIES, took, compute)]  # type: ignore[index]
         else:
             seconds, flops = work(node)
             took = seconds * crowding

@@ -7,7 +7,6 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from stepgraph import torch_internals
 from stepgraph.cost.device import Device
 from stepgraph.operators import own
 from stepgraph.operators import table as operators
@@ -22,6 +21,7 @@ from stepgraph.operators.updates import (
 from stepgraph.operators.views import is_view
 from stepgraph.program.build import freeze, kind_of
 from stepgraph.program.collectives import is_collective
+from stepgraph.program.copies import WAITS
 from stepgraph.program.metadata import meta
 from stepgraph.program.names import operation_name
 from stepgraph.program.program import tensor_arguments, tensors_of
@@ -151,7 +151,7 @@ def bytes_moved(node: fx.Node) -> float:
 
 def runs_no_kernel(node: fx.Node) -> bool:
     """Whether an operation costs the compute stream nothing: a view, a wait, a collective."""
-    return is_collective(node) or node.target is torch_internals.WAIT or is_view(node)
+    return is_collective(node) or node.target in WAITS or is_view(node)
 
 
 def operation_seconds(node: fx.Node, device: Device) -> float:

@@ -4,7 +4,7 @@ Values that cross from one block to another are kept. Whatever the policy, regio
 ``torch.utils.checkpoint`` are recomputed, but for what a policy of their own keeps; parameters that were
 gathered for the forward (zero3) are gathered again for the backward instead of being kept; so are
 activations that ranks hold in parts (sequence-parallel norms). What ranks added up or exchanged is kept.
-What patterns, or a region's own policy, send to the host is kept there.
+What patterns, or a region's own policy, send to the host is kept there, the optimizer's states too.
 """
 
 from torch import fx
@@ -14,7 +14,8 @@ from stepgraph.analysis.blocks import Block, find_blocks
 from stepgraph.errors import MemoryPolicyError
 from stepgraph.memory import regions_of_code
 from stepgraph.memory.kept_operations import kept_operations
-from stepgraph.memory.patterns import Parts, are_patterns, parse_patterns
+from stepgraph.memory.passes.offload_states import names_of_states
+from stepgraph.memory.patterns import OFFLOAD, OPTIMIZER, Parts, are_patterns, parse_patterns
 from stepgraph.memory.presets import OPS, parse_policy
 from stepgraph.memory.regions_of_code import not_crossing, sent_to_host
 from stepgraph.memory.saved import comes_from, offloaded
@@ -46,6 +47,7 @@ def decide_by_policy(program: Program, policy: str, gather_again: bool = True) -
     regions: list[list[fx.Node]] = regions_of_code.find(nodes)
     taken = {node for region in regions for node in region}
     kept: set[fx.Node] = set()
+    states: tuple[str, ...] = ()
     away = sent_to_host(nodes)
     if every:
         blocks = find_blocks(program)
@@ -62,7 +64,10 @@ def decide_by_policy(program: Program, policy: str, gather_again: bool = True) -
             kept |= kept_operations(inside) if name == OPS else set()
             regions.append([n for n in inside if n not in taken])
     elif are_patterns(policy):
-        parts = Parts(parse_patterns(policy), nodes)
+        patterns = parse_patterns(policy)
+        if patterns.pop(OPTIMIZER, "") == OFFLOAD:
+            states = names_of_states(program)
+        parts = Parts(patterns, nodes)
         kept |= parts.saved
         regions += [[n for n in part if n not in taken] for part in parts.regions.values()]
         away += parts.offloaded
@@ -73,7 +78,9 @@ def decide_by_policy(program: Program, policy: str, gather_again: bool = True) -
     for name in gathered_values(program, gather_again):
         recompute.setdefault(name, -1)
     offload, in_vain = offloaded(program, recompute, away) if away else ((), [])
-    return MemoryDecision(policy, recompute, (*notes, *in_vain), offload=offload or None)
+    return MemoryDecision(
+        policy, recompute, (*notes, *in_vain), offload=(*offload, *states) or None
+    )
 
 
 def gathered_values(program: Program, parameters_too: bool) -> list[str]:

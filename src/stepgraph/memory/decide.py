@@ -10,6 +10,7 @@ from stepgraph.cost.memory import CATEGORIES, memory_timeline
 from stepgraph.cost.predict import Trial
 from stepgraph.errors import BudgetError, MemoryPolicyError
 from stepgraph.memory.by_policy import decide_by_policy
+from stepgraph.memory.passes.offload_states import names_of_states, offload_states, states_of
 from stepgraph.memory.pieces import find_pieces
 from stepgraph.memory.presets import FULL, NONE, budget_of, parse_policy
 from stepgraph.memory.solver.blocks import Blocks
@@ -19,6 +20,7 @@ from stepgraph.memory.solver.search import Search, fastest
 from stepgraph.planning.decisions import FrontierPoint, MemoryDecision
 from stepgraph.planning.request import AUTO, is_searched
 from stepgraph.planning.sizes import show_bytes
+from stepgraph.program.driver import PassDriver
 from stepgraph.program.program import BACKWARD, Program
 
 # Under which a solver of placements looks for one, in this order: the first whose peak fits. What is kept
@@ -225,6 +227,34 @@ def _fits(one: tuple[MemoryDecision, Trial], budget: int) -> bool:
 
 
 def _search(program: Program, policy: str, gather_again: bool, means: Means) -> MemoryDecision:
+    """What is best kept; where nothing fits, with as many optimizer states on the host as that takes."""
+    try:
+        return _kept(program, policy, gather_again, means)
+    except BudgetError as error:
+        missing = (error.smallest or 0) - means.budget_for(policy)
+        if means.device.host is None or not states_of(program):
+            raise
+    tried: dict[tuple[str, ...], None] = {
+        names_of_states(program, _ROOM * missing): None, names_of_states(program): None
+    }  # fmt: skip
+    for states in tried:
+        others = replace(means, found=None, _searches={})
+        away = PassDriver().run(
+            offload_states, program.copy(), decision=MemoryDecision(NONE, offload=states)
+        )
+        try:
+            kept = _kept(away, policy, gather_again, others)
+        except BudgetError:
+            if states == [*tried][-1]:
+                raise
+            continue
+        means.found = others.found
+        reason = f"{kept.reason}; {len(states)} optimizer states wait on the host"
+        return replace(kept, offload=(*(kept.offload or ()), *states), reason=reason)
+    raise AssertionError("all states were tried")
+
+
+def _kept(program: Program, policy: str, gather_again: bool, means: Means) -> MemoryDecision:
     budget = means.budget_for(policy)
     asked = program, policy, gather_again, means, budget
     if kept := _all_kept(*asked):

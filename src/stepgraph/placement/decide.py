@@ -10,6 +10,7 @@ from stepgraph.analysis.rows import drawn_for_rows, of_one_shape
 from stepgraph.cost.devices import Device
 from stepgraph.placement.presets.data_parallel import ranks_that_divide
 from stepgraph.placement.presets.named import SharedWalks, check_preset, decide_by_preset
+from stepgraph.placement.solver.room import Room
 from stepgraph.planning.decisions import PlacementDecision
 from stepgraph.planning.request import AUTO
 from stepgraph.program.layout import MeshShape, Placements, blocks_of, data_mesh
@@ -26,10 +27,9 @@ def decide(
     known_inputs: Mapping[str, Placements],
     device: Device | None = None,
     constraints: Mapping[str, str] | None = None,
-    memory_limit: int | None = None,
+    room: Room | None = None,
     recomputed: Collection[str] = (),
     shared: SharedWalks | None = None,
-    hasty: bool = False,
 ) -> PlacementDecision:
     """Where every value of a global Program lives; it stays as it is.
 
@@ -38,7 +38,7 @@ def decide(
         policy: a preset, or ``auto``.
         known_inputs: where other programs of the step store inputs, by label.
         device: whose costs count, for ``auto``.
-        constraints, memory_limit, recomputed, hasty: of :func:`decide_automatically`.
+        constraints, room, recomputed: of :func:`decide_automatically`.
         shared: of :func:`decide_by_preset`.
     """
     if policy != AUTO:
@@ -49,7 +49,7 @@ def decide(
         from stepgraph.placement.solver.automatic import decide_automatically
 
         decision = decide_automatically(
-            program, mesh, device, known_inputs, constraints, memory_limit, recomputed, hasty
+            program, mesh, device, known_inputs, constraints, room, recomputed
         )
     return replace(decision, batch_dims=_find_batch_dims(program, decision, mesh))
 

@@ -7,6 +7,7 @@
     coming = to_device(h, device)
     y = wait_copy(coming, h)              # y is whole, and h may go
 
+What is on the host from step to step is written there: ``to_host_into(held, x)``, ``wait_host(held, x)``.
 A wait reads what is copied, so that whoever frees what nobody reads frees it behind the copy: no allocator
 has to be told of a second stream, and a captured step reuses memory as any other does.
 
@@ -117,6 +118,33 @@ def _(x: Tensor, device: torch.device) -> Tensor:
     return torch.empty_like(x, device=device)
 
 
+@torch.library.custom_op("stepgraph::to_host_into", mutates_args={"held"})
+def to_host_into(held: Tensor, x: Tensor) -> None:
+    """``to_host`` into memory that is there already: ``held``, pinned, for a device."""
+    if x.device.type == torch_internals.host_device().type:
+        held.copy_(x)
+    else:
+        _start(x, held, x.device)
+
+
+@to_host_into.register_fake
+def _(held: Tensor, x: Tensor) -> None:
+    return None
+
+
+@torch.library.custom_op("stepgraph::wait_host", mutates_args={"held"})
+def wait_host(held: Tensor, x: Tensor) -> None:
+    """Awaits what ``to_host_into`` has started: behind it ``held`` is whole, and ``x`` may go."""
+    event = _lane.arrivals.pop(held.data_ptr(), None)
+    if event is not None:
+        torch.get_device_module(x.device).current_stream(x.device).wait_event(event)
+
+
+@wait_host.register_fake
+def _(held: Tensor, x: Tensor) -> None:
+    return None
+
+
 # By hand: what ``custom_op`` makes may not return an argument.
 torch.library.define("stepgraph::wait_copy", "(Tensor(a) copied, Tensor source) -> Tensor(a)")
 
@@ -145,20 +173,33 @@ def _(copied: Tensor, source: Tensor) -> Tensor:
 
 
 TO_HOST = torch.ops.stepgraph.to_host.default
+TO_HOST_INTO = torch.ops.stepgraph.to_host_into.default
+WAIT_HOST = torch.ops.stepgraph.wait_host.default
 TO_DEVICE = torch.ops.stepgraph.to_device.default
 WAIT_COPY = torch.ops.stepgraph.wait_copy.default
 # What completes what was started before: of collectives, and of copies.
-WAITS = frozenset({torch_internals.WAIT, WAIT_COPY})
+WAITS = frozenset({torch_internals.WAIT, WAIT_COPY, WAIT_HOST})
 
 
 def is_copy(node: fx.Node) -> bool:
     """Whether a node starts a copy to the host or back."""
-    return node.op == "call_function" and node.target in (TO_HOST, TO_DEVICE)
+    return node.op == "call_function" and node.target in (TO_HOST, TO_HOST_INTO, TO_DEVICE)
+
+
+def waits_for(node: fx.Node) -> list[fx.Node]:
+    """What completes a collective, or a copy."""
+    if node.target is TO_HOST_INTO:
+        held, source = node.args
+        return [u for u in source.users if u.target is WAIT_HOST and u.args[0] is held]  # type: ignore[union-attr]
+    return [user for user in node.users if user.target in WAITS]
 
 
 def is_on_host(node: fx.Node) -> bool:
-    """Whether a value is in the host's memory, whatever the device: a copy, or the wait for it."""
+    """Whether a value is in the host's memory, whatever the device: a copy, or the wait for it.
+
+    Or an input that is read by way of a copy.
+    """
     if node.op != "call_function":
-        return False
+        return node.op == "placeholder" and any(user.target is TO_DEVICE for user in node.users)
     started = node.args[0] if node.target is WAIT_COPY else node
     return isinstance(started, fx.Node) and started.target is TO_HOST

@@ -253,6 +253,7 @@ class Compiler:
         for compiled in (c for known in self._compiled.values() for c in sum(known.values(), [])):
             compiled.release()
         self._drop_all(_PLANNED_AGAIN)
+        self.state.forget_programs()
         self.programs.clear()
         self._others = []
 

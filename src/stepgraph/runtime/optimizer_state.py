@@ -13,15 +13,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from stepgraph import torch_internals
 from stepgraph.capture import optimizer as capture
 from stepgraph.capture.counters import SharedCounters
 from stepgraph.capture.update_rules import FIRST_STEP, FunctionalOptimizer
-from stepgraph.errors import CheckpointError, FrozenNumberError
+from stepgraph.errors import CheckpointError, FrozenNumberError, UsageError
 from stepgraph.program import roles
 from stepgraph.program.layout import Placements, local_shape
 from stepgraph.program.program import Value
 from stepgraph.program.shards import local_part, rows_held
 from stepgraph.runtime.ranks import Ranks
+from stepgraph.torch_internals import dtensors
 
 
 class Stored:
@@ -40,6 +42,7 @@ class Stored:
         self.functional: FunctionalOptimizer | None = None
         self.tensors: dict[roles.Input, torch.Tensor] = {}
         self.values: dict[roles.Input, Value] = {}
+        self._taken: set[roles.Input] = set()  # by programs, from where they are
 
     def filled(self, value: Value, fill: float = 0.0) -> torch.Tensor:
         """A local (padded) tensor of a value, with one number everywhere."""
@@ -52,6 +55,38 @@ class Stored:
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         return local_part(whole, placements, self.ranks.shape, self.ranks.rank)
 
+    def hold(self, role: roles.Input, tensor: torch.Tensor, on_host: bool) -> None:
+        """Holds a tensor where a program takes it from.
+
+        Args:
+            on_host: by way of a copy from the host's memory; pinned, where that is not the device's.
+
+        Raises:
+            UsageError: another program takes it from elsewhere.
+        """
+        host = torch_internals.host_device()
+        on_host &= self.device.type != host.type
+        where = host if on_host else self.device
+        if role in self._taken and tensor.device.type != where.type:
+            raise UsageError(
+                f"{roles.label(role)} waits on the host for one way to run the step, and not for another",
+                do="keep to one of them (engine.step; backward and optimizer.step), or say "
+                "memory={'optimizer': 'offload'}, which holds for both",
+            )
+        self._taken.add(role)
+        tensor = tensor.to(where)
+        self.tensors[role] = tensor.pin_memory() if on_host and not tensor.is_pinned() else tensor
+
+    def forget_programs(self) -> None:
+        """No program takes anything any more: the next may want it elsewhere."""
+        self._taken.clear()
+
+    def settled(self, role: roles.Input) -> torch.Tensor:
+        """What is stored; of what waits on the host, once copies to there have arrived."""
+        if (held := self.tensors[role]).device.type != self.device.type:
+            torch.get_device_module(self.device).synchronize()
+        return held
+
     def as_dtensor(self, local: torch.Tensor, value: Value) -> DTensor:
         """A DTensor that views the unpadded part of a local tensor."""
         assert value.placements is not None
@@ -61,6 +96,8 @@ class Stored:
                 held = rows_held(value.shape[placement.dim], sizes[axis], coordinate[axis])
                 local = local.narrow(placement.dim, 0, min(held, local.shape[placement.dim]))
         mesh, whole = self.ranks.device_mesh, torch.empty(value.shape, device="meta")
+        if local.device.type != self.device.type:
+            return dtensors.made_of(local, mesh, value.placements, whole)
         form = {"shape": whole.shape, "stride": whole.stride()}
         return DTensor.from_local(local, mesh, value.placements, run_check=False, **form)
 
@@ -96,7 +133,7 @@ def place(state: Stored, role: roles.Input, held: Value) -> None:
         return
     value = state.values[role]
     assert value.placements is not None and state.optimizer is not None
-    whole = state.as_dtensor(state.tensors[role], held)
+    whole = state.as_dtensor(state.settled(role), held)
     local = state.tensors[role] = state.part_of(whole, value.placements).clone()
     table = state.optimizer.state.get(state.model.get_parameter(role.owner), {})
     if role.key in table:  # copies that somebody asked for, or what was loaded
@@ -115,7 +152,7 @@ def publish(state: Stored) -> None:
         table = state.optimizer.state[parameter]
         for key, role in states.items():
             # A number that several share becomes one per parameter, as torch keeps it.
-            local, value = state.tensors[role].clone(), state.values[role]
+            local, value = state.settled(role).clone(), state.values[role]
             table[key] = state.as_dtensor(local, value) if value.shape else local
 
 
@@ -132,7 +169,7 @@ def current(state: Stored) -> dict[str, dict[str, torch.Tensor]]:
             found[name] = {k: v for k, v in table.items() if isinstance(v, torch.Tensor)}
         elif not _is_fresh(state, name):
             found[name] = {
-                key: state.as_dtensor(state.tensors[role], state.values[role])
+                key: state.as_dtensor(state.settled(role), state.values[role])
                 if state.values[role].shape
                 else state.tensors[role]
                 for key, role in states_of(state, name).items()
@@ -163,9 +200,9 @@ def adopt(state: Stored) -> None:
         specs = state.functional.rule(name, state.model.get_parameter(name)).states
         for key, role in states_of(state, name).items():
             if key in table:
-                _copy_into(state, state.tensors[role], state.values[role], table[key])
+                _copy_into(state, state.settled(role), state.values[role], table[key])
             else:
-                state.tensors[role].fill_(specs[key].fill or 0.0)
+                state.settled(role).fill_(specs[key].fill or 0.0)
         if (first := _role_of(state, name, FIRST_STEP)) in state.tensors:
             state.tensors[first].fill_(0.0 if table else 1.0)
 

@@ -19,6 +19,7 @@ from stepgraph.capture.update_rules import FunctionalOptimizer
 from stepgraph.lowering.graphs.captured import LAST
 from stepgraph.placement.presets.named import stored_parameter
 from stepgraph.program import roles
+from stepgraph.program.copies import is_on_host
 from stepgraph.program.layout import local_shape, replicated
 from stepgraph.program.program import Program, Value
 from stepgraph.program.randomness import host_seed, seed_words
@@ -118,13 +119,15 @@ class State(optimizer_state.Stored):
         """Makes the tensors that a compiled program takes and that do not exist yet."""
         if functional is not None:
             self.functional = functional.with_earlier(self.functional)
-        for role, _, value in program.input_rows:
+        for role, node, value in program.input_rows:
             held = self.values.get(role, value)
             self.values[role] = value
             if isinstance(role, roles.Param):
                 self.store_as(role, value)
             elif held.placements != value.placements:  # under another plan
                 optimizer_state.place(self, role, held)
+            if role in self.tensors and isinstance(role, roles.OptimizerState):
+                self.hold(role, self.settled(role), is_on_host(node))
             if role in self.tensors or isinstance(role, roles.BROUGHT):
                 continue
             match role:
@@ -139,7 +142,7 @@ class State(optimizer_state.Stored):
                     continue
                 case _:
                     tensor = self.filled(value)
-            self.tensors[role] = tensor.to(self.device)
+            self.hold(role, tensor, is_on_host(node))
         self._accumulators = None
 
     def _divide_counters(self, old: str, new: list[str]) -> None:

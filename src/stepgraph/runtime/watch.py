@@ -17,8 +17,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
@@ -56,6 +55,7 @@ class Watch:
         self._calls: dict[int, tuple[int, str]] = {}
         self._runs: list[int] = []  # what ran in and since the last call
         self._inside = self._said = 0
+        self._within = _Within(self)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look, name="stepgraph watch", daemon=True)
         self._thread.start()
@@ -75,7 +75,7 @@ class Watch:
             self._runs = []
             self._number += 1
             self._calls.pop(self._number - KEPT, None)
-        return self._within()
+        return self._within
 
     def runs(self, digest: int) -> None:
         """A program is run, in the call that is made."""
@@ -84,15 +84,7 @@ class Watch:
     def running(self, digest: int) -> AbstractContextManager:
         """One graph of many is run: in the call that is made, or after it."""
         self.runs(digest)
-        return self._within()
-
-    @contextmanager
-    def _within(self) -> Iterator[None]:
-        self._inside += 1
-        try:
-            yield
-        finally:
-            self._inside -= 1
+        return self._within
 
     def changes_to(self, digest: int) -> None:
         """Another program is run than in the calls before: on every rank, or on none.
@@ -225,6 +217,19 @@ class Watch:
         sys.stdout.flush()
         print(message, file=sys.stderr, flush=True)
         os._exit(EXIT_CODE)
+
+
+class _Within(AbstractContextManager):
+    """A call goes on, or a part of one."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+
+    def __enter__(self) -> None:
+        self._watch._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._watch._inside -= 1
 
 
 _watches: weakref.WeakKeyDictionary[Any, Watch] = weakref.WeakKeyDictionary()

@@ -58,7 +58,8 @@ class Writes:
         self._names: dict[int, tuple[dict, dict[str, None]]] = {}
         self._known = _COUNTS
         self._read: Callable[[], Any] | None = None
-        self._before: tuple[bytes, list[Any]] | None = None
+        # Words, what is in lists, and what modules have under the names that are read.
+        self._before: tuple[np.ndarray, list[Any], list[Any]] | None = None
         self._alive: list[Any] = []  # so that nothing else gets the address of what was there
 
     def watch(self, value: Any) -> None:
@@ -96,6 +97,7 @@ class Writes:
         """One name of a module: others of its names are written to by whoever runs its code."""
         table = vars(module)
         self._names.setdefault(id(table), (table, {}))[1][name] = None
+        self._read = None
 
     def unknown(self) -> None:
         """Something was read that writes to are not seen of."""
@@ -107,32 +109,46 @@ class Writes:
         if not self._known:
             return
         if self._read is None:
-            self._read = _reader([*self._words])
+            tables = (id(table) + _COUNT for table, _ in self._names.values())
+            self._read = _reader([*self._words, *tables])
         try:
-            found = self._found()
+            named = self._named()
         except LookupError:  # a name is gone
             self.unknown()
             return
         self._alive = [get(owner) for owner, get in self._words.values() if get is not None]
-        self._before = self._read().tobytes(), found
+        self._before = self._read(), self._listed(), named
 
     def none(self) -> bool:
         """Whether nothing was written to since, as far as can be known; takes microseconds."""
         if self._before is None or self._read is None:
             return False
-        words, found = self._before
-        if self._read().tobytes() != words:
+        words, listed, named = self._before
+        now = self._read()
+        if now.tobytes() != words.tobytes() and not self._is_elsewhere(words, now, named):
+            return False
+        return not self._lists or _are(self._listed(), listed)
+
+    def _is_elsewhere(self, words: np.ndarray, now: np.ndarray, named: list[Any]) -> bool:
+        """Whether modules alone were written to, and not under the names that are read."""
+        if not np.array_equal(words[: len(self._words)], now[: len(self._words)]):
             return False
         try:
-            now = self._found()
+            if not _are(self._named(), named):
+                return False
         except LookupError:
             return False
-        return len(now) == len(found) and all(map(operator.is_, now, found))
+        words[:] = now
+        return True
 
-    def _found(self) -> list[Any]:
+    def _listed(self) -> list[Any]:
         found: list[Any] = []
         for one in self._lists.values():  # not as its own class would have it
             found += list.__iter__(one) if isinstance(one, list) else OrderedDict.__iter__(one)
+        return found
+
+    def _named(self) -> list[Any]:
+        found: list[Any] = []
         for table, names in self._names.values():
             found += map(table.__getitem__, names)
         return found
@@ -194,11 +210,16 @@ def _in_cell(cell: types.CellType) -> Any:
 def _reader(addresses: list[int]) -> Callable[[], Any]:
     """Reads words of memory, of objects that are alive."""
     if not addresses:
-        return lambda: np.empty(0)
+        return lambda: np.empty(0, np.uint64)
     where = np.array(addresses, dtype=np.int64)
     start, words = int(where.min()), int(where.max() - where.min()) // 8 + 1
     memory = np.ctypeslib.as_array((ctypes.c_uint64 * words).from_address(start))
     return functools.partial(memory.take, (where - start) // 8)
+
+
+def _are(now: list[Any], before: list[Any]) -> bool:
+    """Whether they are the same objects."""
+    return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 def _word(address: int) -> int:

@@ -17,7 +17,9 @@ from stepgraph.cost.collectives import collective_of
 from stepgraph.cost.devices import Link
 from stepgraph.errors import BudgetError
 from stepgraph.placement.presets import named as policies
+from stepgraph.placement.solver.automatic import decide_automatically
 from stepgraph.placement.solver.optimise import _of_memory, solve
+from stepgraph.placement.solver.room import Room
 from stepgraph.program.collectives import KINDS, is_collective
 from stepgraph.program.layout import show
 from stepgraph.runtime.ranks import parse_mesh
@@ -271,6 +273,20 @@ def test_weights_that_do_not_fit_are_cut():
     assert planned.solution.cost >= free.solution.cost
     with pytest.raises(BudgetError, match="at least"):
         place(program.copy(), "dp=4", device, memory_limit=int(least * 0.98))
+
+
+def test_a_program_is_formulated_once_for_all_limits():
+    program, mesh, room = global_step(*llama(1), "dp=2"), parse_mesh("dp=2"), Room(2**30)
+    asked = program, mesh, TOYS["balanced"]
+    free = decide_automatically(*asked, room=room)
+    with pytest.raises(BudgetError):
+        decide_automatically(*asked, room=dataclasses.replace(room, limit=free.held_bytes // 2))
+    for part in (0.99, 0.95, 0.97):
+        limit = int(free.held_bytes * part)
+        found = decide_automatically(*asked, room=dataclasses.replace(room, limit=limit))
+        assert found.held_bytes <= limit
+        assert (found.optimality_gap or 0.0) <= 0.01
+    assert len(room.solvers) == 1
 
 
 def test_slow_links_between_nodes_are_left_to_data_parallelism():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import random
@@ -22,7 +23,7 @@ from stepgraph.placement.solver.choices import (
     Reader,
     runners_up,
 )
-from stepgraph.placement.solver.optimise import InfeasibleError, solve
+from stepgraph.placement.solver.optimise import InfeasibleError, Search, solve
 
 PLACEMENTS = 3
 PHASES = ((FORWARD,), (BACKWARD,), (FORWARD, BACKWARD))
@@ -143,7 +144,7 @@ def test_branches_of_the_relaxation_suffice_where_a_limit_divides_it(monkeypatch
         sizes = np.array([float(chance.randint(1, 20)) for _ in range(3)])
         blocks.append(Block(f"b{i}", 1 + 40 / sizes, sizes))
     problem = Problem(blocks, [], memory_limit=61.0)
-    monkeypatch.setattr(optimise._Search, "_cut", None)
+    monkeypatch.setattr(Search, "_cut", None)
     solution = solve(problem, goal=1e-6)
     assert solution.gap <= 1e-6
     assert solution.cost == pytest.approx(cheapest(problem))
@@ -180,6 +181,34 @@ def test_one_problem_has_one_answer(seed):
         return
     first, second = (solve(drawn(seed), goal=0.0) for _ in range(2))
     assert first == second
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 2**32), order=st.lists(st.tuples(st.integers(0, 9), st.booleans())))
+def test_limit_after_limit_each_has_the_answer_that_it_has_alone(seed, order):
+    """Whatever was solved before: looser, tighter, infeasible, or as an estimate."""
+    problem = drawn(seed)
+    sizes = sorted({problem.memory(chosen) for chosen in every_choice(problem)})
+    search = Search(replace(problem, memory_limit=sizes[-1]), goal=0.0)
+    for part, hasty in order:
+        limit = sizes[len(sizes) * part // 10] - (part == 0) * 0.5
+        best = cheapest(replace(problem, memory_limit=limit))
+        if hasty:
+            with contextlib.suppress(InfeasibleError):
+                search.within(limit, 60.0, hasty=True)
+        elif math.isinf(best):
+            with pytest.raises(InfeasibleError):
+                search.within(limit, 60.0)
+        else:
+            assert search.within(limit, 60.0).cost == pytest.approx(best)
+
+
+def test_what_would_fit_is_not_looked_for_where_it_is_not_asked(monkeypatch):
+    problem = Problem([Block("block", np.ones(1), np.array([120.0]))], [], memory_limit=100.0)
+    monkeypatch.setattr(Search, "_least_memory", None)
+    with pytest.raises(InfeasibleError) as caught:
+        Search(problem).within(100.0, 60.0, says_least=False)
+    assert caught.value.least == 100.0
 
 
 @settings(max_examples=30)

@@ -21,7 +21,7 @@ from stepgraph.operators.table import READS_A_NUMBER, SIZED_BY_DATA, UNSAFE
 from stepgraph.planning.target import Target
 from stepgraph.program import roles
 from stepgraph.program.collectives import is_collective
-from stepgraph.program.copies import WAIT_COPY, is_copy
+from stepgraph.program.copies import WAITS, is_copy
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program, tensor_arguments, tensors_of
 from stepgraph.program.randomness import RANDOM
@@ -155,7 +155,7 @@ def _elsewhere(node: fx.Node, target: Target) -> str:
     given = [(arg, tensor) for arg in read for tensor in tensors_of(meta(arg).get("val"))]
     if all(map(is_there, results)) and all(is_there(tensor) for _, tensor in given):
         return ""
-    if is_copy(node) or node.target is WAIT_COPY:  # from and to pinned memory, which stays
+    if is_copy(node) or node.target in WAITS:  # from and to pinned memory, which stays
         return ""
     known = operators.of(node.target)
     if known.copies or node.target is torch_internals.mutable_copy:

@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 
 from stepgraph.operators.views import is_view
 from stepgraph.program.collectives import is_collective
-from stepgraph.program.copies import WAITS, is_copy
+from stepgraph.program.copies import WAITS, is_copy, waits_for
 from stepgraph.program.metadata import meta, set_meta
 from stepgraph.program.program import Program, is_write
 from stepgraph.torch_internals.code import graph_module
@@ -46,8 +46,8 @@ def stretches(program: Program, refused: Mapping[fx.Node, Any]) -> list[Stretch]
             one
             for node in number
             if is_collective(node) or is_copy(node)
-            for user in node.users
-            if user.target in WAITS and number[user] != number[node]
+            for user in waits_for(node)
+            if number[user] != number[node]
             for one in (node, user)
         }
         if split <= apart:

@@ -55,7 +55,7 @@ def move_to_target(program: Program, target: Target) -> Program:
 
     others: set[fx.Node] = set()  # those whose results have another type there, or other strides
     on_host = {node for role, node, _ in program.input_rows if isinstance(role, roles.HostSeed)}
-    on_host |= {*filter(is_on_host, program.operations())}
+    on_host |= {*filter(is_on_host, program.graph.nodes)}
     for node in program.graph.nodes:
         if node in on_host:
             continue

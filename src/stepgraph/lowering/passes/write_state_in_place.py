@@ -7,6 +7,7 @@ from stepgraph import torch_internals
 from stepgraph.operators.views import storage_roots
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
+from stepgraph.program.copies import TO_HOST, TO_HOST_INTO, WAIT_COPY, WAIT_HOST
 from stepgraph.program.metadata import meta, set_meta
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import FORWARD, OPTIMIZER, Program
@@ -17,14 +18,14 @@ aten = torch.ops.aten
 
 @program_pass(
     reads="roles",
-    writes="``copy_`` and ``all_gather_into_tensor_out``; drops ``New*`` outputs",
+    writes="``copy_``, ``all_gather_into_tensor_out`` and ``to_host_into``; drops ``New*`` outputs",
     functional=False,
 )
 def write_state_in_place(program: Program) -> Program:
     """Writes each ``New*`` result into its input, right behind its producer.
 
     Not before the last reader of the input's old value (or of a view of it). Where the new value is an
-    all-gather, the gather writes straight into the input: no buffer, no copy.
+    all-gather, the gather writes straight into the input: no buffer, no copy; so does a copy to the host.
     """
     inputs = {role: node for role, node, _ in program.input_rows}
     root = storage_roots(program)
@@ -45,7 +46,8 @@ def write_state_in_place(program: Program) -> Program:
         if node is target:
             continue
         behind = max(position[node], last_read.get(target, 0))
-        if not _gather_into(program, node, target, position, last_read):
+        into = _copy_into if node.target is WAIT_COPY else _gather_into
+        if not into(program, node, target, position, last_read):
             with program.graph.inserting_after(order[behind]):
                 copy = program.graph.call_function(torch_internals.mutable_copy, (target, node))
             same = {key: v for key, v in meta(node).items() if key in ("val", "phase", "module")}
@@ -89,4 +91,17 @@ def _gather_into(program: Program, node: fx.Node, target: fx.Node, position, las
         return False
     gather.target = torch_internals.ALL_GATHER_INTO
     gather.kwargs = {"out": target}
+    return True
+
+
+def _copy_into(program: Program, node: fx.Node, target: fx.Node, position, last_read) -> bool:
+    """The same for a copy to the host."""
+    started, source = node.args
+    if not isinstance(started, fx.Node) or started.target is not TO_HOST or len(node.users) > 1:
+        return False
+    if last_read.get(target, 0) > position[started]:
+        return False
+    for one, instead in ((started, TO_HOST_INTO), (node, WAIT_HOST)):
+        one.target, one.args = instead, (target, source)
+        meta(one).pop("val")
     return True

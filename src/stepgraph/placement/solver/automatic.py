@@ -6,7 +6,7 @@ from where gradients, parameters and states are stored, by the same walk that pl
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,11 +27,12 @@ from stepgraph.placement.presets.data_parallel import (
 )
 from stepgraph.placement.presets.named import record
 from stepgraph.placement.presets.walk import REPLICATE, Kind, Walk
-from stepgraph.placement.solver.choices import Solution, runners_up
+from stepgraph.placement.solver.choices import Problem, Solution, runners_up
 from stepgraph.placement.solver.constraints import Constraints
 from stepgraph.placement.solver.held_bytes import least_bytes
-from stepgraph.placement.solver.optimise import InfeasibleError, solve
+from stepgraph.placement.solver.optimise import InfeasibleError, Search
 from stepgraph.placement.solver.problem import Choice, Model
+from stepgraph.placement.solver.room import Room
 from stepgraph.placement.solver.storages import Storage
 from stepgraph.planning.decisions import PlacementDecision, PlacementDraft, Reason
 from stepgraph.planning.request import AUTO
@@ -41,6 +42,7 @@ from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program
 
 SECONDS, GAP = 60.0, 0.001  # of one solution; a smaller gap is not looked for
+_ALIKE = 2  # limits that differ by more are each formulated in bytes of their own
 
 
 def decide_automatically(
@@ -49,9 +51,8 @@ def decide_automatically(
     device: Device,
     known: Mapping[str, Placements] | None = None,
     constraints: Mapping[str, str] | None = None,
-    memory_limit: int | None = None,
+    room: Room | None = None,
     recomputed: Collection[str] = (),
-    hasty: bool = False,
 ) -> PlacementDecision:
     """Places every value of a Program so that a step takes least time.
 
@@ -60,10 +61,8 @@ def decide_automatically(
         device: whose costs count.
         known: where other programs of the step store inputs, by label.
         constraints: as ``stepgraph.plan`` takes them.
-        memory_limit: bytes of one rank for parameters, gradients, optimizer states and what is kept for the
-            backward together.
+        room: what may be held.
         recomputed: stable names of forward operations that are not kept for the backward.
-        hasty: of :func:`stepgraph.placement.solver.optimise.solve`.
 
     Returns:
         the decision, with the reason of each choice and the gap that is certified.
@@ -72,36 +71,63 @@ def decide_automatically(
         UsageError: a constraint that names nothing, or that cannot be had.
         BudgetError: parameters, gradients and states do not fit the limit however they are sharded.
     """
-    if any("traffic" not in meta(node) for node in program.operations()):
-        assign_traffic(program, fused=True)
-    asked = Constraints(constraints or {}, program, mesh, known or {})
-    pins = {**_pins(program, mesh), **asked.inputs}
-    limit = None if memory_limit is None else float(memory_limit)
+    room, known = room or Room(), known or {}
+    limit = None if room.limit is None else float(room.limit)
     if limit is not None and limit < (least := least_bytes(program, mesh.world_size, recomputed)):
         raise _too_small(least, limit, mesh)
-    model = Model(program, mesh, device, pins, asked, limit, recomputed)
-    for choice in model.choices:
-        if not len(choice.block.cost):
-            name = choice.parameters[0] if choice.parameters else choice.block.name
-            raise UsageError(
-                f"no placement of {name!r} satisfies all constraints",
-                do="drop one of them; what an operation can do is in its rules",
-            )
-    try:
-        solution = solve(model.problem, SECONDS, GAP, hasty=hasty)
-    except InfeasibleError as error:
-        if math.isinf(error.least):
-            raise UsageError(
-                "no placement satisfies all constraints together",
-                why="a value that is pinned cannot become what its readers can take",
-                do="drop one of them; what an operation can do is in its rules",
-            ) from error
-        raise _too_small(error.least, limit or 0.0, mesh) from error
-    decision = PlacementDraft(AUTO, optimality_gap=solution.gap, views_apart=True)
-    decision.held_bytes = int(model.problem.memory(solution.chosen))
-    record(program, _walks(program, mesh, model, solution, pins), decision)
-    decision.reasons = _reasons(model, solution)
-    return decision.decision()
+    key = program.name, limit is None, tuple(recomputed), tuple(known.items())
+    if key not in room.solvers:
+        asked = Constraints(constraints or {}, program, mesh, known)
+        room.solvers[key] = _Solver(program, mesh, device, asked, limit, recomputed)
+    return room.solvers[key].within(limit, room)
+
+
+class _Solver:
+    """Places a Program within one limit after another."""
+
+    def __init__(
+        self,
+        program: Program,
+        mesh: MeshShape,
+        device: Device,
+        asked: Constraints,
+        limit: float | None,
+        recomputed: Collection[str],
+    ) -> None:
+        if any("traffic" not in meta(node) for node in program.operations()):
+            assign_traffic(program, fused=True)
+        self.program, self.mesh = program, mesh
+        self.pins = {**_pins(program, mesh), **asked.inputs}
+        self.model = Model(program, mesh, device, self.pins, asked, limit, recomputed)
+        for choice in self.model.choices:
+            if not len(choice.block.cost):
+                name = choice.parameters[0] if choice.parameters else choice.block.name
+                raise UsageError(
+                    f"no placement of {name!r} satisfies all constraints",
+                    do="drop one of them; what an operation can do is in its rules",
+                )
+        self.search = Search(self.model.problem, GAP)
+
+    def within(self, limit: float | None, room: Room) -> PlacementDecision:
+        """As :func:`decide_automatically` has it."""
+        if limit is not None and not 1 / _ALIKE <= limit / self.search.unit <= _ALIKE:
+            self.search = Search(replace(self.model.problem, memory_limit=limit), GAP)
+        try:
+            solution = self.search.within(limit, SECONDS, room.hasty, room.says_least)
+        except InfeasibleError as error:
+            if math.isinf(error.least):
+                raise UsageError(
+                    "no placement satisfies all constraints together",
+                    why="a value that is pinned cannot become what its readers can take",
+                    do="drop one of them; what an operation can do is in its rules",
+                ) from error
+            raise _too_small(error.least, limit or 0.0, self.mesh) from error
+        decision = PlacementDraft(AUTO, optimality_gap=solution.gap, views_apart=True)
+        decision.held_bytes = int(self.model.problem.memory(solution.chosen))
+        walks = _walks(self.program, self.mesh, self.model, solution, self.pins)
+        record(self.program, walks, decision)
+        decision.reasons = _reasons(self.search.problem, self.model.choices, solution)
+        return decision.decision()
 
 
 def _too_small(least: float, limit: float, mesh: MeshShape) -> BudgetError:
@@ -209,11 +235,11 @@ def _as_solved(
     )
 
 
-def _reasons(model: Model, solution: Solution) -> dict[str, Reason]:
+def _reasons(problem: Problem, choices: Sequence[Choice], solution: Solution) -> dict[str, Reason]:
     """Per value what was chosen, the runner-up, and what each costs, in ms of one rank."""
     reasons: dict[str, Reason] = {}
-    others = runners_up(model.problem, solution.chosen)
-    rows = zip(model.choices, solution.chosen, others, strict=True)
+    others = runners_up(problem, solution.chosen)
+    rows = zip(choices, solution.chosen, others, strict=True)
     for choice, option, (cost, other, its_cost) in rows:
         count = max(1, len(choice.groups), len(choice.parameters))
         named = {} if other is None else _named(choice, other)

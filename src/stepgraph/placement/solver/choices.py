@@ -278,20 +278,28 @@ def descend(problem: Problem, chosen: list[int]) -> tuple[list[int], float]:
     """
     option = dict(zip(problem.blocks, chosen, strict=True))
     touching = _touching(problem)
+    to_do = {block for block in problem.blocks if len(block.cost) > 1}
     for _ in range(20):
-        moved = False
         for block in problem.blocks:
-            if len(block.cost) == 1:
+            if block not in to_do:
                 continue
+            to_do.discard(block)
             cost = _of_options(block, touching[block], option)
             best = int(np.argmin(cost))
             if cost[best] < cost[option[block]] - 1e-15 or not np.isfinite(cost[option[block]]):
-                option[block], moved = best, True
-        if not moved:
+                option[block] = best
+                to_do |= _neighbours(block, touching[block])
+        if not to_do:
             break
     reached = [option[block] for block in problem.blocks]
     costs = [problem.cost(x) if problem.fits(x) else np.inf for x in (reached, chosen)]
     return (reached, costs[0]) if costs[0] <= costs[1] else (chosen, costs[1])
+
+
+def _neighbours(block: Block, links: Sequence[Link]) -> set[Block]:
+    """Blocks that something else may be best for, where this one has changed."""
+    found = {other for link in links for other in (link.producer, *(r.block for r in link.readers))}
+    return {other for other in found if other is not block and len(other.cost) > 1}
 
 
 def _of_options(block: Block, links: Sequence[Link], option: dict[Block, int]) -> np.ndarray:

@@ -17,6 +17,9 @@ from stepgraph.placement.solver.choices import (
     Reader,
 )
 
+# A limit that is itself an estimate may be exceeded, where each part of it that is taken more saves several
+# times that part of the least that all could cost.
+_PRICE = 5.0
 _NOTABLE = 1e-3  # part of the memory limit: what a block takes less while it runs is not looked at
 
 
@@ -81,6 +84,7 @@ class Formulation:
         self.program = SparseProgram()
         self.limit: int | None = None
         self.most: int | None = None  # column: what the largest step takes while it runs
+        self.over = -1  # column: what is taken beyond the limit, by default nothing
         self.unit = max(1.0, problem.memory_limit or problem.most_running())  # bytes
         self.first: dict[Block, int] = {}
         self._build()
@@ -133,8 +137,10 @@ class Formulation:
 
     def _limit_memory(self, limit: float) -> None:
         assert self.most is not None
-        self.limit = self.program.row(-highspy.kHighsInf, min(1.0, limit))
+        self.limit = self.program.row(-highspy.kHighsInf, limit / self.unit)
         self.program.put(self.limit, self.most, 1.0)
+        self.over = self.program.column(_PRICE, 0.0)
+        self.program.put(self.limit, self.over, -1.0)
         for block in self.problem.blocks:
             if block.memory is not None:
                 for option in np.flatnonzero(block.memory):

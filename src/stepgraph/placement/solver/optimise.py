@@ -7,7 +7,6 @@ much open it searches the whole with cuts, as far as the time allows.
 import heapq
 import itertools
 import time
-from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import highspy
@@ -23,9 +22,7 @@ _CHEAP, _CHEAP_IN_LIMIT = 2_000_000_000, 300_000_000
 # less time, and that nothing fits is seen in much less.
 _STEPS = 15_000
 _PATIENCE, _IN_LIMIT = 0.15, 1e-2  # where it binds: part of them after which this gap is the goal
-# A limit that is itself an estimate is exceeded by so much at most, where each part of it that is taken
-# more saves several times that part of the least that all could cost.
-_OVER, _PRICE = 0.1, 5.0
+_OVER = 0.1  # a limit that is itself an estimate is exceeded by so much at most
 _WHOLE = 1e-6  # what differs less from 0 or 1 is that
 _OPTIMAL = highspy.HighsModelStatus.kOptimal
 
@@ -57,25 +54,49 @@ def solve(
     Raises:
         InfeasibleError: nothing fits the memory limit.
     """
-    return _Search(problem, seconds, goal, enough, hasty).run()
+    return Search(problem, goal, enough).within(problem.memory_limit, seconds, hasty)
 
 
-class _Search:
-    def __init__(
-        self, problem: Problem, seconds: float, goal: float, enough: float, hasty: bool = False
-    ) -> None:
-        self.problem, self.goal, self.enough, self.hasty = problem, goal, enough, hasty
-        self.deadline = time.monotonic() + seconds
+class Search:
+    """One problem, solved within one memory limit after another: each from where the last one ended.
+
+    Args:
+        problem: with a limit, or with none for good.
+        goal, enough: of :func:`solve`.
+    """
+
+    def __init__(self, problem: Problem, goal: float = 1e-3, enough: float = 5e-3) -> None:
+        self.problem, self.goal, self.enough = problem, goal, enough
         formulation = Formulation(problem)
         self.program, self.options = formulation.program, formulation.options
         self.blocks, self.scale = formulation.blocks, formulation.scale
-        self.limit, self.binds = formulation.limit, False
+        self.limit, self.over, self.unit = formulation.limit, formulation.over, formulation.unit
+        self.hasty = self.binds = False
+        self.says_least, self.deadline = True, np.inf
+        self._relaxed: highspy.Highs | None = None
+        self._basis: highspy.HighsBasis | None = None  # of the last relaxation that was solved
+        self._fixed: dict[int, float] = {}  # columns of the branch that was looked at last
 
-    def run(self) -> Solution:
+    def within(
+        self, limit: float | None, seconds: float, hasty: bool = False, says_least: bool = True
+    ) -> Solution:
         """The relaxation and its branches, rounded; where that certifies too little, HiGHS' cuts too.
 
         No other option of one block would make the best that is found cheaper.
+
+        Args:
+            limit: bytes, in place of the problem's.
+            seconds, hasty: of :func:`solve`.
+            says_least: an :class:`InfeasibleError` says how many bytes would do, and not only that the
+                limit does not, which takes less time.
+
+        Raises:
+            InfeasibleError: nothing fits.
         """
+        self.deadline, self.hasty = time.monotonic() + seconds, hasty and limit is not None
+        self.says_least, self.binds = says_least, False
+        if limit is not None:
+            self._limit_to(limit)
         found = self.branched()
         if found is None or (found.gap > self.enough and not self.binds):
             found = self._cut(found)
@@ -96,26 +117,22 @@ class _Search:
         Returns:
             the best found; None: nothing was in time.
         """
-        highs = self._highs()
-        highs.setOptionValue("solve_relaxation", True)
-        highs.setOptionValue("time_limit", np.inf)  # a busy machine must not decide otherwise
-        limit = self.problem.memory_limit
-        if self.hasty and limit is not None:
-            self._may_exceed_limit(highs)
+        highs, limit = self._relaxation(), self.problem.memory_limit
         _relax(highs, _STEPS if limit is not None else highspy.kHighsIInf)
         self._is_feasible(highs)
         if highs.getModelStatus() != _OPTIMAL:
             return None
         if self.hasty and limit is not None:
-            limit = self._raised(highs, limit)
+            self._raise(highs, limit)
+        self._basis = highs.getBasis()
         values = np.asarray(highs.getSolution().col_value)
         self.binds = limit is not None and self._reaches_limit(highs)
         left = (_CHEAP_IN_LIMIT if self.binds else _CHEAP) // len(self.program.costs) * at_all
         hasty = (1 - _PATIENCE) * left if self.binds else -np.inf
         best, chosen = self._rounded(values)
-        fixed: dict[int, float] = {}
         numbers = itertools.count()  # no two branches are alike
-        waiting = [(_objective(highs), next(numbers), fixed, values, highs.getBasis())]
+        none: dict[int, float] = {}
+        waiting = [(_objective(highs), next(numbers), none, values, self._basis)]
         closed = np.inf  # the lowest bound of what is not looked at further
         while waiting:
             bound, _, below, values, basis = waiting[0]
@@ -130,8 +147,8 @@ class _Search:
                 continue
             for value in (1.0, 0.0):
                 enough = self._bound_of(best, left <= hasty)
-                before, fixed = fixed, below | {column: value}
-                _fix(highs, before, fixed)
+                fixed = below | {column: value}
+                self._fix(highs, fixed)
                 highs.setBasis(basis)  # from where the branch begins, not from where another ended
                 highs.setOptionValue("objective_bound", enough)
                 highs.setOptionValue("simplex_iteration_limit", max(0, left))
@@ -152,25 +169,47 @@ class _Search:
         bound = min(closed, *(bound for bound, *_ in waiting), best * self.scale) / self.scale
         return Solution(chosen, best, bound, len(self.program.costs))
 
-    def _may_exceed_limit(self, highs: highspy.Highs) -> None:
-        """A last column: what is taken beyond the limit, at its price.
+    def _relaxation(self) -> highspy.Highs:
+        """Without any branch, at the last basis; where the limit is an estimate, with more at a price.
 
-        It also keeps the price of memory low while the simplex looks for it, which takes fewer steps.
+        The price keeps that of memory low while the simplex looks for it, which takes fewer steps.
         """
-        row, takes_off = np.array([self.limit], np.int32), np.array([-1.0])
-        highs.addCol(_PRICE, 0.0, _OVER, 1, row, takes_off)
+        if self._relaxed is None:
+            self._relaxed = self._highs()
+            self._relaxed.setOptionValue("solve_relaxation", True)
+            # A busy machine must not decide otherwise.
+            self._relaxed.setOptionValue("time_limit", np.inf)
+        highs = self._relaxed
+        highs.setOptionValue("objective_bound", highspy.kHighsInf)
+        self._fix(highs, {})
+        if self.limit is not None:
+            highs.changeRowBounds(self.limit, -highspy.kHighsInf, self.program.upper[self.limit])
+            most = _OVER * self.program.upper[self.limit] if self.hasty else 0.0
+            highs.changeColBounds(self.over, 0.0, most)
+        if self._basis is None:
+            highs.clearSolver()
+        else:
+            highs.setBasis(self._basis)
+        return highs
 
-    def _raised(self, highs: highspy.Highs, limit: float) -> float:
-        """The limit with what was taken beyond it; from now on it holds."""
-        over = len(self.program.costs)
-        taken = highs.getSolution().col_value[over]
-        limit *= 1 + taken
+    def _limit_to(self, limit: float) -> None:
         self.problem = replace(self.problem, memory_limit=limit)
-        self.program.upper[self.limit] += taken
+        self.program.upper[self.limit] = limit / self.unit
+
+    def _raise(self, highs: highspy.Highs, limit: float) -> None:
+        """Raises the limit by what was taken beyond it; from now on it holds."""
+        self._limit_to(limit + self.unit * highs.getSolution().col_value[self.over])
         highs.changeRowBounds(self.limit, -highspy.kHighsInf, self.program.upper[self.limit])
-        highs.changeColBounds(over, 0.0, 0.0)
+        highs.changeColBounds(self.over, 0.0, 0.0)
         highs.run()
-        return limit
+
+    def _fix(self, highs: highspy.Highs, fixed: dict[int, float]) -> None:
+        """Columns have these values, and those that had any are free."""
+        for column in self._fixed:
+            highs.changeColBounds(column, 0.0, 1.0)
+        for column, value in fixed.items():
+            highs.changeColBounds(column, value, value)
+        self._fixed = fixed
 
     def _bound_of(self, best: float, is_hasty: bool) -> float:
         """The lowest objective that still certifies the gap that is the goal."""
@@ -221,7 +260,7 @@ class _Search:
         if start is not None:
             cost, chosen = min((cost, chosen), (start.cost, start.chosen))
             bound = max(bound, start.bound)
-        if not chosen:
+        if not np.isfinite(cost):
             raise InfeasibleError(1.1 * (self.problem.memory_limit or 0))  # none found in time
         return Solution(chosen, cost, min(bound, cost), len(self.program.costs))
 
@@ -241,14 +280,16 @@ class _Search:
 
     def _is_feasible(self, highs: highspy.Highs) -> None:
         if highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
-            limited = self.problem.memory_limit is not None
-            raise InfeasibleError(self._least_memory().cost if limited else np.inf)
+            limit = self.problem.memory_limit
+            if limit is not None and self.says_least:
+                limit = self._least_memory()
+            raise InfeasibleError(np.inf if limit is None else limit)
 
-    def _least_memory(self) -> Solution:
-        """A choice that takes few bytes, as its cost, and a bound that no choice is below."""
-        left = max(1.0, self.deadline - time.monotonic())
-        search = _Search(_of_memory(self.problem), left, 1e-2, 1e-2)
-        return search.branched(at_all=False) or search.run()
+    def _least_memory(self) -> float:
+        """Bytes of a choice that takes few."""
+        search = Search(_of_memory(self.problem), 1e-2, 1e-2)
+        found = search.branched(at_all=False)
+        return (found or search.within(None, max(1.0, self.deadline - time.monotonic()))).cost
 
 
 def _relax(highs: highspy.Highs, steps: int) -> None:
@@ -280,14 +321,6 @@ def _of_memory(problem: Problem) -> Problem:
         changed = {"readers": readers, "producer": producer, "once": once, "again": free}
         links.append(replace(link, **changed, later=None, runs=None, hides=None, kept=None))
     return Problem(list(stands_for.values()), links, running_cost=1.0)
-
-
-def _fix(highs: highspy.Highs, before: Iterable[int], fixed: Mapping[int, float]) -> None:
-    """Columns have these values, those before any."""
-    for column in before:
-        highs.changeColBounds(column, 0.0, 1.0)
-    for column, value in fixed.items():
-        highs.changeColBounds(column, value, value)
 
 
 def _objective(highs: highspy.Highs) -> float:

@@ -231,7 +231,8 @@ def _target(
                 do="use the optimizer that was saved, with the same options",
             )
         if shape:
-            return state.as_dtensor(state.tensors[roles[state_key]], state.values[roles[state_key]])
+            role = roles[state_key]
+            return state.as_dtensor(state.settled(role), state.values[role])
     elif shape != tuple(parameter.shape):
         value = Value(shape, dtype, replicated(state.ranks.shape))
     if not shape:

@@ -5,8 +5,11 @@ needs all gradients (clipping) stays behind all of them, and what updates send (
 where it is: all of it at once, in few messages.
 
 An update starts where it was decided for each value that it reads, and not before the last reader of what
-it overwrites.
+it overwrites. States that wait on the host are on their way from there as the update before begins, and on
+their way back until the next one does.
 """
+
+import itertools
 
 from torch import fx
 
@@ -14,6 +17,7 @@ from stepgraph.operators.views import storage_roots
 from stepgraph.planning.decisions import ScheduleDecision
 from stepgraph.program import roles
 from stepgraph.program.collectives import is_collective
+from stepgraph.program.copies import TO_DEVICE, WAIT_COPY, is_on_host
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import OPTIMIZER, Program
 from stepgraph.program.record import program_pass
@@ -47,6 +51,12 @@ def update_early(program: Program, decision: ScheduleDecision) -> Program:
     for node in reversed(updates):  # what reads no gradient (decayed moments): where it is read
         if place[node] == -1:
             place[node] = min((place[user] for user in node.users if user in place), default=-1)
+    coming = [node for node in updates if node.target is TO_DEVICE]
+    there = [node for node in updates if node.target is WAIT_COPY and is_on_host(node)]
+    pairs = [*itertools.pairwise(sorted({place[node] for node in coming}))]
+    earlier, later = {b: a for a, b in pairs}, dict(pairs)
+    place |= {node: earlier.get(place[node], place[node]) for node in coming}
+    place |= {node: later.get(place[node], place[node]) for node in there}
     order = {node: (position[node], 0) for node in others}
     output = program.graph.output_node()
     for node in sorted(operations, key=lambda node: order.get(node) or (place[node], 1)):

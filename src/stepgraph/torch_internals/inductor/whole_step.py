@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ def _keep_strides(module: fx.GraphModule, graph: fx.GraphModule) -> None:
     graph.recompile()
 
 
-def _laying_out_what_is_copied(module: fx.GraphModule, awaits: Any) -> Callable[..., Any]:
+def _laying_out_what_is_copied(module: fx.GraphModule, awaits: Collection) -> Callable[..., Any]:
     """The module, in which a copy reads the very memory that its wait keeps alive, laid out as promised.
 
     Inductor computes a value anew for each operator of others that it is given to: the memory that another
@@ -95,7 +95,7 @@ def _laying_out_what_is_copied(module: fx.GraphModule, awaits: Any) -> Callable[
     from torch._inductor.inductor_prims import force_stride_order
 
     calls = [node for node in module.graph.nodes if node.op == "call_function"]
-    sources = {node.args[1] for node in calls if node.target is awaits}
+    sources = {node.args[1] for node in calls if node.target in awaits}
     if not sources:
         return module
 
@@ -189,7 +189,7 @@ def _first_pass(
     module: fx.GraphModule,
     examples: list[torch.Tensor],
     decompositions: dict[Any, Callable],
-    awaits_copy: Any,
+    awaits_copy: Collection,
 ) -> dict[str, Any]:
     """Decomposes the graph and simplifies it, as the first of inductor's passes; settings that do so.
 
@@ -252,7 +252,7 @@ def compile_with_inductor(
     settings: dict[str, Any],
     collectives_overlap: bool,
     decompositions: dict[Any, Callable],
-    awaits_copy: Any = None,
+    awaits_copy: Collection = (),
 ) -> Callable[[list], Sequence[Any]]:
     """Compiles a whole-step graph (with its in-place writes) through inductor.
 
@@ -265,7 +265,7 @@ def compile_with_inductor(
         settings: inductor config entries. Nothing is compiled lazily, so they need not outlive the call.
         collectives_overlap: False: no collective starts before the last one has been awaited.
         decompositions: of operators of our own, beside inductor's.
-        awaits_copy: the operator of ours that waits for a copy which another stream makes of its second
+        awaits_copy: operators of ours that wait for a copy which another stream makes of their second
             argument.
 
     Returns:

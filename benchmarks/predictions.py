@@ -197,8 +197,7 @@ class Cell:
         """Largest number of bytes alive during a step."""
         leaves = flatten_batch(self.batch, torch.device("cpu"))
         step = self.engine._programs_of("step", leaves).programs["step"]
-        held = [argument for argument in step.arguments if argument is not None]
-        with LiveMemory([*held, *leaves.leaves]) as live:
+        with LiveMemory([*step.held(), *leaves.leaves]) as live:
             self.engine.step(self.batch)
         return live.peak
 

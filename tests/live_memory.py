@@ -15,7 +15,6 @@ def live_step(engine: stepgraph.Engine, batch: Any) -> LiveMemory:
     """What one more real step of an engine holds, inputs and state included."""
     leaves = flatten_batch(batch, torch.device("cpu"))
     step = engine._programs_of("step", leaves).programs["step"]
-    held = [argument for argument in step.arguments if argument is not None]
-    with LiveMemory([*held, *leaves.leaves]) as live:
+    with LiveMemory([*step.held(), *leaves.leaves], away=step.held(away=True)) as live:
         engine.step(batch)
     return live

@@ -55,6 +55,14 @@ def test_what_is_offloaded_is_explained():
     assert any("no longer offloaded" in line for line in other.diff(plan).splitlines())
 
 
+def test_a_state_on_the_host_is_explained():
+    plan, label = llama_plan(), "OptimizerState(model.norm.weight.exp_avg)"
+    memory = replace(plan.decisions["step"].memory, recompute={}, offload=(label,))
+    other = plan.with_decisions("step", replace(plan.decisions["step"], memory=memory))
+    assert "waits in the host's memory from one update to the next" in explain(other, label)
+    assert "host" not in explain(plan, label)
+
+
 def test_the_runner_up_of_a_solver_is_told_with_its_cost():
     reason = Reason("S(0)R", 0.25, "S(0)S(1)", 0.5)
     text = explain(with_reason(llama_plan(), "lm_head/mm", reason), "lm_head/mm")

@@ -90,7 +90,7 @@ class Replans:
             return run()
         if tally.runs == SETTLING:
             programs = compiled.programs.values()
-            held = [one for lowered in programs for one in lowered.arguments if one is not None]
+            held = [one for lowered in programs for one in lowered.held()]
             lowering = self._compiler.plan.lowering
             loss, tally.peak = self._meter.watched(run, held, batch.leaves, lowering)
             return loss

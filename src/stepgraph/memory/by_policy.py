@@ -77,10 +77,9 @@ def decide_by_policy(program: Program, policy: str, gather_again: bool = True) -
             recompute[meta(node)["name"]] = number
     for name in gathered_values(program, gather_again):
         recompute.setdefault(name, -1)
-    offload, in_vain = offloaded(program, recompute, away) if away else ((), [])
-    return MemoryDecision(
-        policy, recompute, (*notes, *in_vain), offload=(*offload, *states) or None
-    )
+    there, in_vain = offloaded(program, recompute, away) if away else ((), [])
+    offload = tuple(sorted((*there, *states))) or None
+    return MemoryDecision(policy, recompute, (*notes, *in_vain), offload=offload)
 
 
 def gathered_values(program: Program, parameters_too: bool) -> list[str]:

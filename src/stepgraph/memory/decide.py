@@ -1,5 +1,6 @@
 """Whether each forward value is kept for the backward: by a named policy, or what a budget allows."""
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -234,24 +235,24 @@ def _search(program: Program, policy: str, gather_again: bool, means: Means) -> 
         missing = (error.smallest or 0) - means.budget_for(policy)
         if means.device.host is None or not states_of(program):
             raise
-    tried: dict[tuple[str, ...], None] = {
-        names_of_states(program, _ROOM * missing): None, names_of_states(program): None
-    }  # fmt: skip
-    for states in tried:
-        others = replace(means, found=None, _searches={})
-        away = PassDriver().run(
-            offload_states, program.copy(), decision=MemoryDecision(NONE, offload=states)
-        )
-        try:
-            kept = _kept(away, policy, gather_again, others)
-        except BudgetError:
-            if states == [*tried][-1]:
-                raise
-            continue
-        means.found = others.found
-        reason = f"{kept.reason}; {len(states)} optimizer states wait on the host"
-        return replace(kept, offload=(*(kept.offload or ()), *states), reason=reason)
-    raise AssertionError("all states were tried")
+    every = names_of_states(program)
+    some = names_of_states(program, _ROOM * missing)
+    if len(some) < len(every):
+        with contextlib.suppress(BudgetError):
+            return _with_states_away(program, policy, gather_again, means, some)
+    return _with_states_away(program, policy, gather_again, means, every)
+
+
+def _with_states_away(
+    program: Program, policy: str, gather_again: bool, means: Means, states: tuple[str, ...]
+) -> MemoryDecision:
+    away, others = MemoryDecision(NONE, offload=states), replace(means, found=None, _searches={})
+    program = PassDriver().run(offload_states, program.copy(), decision=away)
+    kept = _kept(program, policy, gather_again, others)
+    means.found = others.found
+    offload = tuple(sorted((*(kept.offload or ()), *states)))
+    reason = f"{kept.reason}; {len(states)} optimizer states wait on the host"
+    return replace(kept, offload=offload, reason=reason)
 
 
 def _kept(program: Program, policy: str, gather_again: bool, means: Means) -> MemoryDecision:

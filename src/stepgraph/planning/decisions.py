@@ -126,7 +126,8 @@ class MemoryDecision(Frozen):
     again); values that are not named are saved. ``pieces`` maps products whose results are too wide to be
     whole (logits), by name, to the number of pieces in which they, their loss and its backward are
     computed; None: all are whole. ``reason``: what a search chose, or why there are pieces, and what it
-    comes to. ``offload``: names of values that wait for the backward on the host; None: none does.
+    comes to. ``offload``: names of values that wait for the backward on the host, and labels of optimizer
+    states that wait there from one update to the next; None: none does.
     """
 
     policy: str

@@ -164,6 +164,12 @@ def _cost(ms: float | None) -> str:
 
 def _memory(plan: Plan, key: str, name: str) -> list[tuple[str, str]]:
     decision = plan.decisions[key].memory
+    if (
+        decision is not None
+        and name.startswith("OptimizerState(")
+        and name in (decision.offload or ())
+    ):
+        return [("memory", "waits in the host's memory from one update to the next")]
     of_forward = ".backward" not in name and ".optimizer" not in name
     if decision is None or name not in plan.decisions[key].placement.operations or not of_forward:
         return []

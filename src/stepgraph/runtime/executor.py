@@ -20,6 +20,7 @@ from stepgraph.lowering.record import Executable
 from stepgraph.pipeline import executed
 from stepgraph.planning.decisions import LoweringDecision
 from stepgraph.program import roles
+from stepgraph.program.copies import is_on_host
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.mesh_roles import role_of
 from stepgraph.program.program import Program, Value
@@ -32,8 +33,8 @@ class LoweredProgram:
     """One program, ready to run on this rank.
 
     ``arguments`` are its inputs in order, the places of what each call brings left open: ``places`` are
-    (position among the arguments, role). ``buffers`` are those among the arguments. ``after``: called once
-    it has run.
+    (position among the arguments, role). ``buffers`` are those among the arguments. ``away``: positions of
+    those that wait in the host's memory. ``after``: called once it has run.
     """
 
     program: Program
@@ -42,7 +43,13 @@ class LoweredProgram:
     places: list[tuple[int, roles.Input]]
     outputs: list[roles.Output]
     buffers: dict[str, torch.Tensor]
+    away: frozenset[int] = frozenset()
     after: Callable[[], None] = lambda: None
+
+    def held(self, away: bool = False) -> list[torch.Tensor]:
+        """What it takes that outlives a call: of the device's memory, or what is ``away`` on the host."""
+        pairs = enumerate(self.arguments)
+        return [one for i, one in pairs if one is not None and (i in self.away) == away]
 
     def release(self) -> None:
         """Lets go of the tensors that it takes, and of captured graphs; it cannot run again."""
@@ -96,7 +103,9 @@ def _lowered(
     places = [(i, role) for i, role in enumerate(final.inputs) if isinstance(role, roles.BROUGHT)]
     arguments = [None if isinstance(r, roles.BROUGHT) else state.tensors[r] for r in final.inputs]
     buffers = {r.name: state.tensors[r] for r in final.inputs if isinstance(r, roles.Buffer)}
-    lowered = LoweredProgram(program, execute, arguments, places, list(final.outputs), buffers)
+    away = frozenset(i for i, (_, node, _) in enumerate(final.input_rows) if is_on_host(node))
+    outputs = list(final.outputs)
+    lowered = LoweredProgram(program, execute, arguments, places, outputs, buffers, away)
     if isinstance(execute, Graphed) and execute.advances:
         lowered.after = functools.partial(state.seed_was_advanced, program.name)
     return lowered

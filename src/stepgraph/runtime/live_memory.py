@@ -27,12 +27,16 @@ class LiveMemory(TorchDispatchMode):
     Args:
         held: tensors that are alive already. What is neither one of them nor made inside is not counted.
         beside: tensors that are alive all along and are not counted, nor what shares memory with them.
+        away: tensors that were offloaded already.
 
     Use it as a context; it slows every operation down.
     """
 
     def __init__(
-        self, held: Iterable[torch.Tensor] = (), beside: Iterable[torch.Tensor] = ()
+        self,
+        held: Iterable[torch.Tensor] = (),
+        beside: Iterable[torch.Tensor] = (),
+        away: Iterable[torch.Tensor] = (),
     ) -> None:
         super().__init__()
         self._beside = {StorageWeakRef(one.untyped_storage()).cdata for one in beside}
@@ -40,6 +44,7 @@ class LiveMemory(TorchDispatchMode):
         self._on_host: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = self.peak_on_host = 0
         self._take(held)
+        self._take(away, offloaded=True)
 
     @property
     def now(self) -> int:

@@ -13,6 +13,7 @@ from stepgraph.planning.decisions import MemoryDecision
 from stepgraph.program.copies import TO_DEVICE, TO_HOST, WAIT_COPY, is_on_host
 from stepgraph.program.invariants import check_invariants
 from stepgraph.program.program import OPTIMIZER
+from stepgraph.program.roles import label
 from tests.support import (
     RANKS,
     adamw,
@@ -73,7 +74,7 @@ def test_a_state_comes_before_its_update_and_goes_behind_it():
 @pytest.mark.parametrize("ranks", RANKS)
 def test_any_choice_of_states_gives_the_same_bits(ranks, optimizer):
     inputs, before = step(ranks, optimizer)
-    names = [node.meta["name"] for _, node, _ in states_of(before)]
+    names = [label(role) for role, _, _ in states_of(before)]
     expected = inputs.execute(before)
     for chosen in (names, names[::2], names[1::3]):
         after = offload_states(before.copy(), MemoryDecision("some", offload=tuple(chosen)))
@@ -85,7 +86,7 @@ def test_any_choice_of_states_gives_the_same_bits(ranks, optimizer):
 def test_an_empty_decision_changes_nothing():
     _, before = step(2)
     assert str(offload_states(before.copy(), MemoryDecision("none"))) == str(before)
-    unknown = MemoryDecision("none", offload=("no.such:state",))
+    unknown = MemoryDecision("none", offload=("OptimizerState(no.such)",))
     assert str(offload_states(before.copy(), unknown)) == str(before)
 
 
@@ -98,7 +99,7 @@ def test_the_second_compilation_takes_the_first_ones_decision():
 
 def test_the_largest_are_taken_first_and_no_more_than_is_needed():
     _, before = step(1)
-    sizes = {n.meta["name"]: n.meta["val"].nbytes for _, n, _ in states_of(before)}
+    sizes = {label(role): n.meta["val"].nbytes for role, n, _ in states_of(before)}
     most = max(sizes.values())
     assert names_of_states(before, 0) == ()
     assert [sizes[name] for name in names_of_states(before, 1)] == [most]

@@ -23,7 +23,7 @@ from stepgraph.program.record import program_pass
 
 
 @program_pass(
-    reads="``offload`` of a :class:`MemoryDecision`: names of optimizer states; who reads them",
+    reads="``offload`` of a :class:`MemoryDecision`: labels of optimizer states; who reads them",
     writes=(
         "``to_device`` before the first reader of each, ``to_host`` behind what it becomes, each with its "
         "``wait_copy``; results"
@@ -32,7 +32,7 @@ from stepgraph.program.record import program_pass
 def offload_states(program: Program, decision: MemoryDecision) -> Program:
     """Lets states wait on the host; see the module docstring."""
     wanted = {*(decision.offload or ())}
-    moved = [row for row in states_of(program) if meta(row[1])["name"] in wanted]
+    moved = [row for row in states_of(program) if roles.label(row[0]) in wanted]
     if not moved:
         return program
     place = {node: i for i, node in enumerate(program.graph.nodes)}
@@ -86,15 +86,15 @@ def states_of(program: Program) -> list[tuple[roles.OptimizerState, fx.Node, Val
 
 
 def names_of_states(program: Program, enough: float = inf) -> tuple[str, ...]:
-    """Of the largest, as many as take so many bytes of a rank; by name."""
+    """Of the largest, as many as take so many bytes of a rank; their labels."""
     found: list[str] = []
-    for _, node, _ in sorted(
+    for role, node, _ in sorted(
         states_of(program), key=lambda row: -size_in_bytes(meta(row[1])["val"])
     ):
         if enough <= 0:
             break
         enough -= size_in_bytes(meta(node)["val"])
-        found.append(meta(node)["name"])
+        found.append(roles.label(role))
     return tuple(sorted(found))
 
 

@@ -46,6 +46,7 @@ OPTIONS = [
     {"micro_batches": 2},
     {"compute_dtype": torch.bfloat16},
     {"memory": {"transformer.h.*": "offload"}},
+    {"memory": {"optimizer": "offload"}},
 ]
 
 

@@ -21,6 +21,7 @@ POLICIES = {
     "ops": "ops",
     "layers:2": "layers:2",
     "offload": {"model.layers.*": "offload"},
+    "states offloaded": {"optimizer": "offload"},
     "half offloaded": {"model.layers.0": "offload", "model.layers.1": "offload"},
 }
 
@@ -92,7 +93,7 @@ def test_losses_are_those_of_all_kept_and_the_peak_is_the_predicted_one(memory, 
 
 
 @pytest.mark.parametrize("lowering", ["inductor", "cuda_graph", "cuda_graph_eager"])
-@pytest.mark.parametrize("memory", ["full", "offload"])
+@pytest.mark.parametrize("memory", ["full", "offload", "states offloaded"])
 def test_compiled_and_captured(memory, lowering, record):
     found, peak, _ = trained(memory, lowering)
     expected, whole, _ = trained("none", lowering)

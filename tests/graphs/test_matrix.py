@@ -19,6 +19,7 @@ FEW = [
     ("zero3", "full", 2),
     ("tp+sp+zero3", "layers:1", 1),
     ("zero3", "*=offload", 2),
+    ("zero3", "optimizer=offload,*=offload", 2),
 ]
 ALL = [
     (preset, memory, micro)

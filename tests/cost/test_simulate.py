@@ -5,7 +5,7 @@ import torch
 
 from stepgraph.cost.device import Link
 from stepgraph.cost.simulate import COMMUNICATION, COMPUTE, COPIES, simulate
-from stepgraph.program.copies import TO_DEVICE, TO_HOST, WAIT_COPY
+from stepgraph.program.copies import TO_DEVICE, TO_HOST, TO_HOST_INTO, WAIT_COPY, WAIT_HOST
 from stepgraph.program.program import BACKWARD, FORWARD
 from tests.cost.hand_made import Written, round_device
 
@@ -133,6 +133,31 @@ def test_copies_run_beside_compute_until_they_are_awaited(products):
     copies = [event.seconds for event in line.events if event.stream == COPIES]
     assert copies == pytest.approx([COPY, COPY])
     assert line.communication_seconds == 0
+
+
+def updated(products):
+    """A state comes from the host, and what it becomes is written there, beside products."""
+    write = Written({"x": (1000, 1000), "state": (1000, 1000)})
+    state, last = write["state"], write["x"]
+    coming = write(TO_DEVICE, state, torch.device("cpu"))
+    new = write(aten.mm.default, write(WAIT_COPY, coming, state), write["x"])
+    write(TO_HOST_INTO, state, new)
+    for _ in range(products):
+        last = write(aten.mm.default, last, write["x"])
+    write(WAIT_HOST, state, new)
+    return write.returning(last)
+
+
+@pytest.mark.parametrize("products", [0, 3, 6])
+def test_what_is_written_to_the_host_is_waited_for(products):
+    line = simulate(updated(products), round_device(host=Link(1e-6, 1e8)), second)
+    exposed = COPY + max(COPY - 0.01 * products, 0.0)
+    assert line.exposed_seconds == pytest.approx(exposed)
+    assert line.seconds == pytest.approx(0.01 * (1 + products) + exposed)
+    alone = simulate(updated(products), round_device())  # copies like any others
+    assert alone.exposed_seconds == 0
+    moved = [e.seconds for e in alone.events if e.node.target in (TO_HOST_INTO, TO_DEVICE)]
+    assert moved == pytest.approx([8e6 / 1e9] * 2)
 
 
 def test_where_the_device_is_the_host_a_copy_takes_its_memory_s_time():

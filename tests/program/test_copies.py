@@ -6,7 +6,14 @@ import torch
 
 from stepgraph import torch_internals
 from stepgraph.program import copies
-from stepgraph.program.copies import TO_DEVICE, TO_HOST, WAIT_COPY, keeping_host_memory
+from stepgraph.program.copies import (
+    TO_DEVICE,
+    TO_HOST,
+    TO_HOST_INTO,
+    WAIT_COPY,
+    WAIT_HOST,
+    keeping_host_memory,
+)
 
 HOST = torch.device("cpu")
 
@@ -101,6 +108,23 @@ def test_a_wait_waits_for_its_own_copy(monkeypatch):
         module.log.clear()
         copies.wait_copy(started[number], torch.ones(3))
         assert module.log == [f"compute waits for event {number}"]
+    assert not copies._lane.arrivals
+
+
+def test_what_is_on_the_host_from_step_to_step_is_written_there(monkeypatch):
+    held, x = torch.zeros(3), torch.arange(3.0)
+    TO_HOST_INTO(held, x)
+    WAIT_HOST(held, x)
+    assert torch.equal(held, x)
+    module = Streams()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(copies, "_lane", copies._Lane())
+    target = held.as_subclass(Target)
+    target.module = module
+    copies._start(x, target, torch.device("cuda", 0))
+    module.log.clear()
+    WAIT_HOST(held, x)
+    assert module.log == ["compute waits for event 0"]
     assert not copies._lane.arrivals
 
 

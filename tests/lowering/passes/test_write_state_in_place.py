@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from stepgraph import torch_internals
 from stepgraph.lowering.passes.write_state_in_place import write_state_in_place
 from stepgraph.program import roles
+from stepgraph.program.copies import TO_DEVICE, TO_HOST, TO_HOST_INTO, WAIT_HOST, is_on_host
 from stepgraph.program.program import is_write
 from stepgraph.program.text import program_text
 from stepgraph.schedule.passes.merge_small_collectives import merge_small_collectives
@@ -68,6 +69,22 @@ def test_every_result_and_every_new_state_is_the_same_bits(plan, ranks):
     expected, found = inputs.execute(before), inputs.execute(after, in_place=True)
     assert roles.NewParam("first.weight") in expected.keys() & found.keys()
     assert_bitwise(expected, found)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_states_on_the_host_are_written_there_by_their_copies(ranks):
+    model, batch = mlp(), regression_batch()
+    optimizer, away = adamw(model), "optimizer=offload"
+    step = compiled(model, batch, optimizer, ranks=ranks, memory=away).programs["step"]
+    before, after = lowered(step)
+    for program in after:
+        called = [node.target for node in program.operations()]
+        assert TO_HOST not in called
+        assert called.count(TO_HOST_INTO) == called.count(WAIT_HOST) == called.count(TO_DEVICE) > 0
+        left = [n for n in program.operations() if n.target is torch_internals.mutable_copy]
+        assert not any(is_on_host(node.args[0]) for node in left)
+    inputs = values(model, batch, optimizer)
+    assert_bitwise(inputs.execute(before), inputs.execute(after, in_place=True))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

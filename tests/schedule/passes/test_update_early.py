@@ -10,6 +10,7 @@ from stepgraph.cost.memory import memory_timeline
 from stepgraph.lowering.passes.write_state_in_place import write_state_in_place
 from stepgraph.operators.views import PARTS_OF_A_RESULT
 from stepgraph.program.collectives import is_collective
+from stepgraph.program.copies import WAIT_COPY, is_on_host
 from stepgraph.program.program import BACKWARD, FORWARD, OPTIMIZER
 from stepgraph.schedule import decide
 from stepgraph.schedule.passes.delay_waits import delay_waits
@@ -164,6 +165,26 @@ def test_nothing_is_overwritten_before_it_is_read_for_the_last_time():
                 assert not any(node.args[0] in later.all_input_nodes for later in nodes[i + 1 :])
     inputs = values(model, batch, optimizer)
     assert_bitwise(inputs.execute(bound(before)), inputs.execute(last, in_place=True))
+
+
+def test_states_on_the_host_come_while_the_update_before_theirs_runs():
+    model, batch = tiny_llama(2), token_batch()
+    optimizer = adamw(model)
+    program = merged(model, batch, optimizer, plan="zero3", memory="optimizer=offload")
+    moved = early(program)
+    place = {node: i for i, node in enumerate(moved.operations())}
+    waits = [n for n in place if n.target is WAIT_COPY and not is_on_host(n)]
+    reads = {wait: min(place[user] for user in wait.users) for wait in waits}
+    starts = [place[wait.args[0]] for wait in waits]
+    assert min(starts) < max(place[n] for n in place if n.meta["phase"] == BACKWARD)
+    updates = sorted({*reads.values()})
+    beside = [
+        sum(start < at < read for at in updates)
+        for start, read in zip(starts, reads.values(), strict=True)
+    ]
+    assert sum(map(bool, beside)) > len(beside) / 2
+    given = values(model, batch, optimizer)
+    assert_bitwise(given.execute(bound(moved)), given.execute(bound(program)))
 
 
 @pytest.mark.slow

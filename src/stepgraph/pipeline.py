@@ -71,7 +71,7 @@ from stepgraph.placement.solver.held_bytes import first_limit
 from stepgraph.placement.solver.room import Room
 from stepgraph.planning.decisions import Decisions, FrontierPoint, MemoryDecision, PlacementDecision
 from stepgraph.planning.facts import ValueFacts, gather_facts
-from stepgraph.planning.plan import Plan
+from stepgraph.planning.plan import Plan, states_away
 from stepgraph.planning.request import AUTO, StepSettings, is_searched
 from stepgraph.planning.target import Target
 from stepgraph.program.driver import PassDriver
@@ -270,9 +270,8 @@ def _through_rooms(
     kept, again = decided.memory, gathers_again(plan.decides, mesh)
     means = functools.cache(lambda: _means(plan, target))
     if kept is None:
-        kept = decide_memory(
-            program, request.memory, again, means if request.weighs_memory else None, logits
-        )
+        weighs = means if request.weighs_memory else None
+        kept = decide_memory(program, request.memory, again, weighs, logits, states_away(plan))
         decided = replace(decided, memory=kept)
         if is_searched(request.memory) and (found := means().found):
             made.trials[name] = found

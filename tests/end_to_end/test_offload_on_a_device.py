@@ -70,8 +70,9 @@ def test_a_budget_that_nothing_else_meets_lets_as_many_states_wait_as_it_takes(t
     limit = smallest + states // 4  # with twice that nothing has to
     plan = planned(f"budget:{limit}B")
     offload = [one for one in plan.decisions["step"].memory.offload if "OptimizerState" in one]
-    assert plan.predicted.peak_bytes <= limit and 2 <= len(offload) < 8
-    assert f"{len(offload)} optimizer states wait on the host" in str(plan)
+    assert plan.predicted.peak_bytes <= limit and 2 <= len(offload) <= 8
+    assert plan.predicted.step_ms <= least.predicted.step_ms
+    assert f"{len(offload)} optimizer states wait on the host" in " ".join(str(plan).split())
     assert "from one update to the next" in explain(plan, offload[0])
     plan.save(tmp_path / "plan.json")
     again = stepgraph.Plan.load(tmp_path / "plan.json")

@@ -1,18 +1,32 @@
 """Optimizer states that wait on the host: the same bits as without; live memory as predicted."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 import stepgraph
+from stepgraph.capture.counters import SharedCounters
 from stepgraph.cli.launcher import launch
 from stepgraph.cost.calibration import UNCALIBRATED
 from stepgraph.errors import MemoryPolicyError, UsageError
+from stepgraph.memory.decide import decide
 from stepgraph.pipeline import foresee
-from stepgraph.program.copies import TO_DEVICE, TO_HOST, TO_HOST_INTO, WAIT_COPY, WAIT_HOST
+from stepgraph.planning.plan import preset_plan, states_away
+from stepgraph.program import roles
+from stepgraph.program.copies import (
+    TO_DEVICE,
+    TO_HOST,
+    TO_HOST_INTO,
+    WAIT_COPY,
+    WAIT_HOST,
+    is_on_host,
+)
 from stepgraph.runtime import host_memory
+from stepgraph.runtime.optimizer_state import Stored
+from stepgraph.runtime.ranks import parse_mesh
 from stepgraph.torch_internals import TorchDispatchMode
 from tests.live_memory import live_step
 from tests.one_process import OneProcessRun
@@ -200,9 +214,77 @@ def test_a_host_without_room_is_an_error(monkeypatch):
         engine.step(rows())
 
 
-def test_states_cannot_be_recomputed():
-    with pytest.raises(UsageError, match="optimizer states cannot be computed again"):
-        stepgraph.Engine(Small(), memory={"optimizer": "recompute"})
+def test_states_are_not_recomputed_and_the_report_says_so():
+    model = Small()
+    asked = {"optimizer": "recompute"}
+    engine = stepgraph.Engine(model, optimizer=adamw(model), memory=asked, lowering="eager")
+    engine.step(rows())
+    assert "optimizer states are not computed again" in engine.report()
+
+
+class Named(Small):
+    """It has a module of the name that else means the states."""
+
+    def __init__(self):
+        super().__init__()
+        self.optimizer = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x, y):
+        return super().forward(self.optimizer(x), y)
+
+
+@pytest.mark.parametrize("action", ["offload", "recompute"])
+def test_a_module_of_that_name_is_meant_where_there_is_one(action):
+    found = []
+    for memory in ("none", {"optimizer": action}):
+        model = Named()
+        engine = stepgraph.Engine(model, optimizer=adamw(model), memory=memory, lowering="eager")
+        losses = [engine.step(rows()) for _ in range(2)]
+        found.append((losses, *of_engine(engine)))
+        step = engine.programs["step"]
+        assert not any(is_on_host(node) for _, node, _ in step.input_rows)
+    decided = engine.plan.decisions["step"].memory
+    assert bool(decided.offload) == (action == "offload")
+    assert any(name.startswith("optimizer") for name in decided.offload or decided.recompute)
+    assert_same(found[1], found[0])
+
+
+def test_programs_of_one_step_take_states_from_one_place():
+    """Under a budget each is searched by itself; what the first has on the host stays there."""
+    model = Small()
+    plan = preset_plan("ddp", parse_mesh("dp=1"), memory="budget:1GiB", device="h100")
+    names = [f"OptimizerState(layers.{i}.weight.exp_avg)" for i in range(2)]
+    engine = stepgraph.Engine(model, optimizer=adamw(model), lowering="eager")
+    engine.step(rows())
+    decided = engine.plan.decisions["step"]
+    assert states_away(plan) is None
+    for offload, expected in (((*names, "some/value"), tuple(names)), (None, ())):
+        memory = replace(decided.memory, offload=offload)
+        assert states_away(plan.with_decisions("step", replace(decided, memory=memory))) == expected
+    engine.backward(engine(rows()))
+    engine.optimizer_step()
+    update = engine.programs["update"]
+    kept = decide(update, "budget:1GiB", away=tuple(names))
+    assert kept.offload == tuple(names)
+    assert decide(update, "budget:1GiB").offload is None
+
+
+def test_a_state_that_another_program_has_elsewhere_is_an_error(monkeypatch):
+    """As on an accelerator; its host's memory is pinned, which cannot be had here."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self.clone())
+    model = Small()
+    stored = Stored(model, adamw(model), None, torch.device("meta"))
+    stored.counters = SharedCounters(lambda *_: None)
+    role = roles.OptimizerState("layers.0.weight", "exp_avg")
+    stored.hold(role, torch.ones(8, 8), on_host=True)
+    held = stored.tensors[role]
+    assert held.device.type == "cpu"
+    stored.hold(role, held, on_host=True)
+    with pytest.raises(UsageError, match="waits on the host for one way to run the step"):
+        stored.hold(role, held, on_host=False)
+    stored.forget_programs()
+    stored.hold(role, held, on_host=False)
+    assert stored.tensors[role].device.type == "meta"
 
 
 class Late(TorchDispatchMode):

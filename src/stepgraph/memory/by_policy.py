@@ -15,7 +15,14 @@ from stepgraph.errors import MemoryPolicyError
 from stepgraph.memory import regions_of_code
 from stepgraph.memory.kept_operations import kept_operations
 from stepgraph.memory.passes.offload_states import names_of_states
-from stepgraph.memory.patterns import OFFLOAD, OPTIMIZER, Parts, are_patterns, parse_patterns
+from stepgraph.memory.patterns import (
+    OFFLOAD,
+    OPTIMIZER,
+    RECOMPUTE,
+    Parts,
+    are_patterns,
+    parse_patterns,
+)
 from stepgraph.memory.presets import OPS, parse_policy
 from stepgraph.memory.regions_of_code import not_crossing, sent_to_host
 from stepgraph.memory.saved import comes_from, offloaded
@@ -65,8 +72,10 @@ def decide_by_policy(program: Program, policy: str, gather_again: bool = True) -
             regions.append([n for n in inside if n not in taken])
     elif are_patterns(policy):
         patterns = parse_patterns(policy)
-        if patterns.pop(OPTIMIZER, "") == OFFLOAD:
-            states = names_of_states(program)
+        if OPTIMIZER in patterns and not _has_module(program, OPTIMIZER):
+            if (action := patterns.pop(OPTIMIZER)) == OFFLOAD:
+                states = names_of_states(program)
+            notes += ["memory: optimizer states are not computed again"] * (action == RECOMPUTE)
         parts = Parts(patterns, nodes)
         kept |= parts.saved
         regions += [[n for n in part if n not in taken] for part in parts.regions.values()]
@@ -80,6 +89,12 @@ def decide_by_policy(program: Program, policy: str, gather_again: bool = True) -
     there, in_vain = offloaded(program, recompute, away) if away else ((), [])
     offload = tuple(sorted((*there, *states))) or None
     return MemoryDecision(policy, recompute, (*notes, *in_vain), offload=offload)
+
+
+def _has_module(program: Program, name: str) -> bool:
+    """Whether some parameter's path says so: an update by itself has no other trace of modules."""
+    paths = (role.name for role in program.inputs if isinstance(role, roles.Param))
+    return any(name in path.split(".")[:-1] for path in paths)
 
 
 def gathered_values(program: Program, parameters_too: bool) -> list[str]:

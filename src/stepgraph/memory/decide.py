@@ -30,8 +30,7 @@ CANDIDATES = (NONE, FULL)
 # How logits are under a named policy that a budget is said beside: in pieces where it does not fit with
 # whole ones; whole, as it stands for a search; or in pieces, as it is a short step of what may not fit.
 WEIGHED, WHOLE, DIVIDED = "weighed", "whole", "divided"
-# So little time is no reason for more pieces, and may be lost by them where all else is kept.
-_SLOWER = 1.01
+_SLOWER = 1.01  # is no reason for more pieces, and may be lost by them where all else is kept
 _ROOM = 1.1  # a peak before a Program is scheduled, over its budget: then it does not fit
 
 
@@ -124,6 +123,7 @@ def decide(
     gather_again: bool = True,
     means: Callable[[], Means] | None = None,
     logits: str = WEIGHED,
+    away: tuple[str, ...] | None = None,
 ) -> MemoryDecision:
     """Which forward values of a (placed) Program are recomputed; it stays as it is.
 
@@ -134,6 +134,7 @@ def decide(
         gather_again: gathered parameters are not kept for the backward.
         means: of a search, and of a named policy that a budget is said beside.
         logits: how they are under such a policy.
+        away: optimizer states that another program of the step has on the host, where that is decided.
 
     Raises:
         UsageError: unknown policy.
@@ -148,6 +149,8 @@ def decide(
     parse_policy(policy)
     if next(program.operations(BACKWARD), None) is None:  # nothing is kept in any case
         kept = replace(decide_by_policy(program, NONE, gather_again), policy=policy)
+        if states := tuple(one for one in names_of_states(program) if one in (away or ())):
+            return replace(kept, offload=states)
         return kept if means is None else _evaluated(program, kept, means())
     if means is None:
         raise MemoryPolicyError(
@@ -155,7 +158,11 @@ def decide(
             why="it simulates the whole step under each decision",
             do="use a named policy: none, ops, full",
         )
-    return _search(program, policy, gather_again, means())
+    known = means()
+    if away is None:
+        return _search(program, policy, gather_again, known)
+    found, known.found = _with_states_away(program, policy, gather_again, known, away)
+    return found
 
 
 def decide_for_graph(program: Program, policy: str, gather_again: bool) -> MemoryDecision:
@@ -228,7 +235,7 @@ def _fits(one: tuple[MemoryDecision, Trial], budget: int) -> bool:
 
 
 def _search(program: Program, policy: str, gather_again: bool, means: Means) -> MemoryDecision:
-    """What is best kept; where nothing fits, with as many optimizer states on the host as that takes."""
+    """What is best kept; where nothing fits, with optimizer states on the host: all, or what that takes."""
     try:
         return _kept(program, policy, gather_again, means)
     except BudgetError as error:
@@ -236,28 +243,30 @@ def _search(program: Program, policy: str, gather_again: bool, means: Means) -> 
         if means.device.host is None or not states_of(program):
             raise
     every = names_of_states(program)
-    some = names_of_states(program, _ROOM * missing)
-    if len(some) < len(every):
+    asked = program, policy, gather_again, means
+    found, means.found = _with_states_away(*asked, every)
+    if len(some := names_of_states(program, _ROOM * missing)) < len(every):
         with contextlib.suppress(BudgetError):
-            return _with_states_away(program, policy, gather_again, means, some)
-    return _with_states_away(program, policy, gather_again, means, every)
+            fewer, trial = _with_states_away(*asked, some)
+            if means.found is None or trial.seconds <= means.found.seconds:
+                found, means.found = fewer, trial
+    return found
 
 
 def _with_states_away(
     program: Program, policy: str, gather_again: bool, means: Means, states: tuple[str, ...]
-) -> MemoryDecision:
+) -> tuple[MemoryDecision, Trial]:
     away, others = MemoryDecision(NONE, offload=states), replace(means, found=None, _searches={})
     program = PassDriver().run(offload_states, program.copy(), decision=away)
     kept = _kept(program, policy, gather_again, others)
-    means.found = others.found
+    assert others.found is not None
     offload = tuple(sorted((*(kept.offload or ()), *states)))
-    reason = f"{kept.reason}; {len(states)} optimizer states wait on the host"
-    return replace(kept, offload=offload, reason=reason)
+    more = f"; {len(states)} optimizer states wait on the host" if states else ""
+    return replace(kept, offload=offload or None, reason=f"{kept.reason}{more}"), others.found
 
 
 def _kept(program: Program, policy: str, gather_again: bool, means: Means) -> MemoryDecision:
-    budget = means.budget_for(policy)
-    asked = program, policy, gather_again, means, budget
+    asked = program, policy, gather_again, means, (budget := means.budget_for(policy))
     if kept := _all_kept(*asked):
         return kept
     pieces = find_pieces(program, budget)

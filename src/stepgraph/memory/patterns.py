@@ -1,7 +1,8 @@
 """Policies for parts of a model: ``layers.*.mlp=recompute,*.attention=save,layers.*=offload``.
 
 What is offloaded is what the backward reads, or recomputes from, of what a module computes. ``optimizer``
-is no module, but the optimizer's states: ``optimizer=offload`` lets them wait on the host between updates.
+means the optimizer's states (``optimizer=offload`` lets them wait on the host between updates), but for a
+model that has a module of that name.
 """
 
 import difflib
@@ -55,11 +56,6 @@ def parse_patterns(text: str) -> dict[str, str]:
                 f"memory pattern {part!r} cannot be used",
                 why="each names modules once, and what becomes of what they compute",
                 do=f"write MODULE=ACTION, such as 'layers.*.mlp=recompute'; actions: {', '.join(ACTIONS)}",
-            )
-        if pattern == OPTIMIZER and action == RECOMPUTE:
-            raise UsageError(
-                "optimizer states cannot be computed again",
-                do=f"{OPTIMIZER}={OFFLOAD} lets them wait on the host, {OPTIMIZER}={SAVE} leaves them",
             )
         found[pattern] = action
     return found

@@ -203,6 +203,21 @@ def preset_plan(placement: str, mesh: MeshShape, **policies: Any) -> Plan:
     return Plan(Request(placement, mesh, **policies))
 
 
+def states_away(plan: Plan) -> tuple[str, ...] | None:
+    """Optimizer states that programs have on the host, by label; None: none that has any is decided."""
+    known = [
+        decided.memory.offload or ()
+        for decided in plan.decisions.values()
+        if decided.memory is not None and any(map(_is_state, decided.placement.inputs))
+    ]
+    found = {label for labels in known for label in labels if _is_state(label)}
+    return tuple(sorted(found)) if known else None
+
+
+def _is_state(label: str) -> bool:
+    return label.startswith(f"{roles.OptimizerState.__name__}(")
+
+
 def named_values(program: Program) -> set[str]:
     """Everything in a Program that a placement decision names."""
     return {

@@ -42,7 +42,7 @@ def check_host_memory(program: Program, decision: MemoryDecision | None, world_s
             f"the host has {show_bytes(has)} of memory, and {ranks} rank{'s' if ranks > 1 else ''} would "
             f"offload {show_bytes(ranks * each)} to it",
             where=f"program {program.name!r}, memory {decision.policy!r}",
-            why=f"each offloads {show_bytes(each)} until its backward",
-            do="offload fewer modules, recompute some (memory={'layers.*.mlp': 'recompute'}), or bring "
-            "fewer rows",
+            why=f"each offloads {show_bytes(each)}, until its backward or its update",
+            do="offload fewer modules, recompute some (memory={'layers.*.mlp': 'recompute'}), bring fewer "
+            "rows, or leave optimizer states on the device",
         )

@@ -76,6 +76,17 @@ class Stored:
         self._taken.add(role)
         tensor = tensor.to(where)
         self.tensors[role] = tensor.pin_memory() if on_host and not tensor.is_pinned() else tensor
+        if on_host:
+            self.show(role)
+
+    def show(self, role: roles.Input) -> None:
+        """What ``optimizer.state`` has of a state is what is stored: it need not be kept twice."""
+        if self.optimizer is None or not isinstance(role, roles.OptimizerState):
+            return
+        name = self.counters.members(role.owner)[0]
+        table = self.optimizer.state.get(self.model.get_parameter(name), {})
+        if isinstance(table.get(role.key), torch.Tensor):
+            table[role.key] = self.as_dtensor(self.tensors[role], self.values[role])
 
     def forget_programs(self) -> None:
         """No program takes anything any more: the next may want it elsewhere."""
@@ -133,7 +144,7 @@ def place(state: Stored, role: roles.Input, held: Value) -> None:
         return
     value = state.values[role]
     assert value.placements is not None and state.optimizer is not None
-    whole = state.as_dtensor(state.settled(role), held)
+    whole = state.as_dtensor(state.settled(role).to(state.device), held)
     local = state.tensors[role] = state.part_of(whole, value.placements).clone()
     table = state.optimizer.state.get(state.model.get_parameter(role.owner), {})
     if role.key in table:  # copies that somebody asked for, or what was loaded
@@ -201,6 +212,8 @@ def adopt(state: Stored) -> None:
         for key, role in states_of(state, name).items():
             if key in table:
                 _copy_into(state, state.settled(role), state.values[role], table[key])
+                if state.tensors[role].device.type != state.device.type:
+                    state.show(role)
             else:
                 state.settled(role).fill_(specs[key].fill or 0.0)
         if (first := _role_of(state, name, FIRST_STEP)) in state.tensors:

@@ -20,6 +20,7 @@ from stepgraph.lowering.graphs import device
 from stepgraph.lowering.graphs.draws import Draws
 from stepgraph.lowering.record import Executable
 from stepgraph.program import roles
+from stepgraph.torch_internals import host_device
 
 WARM_UPS = 1
 LAST = "step"  # the program of a step that is its last; "accumulate" comes before it
@@ -115,8 +116,9 @@ class Graphed:
             return [hand_out(held[n]) if isinstance(n, fx.Node) else n for n in self.results]
 
     def _device(self, inputs: Sequence[torch.Tensor]) -> torch.device:
-        """Which one computes: the host has the seed alone."""
-        return next(t.device for i, t in enumerate(inputs) if i != self.host_seed)
+        """Which one computes: the host has the seed, and states that wait there."""
+        places = [t.device for i, t in enumerate(inputs) if i != self.host_seed]
+        return next((one for one in places if one.type != host_device().type), places[0])
 
     def _in_place(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The inputs, those that a call brings copied to where they always are."""

@@ -42,7 +42,6 @@ from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program
 
 SECONDS, GAP = 60.0, 0.001  # of one solution; a smaller gap is not looked for
-_ALIKE = 2  # limits that differ by more are each formulated in bytes of their own
 
 
 def decide_automatically(
@@ -106,15 +105,16 @@ class _Solver:
                     f"no placement of {name!r} satisfies all constraints",
                     do="drop one of them; what an operation can do is in its rules",
                 )
-        self.search = Search(self.model.problem, GAP)
+        self.search: Search | None = None
 
     def within(self, limit: float | None, room: Room) -> PlacementDecision:
         """As :func:`decide_automatically` has it."""
-        if limit is not None and not 1 / _ALIKE <= limit / self.search.unit <= _ALIKE:
+        if self.search is None or not self.search.begins_near(limit):
             self.search = Search(replace(self.model.problem, memory_limit=limit), GAP)
         try:
             solution = self.search.within(limit, SECONDS, room.hasty, room.says_least)
         except InfeasibleError as error:
+            self.search = None  # where it ended is far from what fits more
             if math.isinf(error.least):
                 raise UsageError(
                     "no placement satisfies all constraints together",

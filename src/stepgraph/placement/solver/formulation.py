@@ -120,6 +120,9 @@ class Formulation:
             paid: dict[tuple, int] = {}
             for reader in link.readers:
                 self._flow(link, reader, paid)
+        if self.limit is not None:
+            self.over = program.column(_PRICE, 0.0)
+            program.put(self.limit, self.over, -1.0)
 
     def _count_what_runs(self) -> None:
         """A column that is no less than what any block takes while it runs; links add theirs."""
@@ -139,8 +142,6 @@ class Formulation:
         assert self.most is not None
         self.limit = self.program.row(-highspy.kHighsInf, limit / self.unit)
         self.program.put(self.limit, self.most, 1.0)
-        self.over = self.program.column(_PRICE, 0.0)
-        self.program.put(self.limit, self.over, -1.0)
         for block in self.problem.blocks:
             if block.memory is not None:
                 for option in np.flatnonzero(block.memory):

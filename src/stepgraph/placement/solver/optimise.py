@@ -23,6 +23,7 @@ _CHEAP, _CHEAP_IN_LIMIT = 2_000_000_000, 300_000_000
 _STEPS = 15_000
 _PATIENCE, _IN_LIMIT = 0.15, 1e-2  # where it binds: part of them after which this gap is the goal
 _OVER = 0.1  # a limit that is itself an estimate is exceeded by so much at most
+_ALIKE = 2  # limits that differ by more are each formulated in bytes of their own
 _WHOLE = 1e-6  # what differs less from 0 or 1 is that
 _OPTIMAL = highspy.HighsModelStatus.kOptimal
 
@@ -76,6 +77,11 @@ class Search:
         self._relaxed: highspy.Highs | None = None
         self._basis: highspy.HighsBasis | None = None  # of the last relaxation that was solved
         self._fixed: dict[int, float] = {}  # columns of the branch that was looked at last
+
+    def begins_near(self, limit: float | None) -> bool:
+        """Whether a solution is known to begin with, and a limit is like the first, whose unit it is in."""
+        alike = limit is None or 1 / _ALIKE <= limit / self.unit <= _ALIKE
+        return self._basis is not None and alike
 
     def within(
         self, limit: float | None, seconds: float, hasty: bool = False, says_least: bool = True

@@ -52,7 +52,7 @@ class Engine(SavesAndLoads, Replans):
         plan: a preset (``ddp``, ``zero1``, ``zero2``, ``zero3``, ``hsdp``; ``tp``, ``tp+sp``, with any of
             them as ``tp+zero3``), a Plan, or the path of a plan file.
         memory: ``none``, ``full``, ``layers:N``, ``ops``; ``budget:8GiB`` a rank, or ``auto``: the fastest
-            that fits; ``{"layers.*.mlp": "recompute", "optimizer": "offload"}`` (its states); None: the plan's.
+            that fits; ``{"layers.*.mlp": "recompute", "optimizer": "offload"}``; None: the plan's.
         schedule: ``"none"``; None: the plan's own.
         compute_dtype: floating-point parameters and batch leaves are cast to it in the program, before
             any gather; parameters stay as they are. None: what the plan was made for.

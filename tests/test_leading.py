@@ -10,6 +10,7 @@ from stepgraph import leading
 from stepgraph.contest import predicted
 from stepgraph.leading import leader, placed
 from stepgraph.pipeline import make
+from stepgraph.placement.solver.room import Room
 from tests.sampling import sampled
 from tests.support import tower
 from tests.test_contest import contest_of, planner_of
@@ -41,7 +42,7 @@ def test_what_leads_is_placed_and_foreseen_and_nothing_of_it_is_made(
     with torch.device("meta"):
         planner = planner_of(Wide(width), torch.empty(rows, width), device="h100")
     contest, _, names = contest_of(planner, "dp=4")
-    own, best = leader(contest, None)
+    own, best = leader(contest, Room())
     assert best is not None and best.name == name and name in {"auto", *names}
     plan = best.made.plan
     assert all(one.memory is None for one in plan.decisions.values()) and not best.made.programs
@@ -53,6 +54,6 @@ def test_what_leads_is_placed_and_foreseen_and_nothing_of_it_is_made(
 
 def test_nothing_is_said_of_a_step_that_is_not_deep():
     contest, _, _ = contest_of(planner_of(*tower(2)), "dp=2")
-    own, best = leader(contest, None)
+    own, best = leader(contest, Room())
     assert best is None and own.decisions.keys() == contest.programs.keys()
     assert own == placed(contest.programs, contest.plan)

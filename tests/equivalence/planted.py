@@ -17,7 +17,7 @@ from stepgraph.planning.request import Precision
 from stepgraph.program import roles
 from stepgraph.program.build import Builder
 from stepgraph.program.collectives import is_collective
-from stepgraph.program.copies import WAIT_COPY
+from stepgraph.program.copies import TO_DEVICE, TO_HOST, WAIT_COPY
 from stepgraph.program.program import Program
 from stepgraph.program.randomness import RANDOM
 from stepgraph.runtime.ranks import parse_mesh
@@ -122,6 +122,7 @@ CASES: dict[str, tuple[Callable, dict[str, Any]]] = {
     "two dimensions": (weighted, on("replicate=2,shard=2", "hsdp")),
     "in pieces": (words, on("dp=2", "zero3", memory="budget:56KiB", device="h100")),
     "offloaded": (parts, on("dp=2", "zero3", memory="*=offload")),
+    "states away": (parts, on("dp=2", "zero3", memory="optimizer=offload")),
     "searched": (classes, on("dp=2", "auto", device="h100")),
 }
 
@@ -245,6 +246,22 @@ def mixed_up(program: Program) -> None:
             for reader in list(one.users):
                 reader.replace_input_with(one, other)
             return
+
+
+def kept_old(program: Program) -> None:
+    """What goes back to the host is what came from there."""
+    sent = first(program, lambda n: n.target is TO_HOST)
+    came = first(program, lambda n: n.target is WAIT_COPY and n.args[0].target is TO_DEVICE)
+    if sent is not None and came is not None:
+        wait = next(iter(sent.users))
+        same = [n for n in program.operations() if n.target is WAIT_COPY]
+        state = next(n for n in same if n.args[1].op == "placeholder" and _alike(n, sent))
+        sent.args, wait.args = (state,), (sent, state)
+
+
+def _alike(node: fx.Node, other: fx.Node) -> bool:
+    one, two = node.meta["val"], other.meta["val"]
+    return (one.shape, one.dtype) == (two.shape, two.dtype)
 
 
 def early(program: Program) -> None:
@@ -371,6 +388,7 @@ PLANTED: dict[str, Planted] = {
         ("compute_logits_in_pieces", "in pieces", after(scaled(aten.addmm.default, last=True))),
         ("recompute_in_backward", "clipped", after(recomputed)),
         ("offload_to_host", "offloaded", after(mixed_up)),
+        ("offload_states", "states away", after(kept_old)),
         ("merge_small_collectives", "classes", after(exchange(lambda n: n.target is aten.slice.Tensor))),
         ("update_early", "clipped", after(early)),
         ("delay_waits", "clipped", after(unawaited)),
@@ -391,16 +409,18 @@ PLANTED: dict[str, Planted] = {
 BESIDE_THE_PASS = {
     "step": (),
     "accumulate": (
-        "compute_logits_in_pieces", "copy_views", "update_early", "add_up_in_place", "fuse_square_sums",
-        "fuse_updates",
+        "compute_logits_in_pieces", "copy_views", "offload_states", "update_early", "add_up_in_place",
+        "fuse_square_sums", "fuse_updates",
     ),
     "evaluate": (
         "compare_with_classes", "compute_logits_in_pieces", "copy_views", "draw_by_global_row",
-        "recompute_in_backward", "offload_to_host", "update_early", "write_state_in_place",
+        "recompute_in_backward", "offload_to_host", "offload_states", "update_early",
+        "write_state_in_place",
         "add_up_in_place", "fuse_square_sums", "fuse_updates", "communicate_between_layers",
     ),
     "gradients": (
-        "compute_logits_in_pieces", "draw_by_global_row", "update_early", "write_state_in_place",
+        "compute_logits_in_pieces", "draw_by_global_row", "offload_states", "update_early",
+        "write_state_in_place",
         "add_up_in_place", "fuse_square_sums", "fuse_updates", "communicate_between_layers",
     ),
     "update": (
@@ -434,6 +454,7 @@ PLANTED_IN_GRAPHS: dict[str, Bug] = {
     "compute_logits_in_pieces": after(scaled(aten.tanh.default))("compute_logits_in_pieces"),
     "recompute_in_backward": after(scaled(aten.tanh.default))("recompute_in_backward"),
     "offload_to_host": after(scaled(aten.tanh.default))("offload_to_host"),
+    "offload_states": after(scaled(aten.tanh.default))("offload_states"),
     "merge_small_collectives": after(unawaited)("merge_small_collectives"),
     "update_early": after(scaled(aten.tanh.default))("update_early"),
     "delay_waits": after(unawaited)("delay_waits"),

@@ -131,7 +131,8 @@ class Writes:
 
     def _is_elsewhere(self, words: np.ndarray, now: np.ndarray, named: list[Any]) -> bool:
         """Whether modules alone were written to, and not under the names that are read."""
-        if not np.array_equal(words[: len(self._words)], now[: len(self._words)]):
+        others = len(self._words)
+        if words[:others].tobytes() != now[:others].tobytes():
             return False
         try:
             if not _are(self._named(), named):

@@ -237,6 +237,7 @@ class Planner:
             once: the programs are not needed again.
         """
         policies, asked = candidates(first.memory), first.memory
+        once = once and len(policies) == 1 and not first.request.memory_budget
         budget = first.request.memory_budget or self.device.capacity
         best: Attempt | None = None
         tried: list[str] = []
@@ -247,7 +248,6 @@ class Planner:
                 continue
             try:
                 asked_of = first.under(memory=policy), programs, budget
-                once = once and policies == (policy,) and not first.request.memory_budget
                 lean = is_searched(asked) and not given_up and first.request.searches
                 logits = WHOLE if is_searched(asked) else WEIGHED
                 room = Room(says_least=not (given_up and last))  # other meshes ask for it

@@ -16,12 +16,11 @@ from stepgraph.cost.device import Device
 from stepgraph.cost.work import operation_seconds, remembered, runs_no_kernel, size_in_bytes
 from stepgraph.operators.views import is_view
 from stepgraph.program.collectives import is_collective
-from stepgraph.program.copies import TO_HOST_INTO, WAIT_COPY, WAIT_HOST, is_copy
+from stepgraph.program.copies import COPY_WAITS, TO_HOST_INTO, is_copy
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import PHASES, Program
 
 COMPUTE, COMMUNICATION, COPIES = "compute", "communication", "copies"
-_AWAIT = (WAIT_COPY, WAIT_HOST)
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,7 @@ def simulate(
     for node in program.operations():
         phase = meta(node)["phase"]
         before = compute
-        reads_now = not runs_no_kernel(node) or is_collective(node) or node.target in _AWAIT
+        reads_now = not runs_no_kernel(node) or is_collective(node) or node.target in COPY_WAITS
         read = [flight for source in node.all_input_nodes for flight in pending.get(source, ())]
         if read and reads_now:
             compute = max(compute, *map(wires.end_of, read))

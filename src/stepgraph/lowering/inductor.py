@@ -18,7 +18,7 @@ from stepgraph.lowering.driver import Compiled, drive
 from stepgraph.lowering.record import Executable, Lowering, no_obstacles
 from stepgraph.operators.updates import UPDATE, decomposed
 from stepgraph.planning.target import Target
-from stepgraph.program.copies import WAIT_COPY, WAIT_HOST
+from stepgraph.program.copies import COPY_WAITS
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program
 from stepgraph.program.randomness import RANDOM, fused_random
@@ -47,7 +47,7 @@ def _wanted(module: fx.GraphModule, placeholders: Sequence[fx.Node], target: Tar
 
     def make() -> Compiled:
         return compile_with_inductor(
-            module, examples, SETTINGS, target.overlaps, ours, awaits_copy=(WAIT_COPY, WAIT_HOST)
+            module, examples, SETTINGS, target.overlaps, ours, awaits_copy=COPY_WAITS
         )
 
     shapes = [(e.shape, e.stride(), e.dtype, e.device) for e in examples]

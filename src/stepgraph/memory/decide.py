@@ -242,14 +242,14 @@ def _search(program: Program, policy: str, gather_again: bool, means: Means) -> 
         missing = (error.smallest or 0) - means.budget_for(policy)
         if means.device.host is None or not states_of(program):
             raise
-    every = names_of_states(program)
-    asked = program, policy, gather_again, means
-    found, means.found = _with_states_away(*asked, every)
+    every, asked = names_of_states(program), (program, policy, gather_again, means)
+    found, trial = _with_states_away(*asked, every)
     if len(some := names_of_states(program, _ROOM * missing)) < len(every):
         with contextlib.suppress(BudgetError):
-            fewer, trial = _with_states_away(*asked, some)
-            if means.found is None or trial.seconds <= means.found.seconds:
-                found, means.found = fewer, trial
+            fewer, other = _with_states_away(*asked, some)
+            if other.seconds <= trial.seconds:
+                found, trial = fewer, other
+    means.found = trial
     return found
 
 

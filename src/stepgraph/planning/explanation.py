@@ -7,7 +7,7 @@ from stepgraph.errors import UsageError
 from stepgraph.planning.decisions import PlacementDecision
 from stepgraph.planning.facts import Moves, Reads, ValueFacts
 from stepgraph.planning.folding import layer_of
-from stepgraph.planning.plan import Plan
+from stepgraph.planning.plan import Plan, is_state
 from stepgraph.program.layout import MeshShape, Placements, show
 
 _KINDS = {
@@ -164,11 +164,7 @@ def _cost(ms: float | None) -> str:
 
 def _memory(plan: Plan, key: str, name: str) -> list[tuple[str, str]]:
     decision = plan.decisions[key].memory
-    if (
-        decision is not None
-        and name.startswith("OptimizerState(")
-        and name in (decision.offload or ())
-    ):
+    if decision is not None and is_state(name) and name in (decision.offload or ()):
         return [("memory", "waits in the host's memory from one update to the next")]
     of_forward = ".backward" not in name and ".optimizer" not in name
     if decision is None or name not in plan.decisions[key].placement.operations or not of_forward:

@@ -208,13 +208,14 @@ def states_away(plan: Plan) -> tuple[str, ...] | None:
     known = [
         decided.memory.offload or ()
         for decided in plan.decisions.values()
-        if decided.memory is not None and any(map(_is_state, decided.placement.inputs))
+        if decided.memory is not None and any(map(is_state, decided.placement.inputs))
     ]
-    found = {label for labels in known for label in labels if _is_state(label)}
+    found = {label for labels in known for label in labels if is_state(label)}
     return tuple(sorted(found)) if known else None
 
 
-def _is_state(label: str) -> bool:
+def is_state(label: str) -> bool:
+    """Whether it is that of an optimizer state."""
     return label.startswith(f"{roles.OptimizerState.__name__}(")
 
 

@@ -1,5 +1,6 @@
 """Adding operations to a graph, with shapes computed on fake tensors once per distinct call and mode."""
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -33,6 +34,14 @@ class ShapeRunner:
             with self.mode:
                 made = self.known[key] = target(*fakes, **fake_kwargs)
         return made
+
+
+def following(node: fx.Node) -> fx.Node:
+    """What comes behind an operation; its results stay with it."""
+    node = node.next
+    while node.target is operator.getitem:
+        node = node.next
+    return node
 
 
 class Builder:

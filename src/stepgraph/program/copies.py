@@ -177,8 +177,9 @@ TO_HOST_INTO = torch.ops.stepgraph.to_host_into.default
 WAIT_HOST = torch.ops.stepgraph.wait_host.default
 TO_DEVICE = torch.ops.stepgraph.to_device.default
 WAIT_COPY = torch.ops.stepgraph.wait_copy.default
-# What completes what was started before: of collectives, and of copies.
-WAITS = frozenset({torch_internals.WAIT, WAIT_COPY, WAIT_HOST})
+# What completes what was started before: copies, and collectives as well.
+COPY_WAITS = (WAIT_COPY, WAIT_HOST)
+WAITS = frozenset({torch_internals.WAIT, *COPY_WAITS})
 
 
 def is_copy(node: fx.Node) -> bool:

@@ -5,7 +5,6 @@ the forward and the backward run it takes no memory there. It comes while the up
 goes while the next one does.
 """
 
-import operator
 from collections.abc import Callable
 from math import inf
 from typing import Any
@@ -15,7 +14,7 @@ from torch import fx
 from stepgraph.cost.work import size_in_bytes
 from stepgraph.planning.decisions import MemoryDecision
 from stepgraph.program import roles
-from stepgraph.program.build import Builder
+from stepgraph.program.build import Builder, following
 from stepgraph.program.copies import TO_DEVICE, TO_HOST, WAIT_COPY
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import OPTIMIZER, Program, Value
@@ -55,7 +54,7 @@ def offload_states(program: Program, decision: MemoryDecision) -> Program:
         new = becomes.get(roles.NewOptimizerState(role.owner, role.key), node)
         if new is node:
             continue
-        behind = _behind(new)
+        behind = following(new)
         sent = _emitter(program, value, behind)(TO_HOST, new)
         then = firsts[number[first] + 2] if number[first] + 2 < len(firsts) else None
         if then is not None and place[then] <= place[new]:
@@ -64,14 +63,6 @@ def offload_states(program: Program, decision: MemoryDecision) -> Program:
         results = [held if one is new else one for one in results]
     program.graph.output_node().args = (tuple(results),)
     return program.finish()
-
-
-def _behind(node: fx.Node) -> fx.Node:
-    """What comes behind an operation and its results."""
-    node = node.next
-    while node.target is operator.getitem:
-        node = node.next
-    return node
 
 
 def states_of(program: Program) -> list[tuple[roles.OptimizerState, fx.Node, Value]]:

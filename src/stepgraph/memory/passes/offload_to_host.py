@@ -5,7 +5,6 @@ memory of its own before its first reader. Each copy is started, and awaited lat
 compute. Views that the forward took of it are taken again of what has come back.
 """
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from torch import fx
 from stepgraph.cost.work import size_in_bytes
 from stepgraph.memory.saved import first_behind, is_forward, obstacle, shown_in_forward
 from stepgraph.planning.decisions import MemoryDecision
-from stepgraph.program.build import Builder
+from stepgraph.program.build import Builder, following
 from stepgraph.program.copies import TO_DEVICE, TO_HOST, WAIT_COPY
 from stepgraph.program.metadata import meta, set_meta
 from stepgraph.program.program import BACKWARD, FORWARD, Program
@@ -107,21 +106,13 @@ def _send(program: Program, moved: Sequence[_Moved], limit: int, end: fx.Node) -
         one, started = on_the_way.pop(0)
         one.held = one.emit(program, FORWARD, before, WAIT_COPY, started, one.value)
 
-    followed = [(one, _following(one.last)) for one in moved]  # before anything stands in between
+    followed = [(one, following(one.last)) for one in moved]  # before anything stands in between
     for one, before in followed:
         while on_the_way and sum(m.bytes for m, _ in on_the_way) + one.bytes > limit:
             arrived(before)
         on_the_way.append((one, one.emit(program, FORWARD, before, TO_HOST, one.value)))
     while on_the_way:
         arrived(end)
-
-
-def _following(node: fx.Node) -> fx.Node:
-    """What comes behind an operation; its results stay with it."""
-    node = node.next
-    while node.target is operator.getitem:
-        node = node.next
-    return node
 
 
 def _bring_back(

@@ -5,6 +5,7 @@ import torch
 from stepgraph import Engine, pipeline, plan, torch_internals
 from stepgraph.cost.memory import memory_timeline
 from stepgraph.cost.registers import find_registers
+from stepgraph.planning.sizes import show_bytes
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import BACKWARD
 from tests.allocated_memory import allocated_peak, bytes_between_steps
@@ -225,3 +226,4 @@ def test_a_compiled_step_takes_what_is_predicted():
     assert planned.predicted.peak_bytes == predicted
     assert 0.99 < predicted / measured < 1.01
     assert one_by_one / measured > 1.4
+    assert f"peak {show_bytes(predicted)} a rank" in engine.report()

@@ -49,14 +49,18 @@ class Written:
         return Program("by hand", module, inputs, [roles.Loss()], values * count, values)
 
 
-def sending(blocks: int, made: Any = aten.cumsum.default) -> Program:
+SCATTERS: tuple = (torch_internals.REDUCE_SCATTER, "sum", 1, "0")
+REDUCES: tuple = (torch_internals.ALL_REDUCE, "sum", "0")
+
+
+def sending(blocks: int, made: Any = aten.cumsum.default, send: tuple = SCATTERS) -> Program:
     """Blocks that each send a value, and wait for that of the block before."""
     write = Written("x")
     h, before = write.inputs[0], None
     for _ in range(blocks):
         h = write.sums(h, 30)
         args = (h, 0) if made is aten.cumsum.default else (h,)
-        sent = write(torch_internals.REDUCE_SCATTER, write(made, *args), "sum", 1, "0")
+        sent = write(send[0], write(made, *args), *send[1:])
         h = write(aten.cos.default, h)
         if before is not None:
             h = write(aten.add.Tensor, h, write(torch_internals.WAIT, before))
@@ -74,6 +78,20 @@ def test_what_is_on_its_way_is_kept_until_it_has_come():
                 (source,), (wait,) = node.all_input_nodes, node.users
                 assert source in call.made
                 assert pieces.needed[source] >= pieces.piece_of[wait] > number
+                crossing += 1
+    assert crossing
+
+
+def test_what_an_all_reduce_copied_is_not_kept_until_it_has_come():
+    pieces = in_pieces(sending(10, send=REDUCES))
+    assert pieces is not None
+    crossing = 0
+    for number, call in enumerate(pieces.calls):
+        for node in [node for node in call.made if node is not None]:
+            if node.target is torch_internals.ALL_REDUCE:
+                (source,), (wait,) = node.all_input_nodes, node.users
+                assert source not in call.made and pieces.needed.get(source, number) <= number
+                assert pieces.needed[node] >= pieces.piece_of[wait] > number
                 crossing += 1
     assert crossing
 

@@ -317,10 +317,13 @@ def _operations(body: Body) -> int:
 def _keep_what_is_sent(
     copies: Sequence[_Copy], piece_of: dict[fx.Node, int], needed: dict[fx.Node, int]
 ) -> None:
-    """What a collective reads must not be used again before the wait, which may be another piece's."""
+    """What a collective reads must not be used again before the wait, which may be another piece's.
+
+    An all-reduce sends a copy, its result.
+    """
     for copy in copies:
         for node in filter(is_collective, list(copy.new)):
-            if piece_of.get(node) != copy.number:
+            if piece_of.get(node) != copy.number or node.target is torch_internals.ALL_REDUCE:
                 continue
             last = max((piece_of.get(user, len(copies)) for user in node.users), default=0)
             if last <= copy.number:

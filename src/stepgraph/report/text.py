@@ -15,6 +15,7 @@ from stepgraph.cost.predict import Prediction
 from stepgraph.cost.work import size_in_bytes
 from stepgraph.errors import UsageError
 from stepgraph.lowering.presets import LOWERINGS
+from stepgraph.pipeline import as_executed
 from stepgraph.planning.folding import layer_of
 from stepgraph.planning.plan import Plan
 from stepgraph.planning.sizes import show_bytes
@@ -39,7 +40,11 @@ def collective_counts(program: Program) -> dict[tuple[str, str], dict[str, int]]
 
 
 def engine_report(plan: Plan, programs: dict[str, Program], notes: list[str], stats: Any) -> str:
-    """Plan, programs, collectives, memory, compilations and fallbacks."""
+    """Plan, programs as they are executed, collectives, memory, compilations and fallbacks.
+
+    Args:
+        programs: bound ones, by name.
+    """
     batches = plan.request.step.micro_batches
     lines = [
         f"stepgraph: plan {plan.placement} on mesh {plan.mesh}, memory {plan.memory}, "
@@ -55,7 +60,7 @@ def engine_report(plan: Plan, programs: dict[str, Program], notes: list[str], st
             f"  planned for {predicted.device}: step {predicted.step_ms:.1f} ms, "
             f"peak {show_bytes(predicted.peak_bytes)} a rank (error: {predicted.error})"
         )
-    for name, program in programs.items():
+    for name, program in as_executed(programs, plan.lowering).items():
         timeline = memory_timeline(program, LOWERINGS[plan.lowering].fuses)
         lines.append(
             f"  program {name}: {len(timeline.operations)} operations, "

@@ -5,10 +5,11 @@
 Two gloo ranks; each check is called by itself some thousand times, in an engine that has compiled its step,
 for Llamas of several depths. Microseconds a step, the median of rounds. ``behind other memory``: the same,
 but 128 MiB are written before each call: what a check reads, and the interpreter, are in no cache then.
-``in steps``: what a check takes within steps that train, where it finds what they leave. ``written to``:
+``in steps``: what a check takes within steps that train, where it finds what they leave
+(the clock is looked at just before, so that what is timed is the check). ``written to``:
 values that code reads, where something was written to what holds them (and they are what they were).
-``steps with and without``: steps of one run, in turns with and without the first two checks, and the ratio
-of the medians.
+``steps with and without``: steps of one run, in turns with all three checks and without them; the ratio of
+the medians, and the median of differences between neighbours with its interval of 95 %.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from stepgraph.runtime.batches import flatten_batch
 from stepgraph.runtime.compiled import that_holds
 
 CALLS, ROUNDS, STEPS = 500, 9, 150
+QUARTETS = 50  # times the steps of a size
 
 
 def microseconds(check):
@@ -67,11 +69,19 @@ class Stopwatch:
     def __exit__(self, *_):
         self.seconds += time.perf_counter() - self.start
 
+    def warmed(self):
+        """Itself, in the caches, which what it is around need not be."""
+        seconds = self.seconds
+        with self:
+            pass
+        self.seconds = seconds
+        return self
+
     def around(self, function):
         """The same function, timed."""
 
         def run(*args, **kwargs):
-            with self:
+            with self.warmed():
                 return function(*args, **kwargs)
 
         return run
@@ -79,10 +89,10 @@ class Stopwatch:
     @contextlib.contextmanager
     def around_ends(self, manager):
         """What entering and leaving takes, not what is inside."""
-        with self:
+        with self.warmed():
             manager.__enter__()
         yield
-        with self:
+        with self.warmed():
             manager.__exit__(None, None, None)
 
     def next_step(self):
@@ -110,22 +120,40 @@ def microseconds_in_steps(engine, batches):
     return dict(zip(names, found, strict=True))
 
 
-def with_and_without(engine, batches):
-    """Milliseconds of steps with checks of values and of assigned data, and without, in turns of two."""
-    that_holds, data = compilers.that_holds, engine._compiler.data
-    check, found = data.check, {"with": [], "without": []}
-    for number in range(4 * STEPS):
-        name = ("with", "without")[number // 2 % 2]
-        on = name == "with"
-        compilers.that_holds = that_holds if on else lambda known, _: next(iter(known))
-        data.check = check if on else lambda: None
+def with_and_without(engine, batches, quartets):
+    """Milliseconds of steps with the checks and without them, and microseconds between the two.
+
+    Args:
+        quartets: of steps: two with the checks, two without. The second of two is timed: the first finds
+            what the other kind left.
+    """
+    compiler = engine._compiler
+    that_holds, check = compilers.that_holds, compiler.data.check
+    call, runs = compiler.call, compiler.watch.runs
+    nothing, times = contextlib.nullcontext(), ([], [])
+    for number in range(4 * quartets):
+        on = number // 2 % 2 == 0
+        compilers.that_holds = that_holds if on else lambda known, _: known[0]
+        compiler.data.check = check if on else lambda: None
+        compiler.call = call if on else lambda *_: nothing
+        compiler.watch.runs = runs if on else lambda _: None
         start = time.perf_counter()
         engine.step(batches[number % len(batches)])
-        if number % 2:  # the first of two finds what the other kind left
-            found[name].append((time.perf_counter() - start) * 1e3)
-    compilers.that_holds, data.check = that_holds, check
-    medians = {name: statistics.median(times) for name, times in found.items()}
-    return {**medians, "ratio": medians["with"] / medians["without"]}
+        if number % 2:
+            times[not on].append(time.perf_counter() - start)
+    compilers.that_holds, compiler.data.check = that_holds, check
+    compiler.call, compiler.watch.runs = call, runs
+    medians = [statistics.median(kind) for kind in times]
+    apart = sorted(one - other for one, other in zip(*times, strict=True))
+    off = round(0.98 * len(apart) ** 0.5)  # ranks of a median's interval of 95 %
+    middle = len(apart) // 2
+    return {
+        "with": medians[0] * 1e3,
+        "without": medians[1] * 1e3,
+        "ratio": medians[0] / medians[1],
+        "microseconds between": apart[middle] * 1e6,
+        "of 95 %": [apart[middle - off] * 1e6, apart[middle + off] * 1e6],
+    }
 
 
 def measure(name):
@@ -165,7 +193,7 @@ def measure(name):
         "parameters": len(list(model.parameters())),
         **found,
         "behind other memory": cold,
-        "steps with and without": with_and_without(engine, batches),
+        "steps with and without": with_and_without(engine, batches, QUARTETS * SIZES[name].steps),
         "in steps": microseconds_in_steps(engine, batches),
     }
 

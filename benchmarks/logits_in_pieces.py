@@ -35,7 +35,7 @@ from stepgraph.pipeline import as_executed
 
 WORDS, WIDTH, ROWS, LENGTH = 128_256, 256, 4, 512
 STEPS = 3
-MEMORY = {"whole": "none", "in pieces": "budget:1.5GiB", "in small pieces": "budget:460MiB"}
+MEMORY = {"whole": "none", "in pieces": "budget:1.5GiB", "in small pieces": "budget:440MiB"}
 PEAKS = ("peak_mib", "kept_mib")
 WAYS = (
     "eager, whole", "eager, in pieces",

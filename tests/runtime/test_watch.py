@@ -5,6 +5,7 @@ import json
 import pytest
 
 from stepgraph.errors import RanksDifferError
+from stepgraph.runtime.record import Record
 from stepgraph.runtime.watch import Watch
 
 
@@ -30,8 +31,10 @@ class Store(dict):
 
 def second_rank(first):
     watch = object.__new__(Watch)  # without its thread, and the ranks that it would ask for
-    watch.rank, watch.size, watch._number = 1, 2, 3
-    watch._calls, watch._store = {3: (0, "step")}, Store(first)
+    watch.rank, watch.size = 1, 2
+    watch._record, watch._store = Record(), Store(first)
+    for _ in range(3):
+        watch._record.call("step", 0)
     return watch
 
 

@@ -1,13 +1,13 @@
 """Data that is assigned to a placed parameter: it changes what a DTensor looks like, and nothing else."""
 
-import operator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from stepgraph.errors import UsageError, name_a_few
 from stepgraph.torch_internals import dtensors
+from stepgraph.torch_internals.shown_memory import ShownMemory
 
 
 class AssignedData:
@@ -18,10 +18,10 @@ class AssignedData:
         self._parameters = list(model.parameters())
         self._data, self._own = self._seen()
 
-    def _seen(self) -> tuple[list[Any], list[Any]]:
-        """Of each parameter what assigning to ``.data`` replaces, and the part that it does not reach."""
+    def _seen(self) -> tuple[ShownMemory, list[Any]]:
+        """What assigning to ``.data`` replaces, and of each parameter the part that it does not reach."""
         own = [dtensors.own_part(p) if isinstance(p, DTensor) else p for p in self._parameters]
-        return [p.untyped_storage() for p in self._parameters], own
+        return ShownMemory(self._parameters), own
 
     def check(self) -> None:
         """Takes in what was converted, ``model.to(dtype)``: there the part is another one as well.
@@ -29,11 +29,11 @@ class AssignedData:
         Raises:
             UsageError: other data was assigned; names the parameters.
         """
-        now = map(Tensor.untyped_storage, self._parameters)
-        if all(map(operator.is_, now, self._data)):
+        if self._data.same():
             return
         data, own = self._seen()
-        rows = zip(self._model.named_parameters(), data, self._data, own, self._own, strict=True)
+        before, now = self._data.storages, data.storages
+        rows = zip(self._model.named_parameters(), now, before, own, self._own, strict=True)
         changed = [name for (name, _), a, b, c, d in rows if a is not b and c is d]
         if not changed:
             self._data, self._own = data, own

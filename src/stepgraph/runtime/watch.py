@@ -29,10 +29,10 @@ from stepgraph.planning.fingerprint import fingerprint_of
 from stepgraph.planning.plan import Plan
 from stepgraph.runtime.progress import PATIENCE, busy, say
 from stepgraph.runtime.ranks import Ranks, are_real
+from stepgraph.runtime.record import Record
 
 TICK = 1.0  # seconds between two looks
 LONG = 2  # looks that find the same call going on, before it is looked at again and again
-KEPT = 256  # calls that a rank remembers
 EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
 _WHY = (
     "every rank must make the same calls in the same order, with batches of the same shapes and types, of "
@@ -50,10 +50,8 @@ class Watch:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self._store = dist.PrefixStore("stepgraph/watch", torch_internals.rendezvous_store())
-        self._number = self._chain = 0
         self.made = 0  # engines that were agreed on
-        self._calls: dict[int, tuple[int, str]] = {}
-        self._runs: list[int] = []  # what ran in and since the last call
+        self._record = Record()
         self._inside = self._said = 0
         self._within = _Within(self)
         self._stop = threading.Event()
@@ -70,16 +68,12 @@ class Watch:
             digest: tells calls apart that must not meet.
         """
         if not self._inside:
-            self._chain = zlib.crc32(repr((self._chain, digest, self._runs)).encode())
-            self._calls[self._number + 1] = (self._chain, shown)  # first: _now tells by it
-            self._runs = []
-            self._number += 1
-            self._calls.pop(self._number - KEPT, None)
+            self._record.call(shown, digest)
         return self._within
 
     def runs(self, digest: int) -> None:
         """A program is run, in the call that is made."""
-        self._runs.append(digest)
+        self._record.run(digest)
 
     def running(self, digest: int) -> AbstractContextManager:
         """One graph of many is run: in the call that is made, or after it."""
@@ -94,7 +88,8 @@ class Watch:
         Raises:
             RanksDifferError: some rank goes on with what it had.
         """
-        number, asked = self._number, [0] if self.rank else range(1, self.size)
+        number, _, calls = self._record.now()
+        asked = [0] if self.rank else range(1, self.size)
         self._store.set(f"changes/{number}/{self.rank}", str(digest))
         for rank in asked:
             key = f"changes/{number}/{rank}"
@@ -105,9 +100,8 @@ class Watch:
                 if further and not self._store.check(
                     [key]
                 ):  # it may have come, and gone on, meanwhile
-                    shown = self._calls[number][1]
                     raise self.differ(
-                        f"call {number}, {shown}, is another one than before on rank "
+                        f"call {number}, {calls[number][1]}, is another one than before on rank "
                         f"{self.rank} alone, and not on rank {rank}"
                     )
             if self._store.get(key).decode() != str(digest):
@@ -115,7 +109,8 @@ class Watch:
 
     def word(self) -> int:
         """20 bits that say what ran since the last call began."""
-        return zlib.crc32(repr(self._runs).encode()) & 0xFFFFF
+        self._record.add_up()
+        return zlib.crc32(repr(self._record.runs).encode()) & 0xFFFFF
 
     def agree(self, shown: dict[str, Any]) -> None:
         """Every rank was given the same; called by all, before they exchange anything else.
@@ -156,22 +151,25 @@ class Watch:
     def _look(self) -> None:
         seen, looks = 0, 0
         while not self._stop.wait(TICK):
-            looks = looks + 1 if self._inside and self._number == seen else 0
-            if self._number == seen and looks < LONG:
+            self._record.add_up()
+            same = self._record.number == seen
+            looks = looks + 1 if self._inside and same else 0
+            if same and looks < LONG:
                 continue
-            seen = self._number
+            seen = self._record.number
             try:
                 self._compare()
                 if self.rank == 0 and looks * TICK >= PATIENCE and not busy():
                     self._say_who_is_late()
             except (RuntimeError, OSError):  # the store is gone, and the run with it
-                return
+                break
+        self._record.close()
 
     def _compare(self) -> None:
         """The first rank's calls against this one's, as far as both have come."""
         if self._store.check(["end"]):
             self._end(self._store.get("end").decode())
-        number, runs, calls = self._now()
+        number, runs, calls = self._record.now()
         self._store.set(f"calls/{self.rank}", json.dumps([number, runs, list(calls.items())]))
         if self.rank == 0:
             return
@@ -180,25 +178,17 @@ class Watch:
             if n in calls and calls[n][0] != chain:
                 self._end(self._apart(n, shown, calls[n][1]))
         same = min(len(runs), len(their_runs))
-        if number == their_number and self._number == number and runs[:same] != their_runs[:same]:
+        if number == their_number and runs[:same] != their_runs[:same]:
             shown = calls[number][1]
             self._end(self._apart(number, f"{shown}, which runs other graphs there,", shown))
 
     def _say_who_is_late(self) -> None:
         """The ranks that have not come to this call; once a call."""
-        number = self._number
+        number, _, calls = self._record.now()
         late = [rank for rank in range(1, self.size) if self._published(rank)[0] < number]
         if late and number != self._said:
             self._said = number
-            shown = self._calls[number][1]
-            say(f"waiting for ranks {late} to come to call {number}, {shown} ...")
-
-    def _now(self) -> tuple[int, list[int], dict[int, tuple[int, str]]]:
-        """One moment of what the main thread goes on to write."""
-        while True:
-            number, runs, calls = self._number, self._runs.copy(), self._calls.copy()
-            if number == self._number and number == max(calls, default=0):
-                return number, runs, calls
+            say(f"waiting for ranks {late} to come to call {number}, {calls[number][1]} ...")
 
     def _published(self, rank: int) -> tuple[int, list[int], list]:
         """What a rank has told of its calls: the number of the last, what ran in it, and all."""

@@ -9,7 +9,6 @@ Python counts up to 3.12 (PEP 509). Where it does not, or has something elsewher
 for, :meth:`Writes.none` never says so.
 """
 
-import ctypes
 import functools
 import gc
 import itertools
@@ -24,6 +23,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from stepgraph.torch_internals.words import reader, word
 
 # Bytes into an object: its class; the count of a dictionary; what a cell holds; the attributes of what is
 # made of a class in Python.
@@ -110,7 +111,7 @@ class Writes:
             return
         if self._read is None:
             tables = (id(table) + _COUNT for table, _ in self._names.values())
-            self._read = _reader([*self._words, *tables])
+            self._read = reader([*self._words, *tables])
         try:
             named = self._named()
         except LookupError:  # a name is gone
@@ -158,7 +159,7 @@ class Writes:
         """``get``: of what the word is the address; None: it is a number."""
         address = id(owner) + place
         if get is not None:
-            value, there = get(owner), _word(address)  # a dictionary is made when it is asked for
+            value, there = get(owner), word(address)  # a dictionary is made when it is asked for
             if there != id(value) and (there, value) != (0, None):
                 self.unknown()
         self._words[address] = owner, get
@@ -198,7 +199,7 @@ class Writes:
 def _place_of_attributes(value: Any) -> int:
     """Bytes into an object of a class that is written in Python."""
     behind = -(-object.__sizeof__(value) // 8) * 8 - 8  # behind items, of numbers and tuples
-    return behind if _word(id(value) + behind) == id(vars(value)) else _ATTRIBUTES
+    return behind if word(id(value) + behind) == id(vars(value)) else _ATTRIBUTES
 
 
 def _in_cell(cell: types.CellType) -> Any:
@@ -208,23 +209,9 @@ def _in_cell(cell: types.CellType) -> Any:
         return None
 
 
-def _reader(addresses: list[int]) -> Callable[[], Any]:
-    """Reads words of memory, of objects that are alive."""
-    if not addresses:
-        return lambda: np.empty(0, np.uint64)
-    where = np.array(addresses, dtype=np.int64)
-    start, words = int(where.min()), int(where.max() - where.min()) // 8 + 1
-    memory = np.ctypeslib.as_array((ctypes.c_uint64 * words).from_address(start))
-    return functools.partial(memory.take, (where - start) // 8)
-
-
 def _are(now: list[Any], before: list[Any]) -> bool:
     """Whether they are the same objects."""
     return len(now) == len(before) and all(map(operator.is_, now, before))
-
-
-def _word(address: int) -> int:
-    return ctypes.c_uint64.from_address(address).value
 
 
 def _counted() -> bool:
@@ -232,7 +219,7 @@ def _counted() -> bool:
     if sys.implementation.name != "cpython" or sys.version_info >= (3, 13) or sys.maxsize < 2**32:
         return False
     written, other = {"one": 1}, {"one": 1}
-    read = _reader([id(written) + _COUNT, id(other) + _COUNT])
+    read = reader([id(written) + _COUNT, id(other) + _COUNT])
     before = read()
     written["one"] = 2
     after = read()
@@ -242,5 +229,5 @@ def _counted() -> bool:
 _COUNTS = _counted()
 # Bytes into a class: its bases, in order.
 _BASES = next(
-    (i for i in range(8, 512, 8) if _COUNTS and _word(id(Writes) + i) == id(Writes.__mro__)), 0
+    (i for i in range(8, 512, 8) if _COUNTS and word(id(Writes) + i) == id(Writes.__mro__)), 0
 )

@@ -8,9 +8,9 @@ from stepgraph.runtime.record import KEPT, Record
 def told(*calls):
     record = Record()
     for shown, digest, runs in calls:
-        record.call(shown, digest)
+        record.tell((shown, digest))
         for run in runs:
-            record.run(run)
+            record.tell(run)
     return record
 
 
@@ -23,11 +23,8 @@ def test_calls_are_counted_and_remembered_with_what_ran_in_the_last():
 def test_it_is_the_same_whenever_it_is_added_up():
     whole = told(("step", 1, [5, 6]), ("step", 1, [5]), ("step", 1, []))
     parts = Record()
-    for tell, given in (
-        (parts.call, ("step", 1)), (parts.run, (5,)), (parts.run, (6,)),
-        (parts.call, ("step", 1)), (parts.run, (5,)), (parts.call, ("step", 1)),
-    ):  # fmt: skip
-        tell(*given)
+    for told_now in (("step", 1), 5, 6, ("step", 1), 5, ("step", 1)):
+        parts.tell(told_now)
         parts.add_up()
     assert whole.now() == parts.now()
 
@@ -56,8 +53,8 @@ def test_readers_on_several_threads_see_whole_moments():
     for reader in readers:
         reader.start()
     for number in range(1, 5000):
-        record.call("step", 1)
-        record.run(number)
+        record.tell(("step", 1))
+        record.tell(number)
     over.set()
     for reader in readers:
         reader.join()
@@ -67,5 +64,5 @@ def test_readers_on_several_threads_see_whole_moments():
 def test_what_is_told_to_nobody_is_dropped():
     record = told(("step", 1, [5]))
     record.close()
-    record.call("step", 1)
+    record.tell(("step", 1))
     assert record.now()[0] == 0 and not record._told

@@ -34,7 +34,7 @@ def second_rank(first):
     watch.rank, watch.size = 1, 2
     watch._record, watch._store = Record(), Store(first)
     for _ in range(3):
-        watch._record.call("step", 0)
+        watch._record.tell(("step", 0))
     return watch
 
 

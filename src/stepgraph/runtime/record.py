@@ -10,10 +10,10 @@ KEPT = 256  # calls that a rank remembers
 class Record:
     """Calls, and what ran in them: told by the main thread, and added up by whoever reads them.
 
-    Telling is an append, for a step waits for it. Nothing that is read is told meanwhile by another thread
-    than the one that reads, or it is told again.
-
     Attributes:
+        tell: takes a call that begins (what it is, for messages; a digest, which tells calls apart that
+            must not meet), or the digest of a program that runs, in that call or after it. A step waits
+            for it, so it appends, and no more.
         number: of the last call.
         runs: what ran in and since the last call.
         calls: the number of a call -> what all up to it add up to, and what it is, for messages.
@@ -24,20 +24,8 @@ class Record:
         self.runs: list[int] = []
         self.calls: dict[int, tuple[int, str]] = {}
         self._told: deque[int | tuple[str, int]] = deque()
+        self.tell = self._told.append
         self._adding = threading.Lock()
-
-    def call(self, shown: str, digest: int) -> None:
-        """A call begins.
-
-        Args:
-            shown: what it is, for messages.
-            digest: tells calls apart that must not meet.
-        """
-        self._told.append((shown, digest))
-
-    def run(self, digest: int) -> None:
-        """A program runs, in the last call or after it."""
-        self._told.append(digest)
 
     def add_up(self) -> None:
         """All that was told so far counts."""
@@ -53,6 +41,7 @@ class Record:
     def close(self) -> None:
         """Nobody reads it any more; what is told is dropped."""
         self._told = deque(maxlen=0)
+        self.tell = self._told.append
 
     def _add_up(self) -> None:
         while self._told:

@@ -60,20 +60,19 @@ class Watch:
 
     # -- the main thread
 
-    def call(self, shown: str, digest: int) -> AbstractContextManager:
+    def call(self, one: tuple[str, int]) -> AbstractContextManager:
         """One call of an entry point; every rank makes the same.
 
         Args:
-            shown: what it is, for messages.
-            digest: tells calls apart that must not meet.
+            one: what it is, for messages, and a digest, which tells calls apart that must not meet.
         """
         if not self._inside:
-            self._record.call(shown, digest)
+            self._record.tell(one)
         return self._within
 
     def runs(self, digest: int) -> None:
         """A program is run, in the call that is made."""
-        self._record.run(digest)
+        self._record.tell(digest)
 
     def running(self, digest: int) -> AbstractContextManager:
         """One graph of many is run: in the call that is made, or after it."""

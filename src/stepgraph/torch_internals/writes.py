@@ -27,8 +27,9 @@ import torch
 from stepgraph.torch_internals.words import reader, word
 
 # Bytes into an object: its class; the count of a dictionary; what a cell holds; the attributes of what is
-# made of a class in Python.
+# made of a class in Python; how many items a list has, and where they are.
 _CLASS, _COUNT, _HELD, _ATTRIBUTES = 8, 24, 16, -24
+_LENGTH, _ITEMS = 16, 24
 _OF_FUNCTION = {
     "__name__": 32, "__qualname__": 40, "__code__": 48, "__defaults__": 56, "__kwdefaults__": 64,
     "__dict__": 88,
@@ -55,12 +56,15 @@ class Writes:
 
     def __init__(self) -> None:
         self._words: dict[int, tuple[Any, Callable[[Any], Any] | None]] = {}  # by address
-        self._lists: dict[int, list | OrderedDict] = {}
+        self._lists: dict[int, list] = {}
         self._names: dict[int, tuple[dict, dict[str, None]]] = {}
         self._known = _COUNTS
         self._read: Callable[[], Any] | None = None
-        # Words, what is in lists, and what modules have under the names that are read.
-        self._before: tuple[np.ndarray, list[Any], list[Any]] | None = None
+        self._read_items: Callable[[], Any] | None = (
+            None  # of lists, while they are where they were
+        )
+        # Words, those of items, and what modules have under the names that are read.
+        self._before: tuple[np.ndarray, bytes, list[Any]] | None = None
         self._alive: list[Any] = []  # so that nothing else gets the address of what was there
 
     def watch(self, value: Any) -> None:
@@ -69,8 +73,13 @@ class Writes:
             return
         if isinstance(value, dict):
             self.watch_table(value)
-        if isinstance(value, (list, OrderedDict)):  # another order is no write
+        if isinstance(value, OrderedDict):  # another order is no write
+            self._watch_word(value, _ORDER, None)
+            self._known &= bool(_ORDER)
+        if isinstance(value, list):
             self._lists[id(value)] = value
+            self._watch_word(value, _LENGTH, None)
+            self._watch_word(value, _ITEMS, None)
         if isinstance(value, torch.Tensor):
             self.watch_table(value.__dict__)  # what a tensor computes with is looked at by others
         elif isinstance(value, types.FunctionType):
@@ -118,17 +127,25 @@ class Writes:
             self.unknown()
             return
         self._alive = [get(owner) for owner, get in self._words.values() if get is not None]
-        self._before = self._read(), self._listed(), named
+        places, items = [], b""
+        for one in self._lists.values():
+            self._alive += list.__iter__(one)  # not as its own class would have it
+            start, length = word(id(one) + _ITEMS), word(id(one) + _LENGTH)
+            places += range(start, start + 8 * length, 8)
+        if places:
+            self._read_items = reader(places)
+            items = self._read_items().tobytes()
+        self._before = self._read(), items, named
 
     def none(self) -> bool:
         """Whether nothing was written to since, as far as can be known; takes microseconds."""
         if self._before is None or self._read is None:
             return False
-        words, listed, named = self._before
+        words, items, named = self._before
         now = self._read()
         if now.tobytes() != words.tobytes() and not self._is_elsewhere(words, now, named):
             return False
-        return not self._lists or _are(self._listed(), listed)
+        return not items or self._read_items().tobytes() == items
 
     def _is_elsewhere(self, words: np.ndarray, now: np.ndarray, named: list[Any]) -> bool:
         """Whether modules alone were written to, and not under the names that are read."""
@@ -142,12 +159,6 @@ class Writes:
             return False
         words[:] = now
         return True
-
-    def _listed(self) -> list[Any]:
-        found: list[Any] = []
-        for one in self._lists.values():  # not as its own class would have it
-            found += list.__iter__(one) if isinstance(one, list) else OrderedDict.__iter__(one)
-        return found
 
     def _named(self) -> list[Any]:
         found: list[Any] = []
@@ -214,6 +225,19 @@ def _are(now: list[Any], before: list[Any]) -> bool:
     return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
+def _place_of_order() -> int:
+    """Bytes into an ordered dictionary, of a count of changes of its order; 0 where there is none."""
+    table, seen = OrderedDict(a=1, b=2, c=3), []
+    places = range(dict.__basicsize__, OrderedDict.__basicsize__, 8)
+    for key in ("a", "b", "c", "a"):
+        seen.append([word(id(table) + place) for place in places])
+        table.move_to_end(key)
+    counted = [
+        all(0 < b - a < 8 for a, b in itertools.pairwise(row)) for row in zip(*seen, strict=True)
+    ]
+    return next((place for place, counts in zip(places, counted, strict=True) if counts), 0)
+
+
 def _counted() -> bool:
     """Whether this Python counts writes where they are looked for."""
     if sys.implementation.name != "cpython" or sys.version_info >= (3, 13) or sys.maxsize < 2**32:
@@ -227,6 +251,7 @@ def _counted() -> bool:
 
 
 _COUNTS = _counted()
+_ORDER = _place_of_order() if _COUNTS else 0
 # Bytes into a class: its bases, in order.
 _BASES = next(
     (i for i in range(8, 512, 8) if _COUNTS and word(id(Writes) + i) == id(Writes.__mro__)), 0

@@ -27,9 +27,7 @@ from contestants import SIZES, make_batches, make_model
 
 import stepgraph
 from stepgraph.cli import launcher
-from stepgraph.runtime import compiler as compilers
 from stepgraph.runtime.batches import flatten_batch
-from stepgraph.runtime.compiled import that_holds
 
 CALLS, ROUNDS, STEPS = 500, 9, 150
 QUARTETS = 50  # times the steps of a size
@@ -104,45 +102,69 @@ class Stopwatch:
 def microseconds_in_steps(engine, batches):
     """Of each check, the median over steps."""
     compiler = engine._compiler
-    values, data, calls = Stopwatch(), Stopwatch(), Stopwatch()
-    one, that_holds = compiler.call, compilers.that_holds
-    compilers.that_holds = values.around(that_holds)
-    compiler.data.check = data.around(compiler.data.check)
-    compiler.watch.runs = calls.around(compiler.watch.runs)
-    compiler.call = lambda *args: calls.around_ends(calls.around(one)(*args))
-    for number in range(STEPS):
-        engine.step(batches[number % len(batches)])
-        for watch in (values, data, calls):
-            watch.next_step()
-    compilers.that_holds = that_holds
-    names = ("values that code reads", "assigned data", "calls of other ranks")
-    found = (statistics.median(watch.steps) * 1e6 for watch in (values, data, calls))
-    return dict(zip(names, found, strict=True))
+    checks, watch = compiler.checks, compiler.watch
+    alone, together, values, data, calls = (Stopwatch() for _ in range(5))
+    found = {
+        "modules, parameters, modes, hooks, alone": alone,
+        "the same, and the next two with it": together,
+        "values that code reads": values,
+        "assigned data": data,
+        "calls of other ranks": calls,
+    }
+    one = compiler.call
+    with patched((checks, "look", alone.around(checks.watched.look))):
+        for number in range(STEPS):
+            engine.step(batches[number % len(batches)])
+            alone.next_step()
+    with patched(
+        (checks, "look", together.around(checks.look)),
+        (checks, "that_holds", values.around(checks.that_holds)),
+        (checks, "check_data", data.around(checks.check_data)),
+        (watch, "runs", calls.around(watch.runs)),
+        (compiler, "call", lambda *args: calls.around_ends(calls.around(one)(*args))),
+    ):
+        for number in range(STEPS):
+            engine.step(batches[number % len(batches)])
+            for stopwatch in (together, values, data, calls):
+                stopwatch.next_step()
+    return {name: statistics.median(of.steps) * 1e6 for name, of in found.items()}
+
+
+@contextlib.contextmanager
+def patched(*places):
+    """Within it, methods of objects are others."""
+    for one, name, other in places:
+        setattr(one, name, other)
+    yield
+    for one, name, _ in places:
+        delattr(one, name)
 
 
 def with_and_without(engine, batches, quartets):
     """Milliseconds of steps with the checks and without them, and microseconds between the two.
 
+    Without them modules, parameters, modes and hooks are looked at, as ever.
+
     Args:
         quartets: of steps: two with the checks, two without. The second of two is timed: the first finds
             what the other kind left.
     """
-    compiler = engine._compiler
-    that_holds, check = compilers.that_holds, compiler.data.check
-    call, runs = compiler.call, compiler.watch.runs
-    nothing, times = contextlib.nullcontext(), ([], [])
+    compiler, nothing, times = engine._compiler, contextlib.nullcontext(), ([], [])
+    without = (
+        (compiler.checks, "look", compiler.checks.watched.look),
+        (compiler.checks, "that_holds", lambda known, _: known[0]),
+        (compiler.checks, "check_data", lambda: None),
+        (compiler, "call", lambda *_: nothing),
+        (compiler.watch, "runs", lambda _: None),
+    )
     for number in range(4 * quartets):
         on = number // 2 % 2 == 0
-        compilers.that_holds = that_holds if on else lambda known, _: known[0]
-        compiler.data.check = check if on else lambda: None
-        compiler.call = call if on else lambda *_: nothing
-        compiler.watch.runs = runs if on else lambda _: None
-        start = time.perf_counter()
-        engine.step(batches[number % len(batches)])
+        with patched(*(() if on else without)):
+            start = time.perf_counter()
+            engine.step(batches[number % len(batches)])
+            seconds = time.perf_counter() - start
         if number % 2:
-            times[not on].append(time.perf_counter() - start)
-    compilers.that_holds, compiler.data.check = that_holds, check
-    compiler.call, compiler.watch.runs = call, runs
+            times[not on].append(seconds)
     medians = [statistics.median(kind) for kind in times]
     apart = sorted(one - other for one, other in zip(*times, strict=True))
     off = round(0.98 * len(apart) ** 0.5)  # ranks of a median's interval of 95 %
@@ -164,7 +186,7 @@ def measure(name):
     engine = stepgraph.Engine(model, optimizer=optimizer, plan="zero3", lowering="eager")
     batches = make_batches(SIZES[name], 512, int(os.environ["RANK"]))
     batch = batches[0]
-    for _ in range(3):  # from the next one on nothing is compared that was not written to
+    for _ in range(8):  # from the next one on nothing is compared that was not written to
         engine.step(batch)
     compiler, local = engine._compiler, flatten_batch(batch, engine._device)
     compiled = compiler.entry("step", local)
@@ -173,19 +195,21 @@ def measure(name):
         with compiler.call("step", local):
             compiler.watch.runs(compiled.digest)
 
-    def values():
-        assert that_holds([compiled], compiler.capturing) is compiled
+    def that_read():
+        assert compiler.checks.that_holds([compiled], compiler.capturing) is compiled
 
     def written():
         model.unread = object()
-        values()
+        compiler.checks.look()
+        that_read()
 
     checks = {
-        "values that code reads": values,
-        "written to": written,
-        "assigned data": compiler.data.check,
+        "modules, parameters, modes, hooks, alone": compiler.checks.watched.look,
+        "the same, and the next two with it": compiler.checks.look,
+        "values that code reads": that_read,
+        "assigned data": compiler.checks.check_data,
         "calls of other ranks": calls,
-        "modules, parameters, modes, hooks": compiler._watched.look,
+        "values that were written to": written,
     }
     found = {name: microseconds(check) for name, check in checks.items()}
     cold = {name: microseconds_behind_other_memory(check) for name, check in checks.items()}

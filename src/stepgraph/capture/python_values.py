@@ -13,6 +13,7 @@ from types import CodeType
 from stepgraph.capture.outside_tensors import OutsideTensor
 from stepgraph.errors import CaptureError, GraphBreakError
 from stepgraph.torch_internals.python_values import Change, Heard, Reads
+from stepgraph.torch_internals.words import Snapshot
 
 # Between the load of a counter and the store of what it has become.
 _COUNTING = {"LOAD_CONST", "LOAD_SMALL_INT", "LOAD_FAST", "BINARY_OP", "SWAP", "CACHE"}
@@ -35,6 +36,12 @@ class PythonValues:
         False where that cannot be known: then :meth:`hold` says, while the model is as it was captured.
         """
         return self.reads is None or (self.reads.untouched() and self._has_tensors())
+
+    def snapshot(self) -> Snapshot | None:
+        """What would have to be written to for anything to be another; None: it has to be looked for."""
+        if self.tensors:
+            return None
+        return Snapshot() if self.reads is None else self.reads.snapshot()
 
     def hold(self) -> bool:
         """Whether everything that was read is what it was."""

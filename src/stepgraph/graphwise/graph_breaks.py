@@ -172,7 +172,7 @@ class GraphRunner:
                     do="change the model before it is given to stepgraph",
                 )
         self.compiler.state.adopt_parameters()
-        self.compiler.data.check()
+        self.compiler.checks.data.check()
         self.compiler.kinds.meet(entry, batch)
 
     def _follow_hooks(self, entry: str) -> None:

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 from stepgraph.errors import UsageError, name_a_few
 from stepgraph.torch_internals import dtensors
 from stepgraph.torch_internals.shown_memory import ShownMemory
+from stepgraph.torch_internals.words import Snapshot
 
 
 class AssignedData:
@@ -22,6 +23,10 @@ class AssignedData:
         """What assigning to ``.data`` replaces, and of each parameter the part that it does not reach."""
         own = [dtensors.own_part(p) if isinstance(p, DTensor) else p for p in self._parameters]
         return ShownMemory(self._parameters), own
+
+    def snapshot(self) -> Snapshot | None:
+        """What would have to be written to; None: that is not known."""
+        return self._data.snapshot
 
     def check(self) -> None:
         """Takes in what was converted, ``model.to(dtype)``: there the part is another one as well.

@@ -22,10 +22,10 @@ from stepgraph.program import roles
 from stepgraph.program.digest import digest_of
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.program import Program
-from stepgraph.runtime.assigned_data import AssignedData
 from stepgraph.runtime.batches import KindsOfBatch, LocalBatch, global_spec
 from stepgraph.runtime.calls import Calls
-from stepgraph.runtime.compiled import Compiled, SameProgram, that_holds
+from stepgraph.runtime.checks import Checks
+from stepgraph.runtime.compiled import Compiled, SameProgram
 from stepgraph.runtime.executor import LoweredProgram, SplitProgram, lower_for_rank
 from stepgraph.runtime.host_memory import check_host_memory
 from stepgraph.runtime.modes import evaluation_mode
@@ -43,7 +43,7 @@ from stepgraph.runtime.recompiles import (
 from stepgraph.runtime.state import State
 from stepgraph.runtime.watch import Watch
 from stepgraph.torch_internals import hooks, pytree
-from stepgraph.torch_internals.modules import Look, Watched
+from stepgraph.torch_internals.modules import Look
 
 log = logging.getLogger("stepgraph")
 
@@ -85,9 +85,8 @@ class Compiler:
         state = self.state
         self.model, self.optimizer, self.ranks = state.model, state.optimizer, state.ranks
         self.parameters = list(self.model.parameters())
-        self._watched = Watched(self.model)
-        self._parts = self._watched.look().parts
-        self.data = AssignedData(self.model)
+        self.checks = Checks(self.model)
+        self._parts = self.checks.look().parts
         self._outside = OutsideTensors(state)
         self.kinds = KindsOfBatch(self.ranks, self.max_shapes)
         self._compiled: dict[str, dict[tuple, list[Compiled]]] = {}
@@ -111,7 +110,8 @@ class Compiler:
         self._drop_outdated()
         self.kinds.meet(name, batch)
         known = self._compiled.setdefault(name, {})
-        if (fitting := that_holds(known.get(key, ()), self.capturing)) is not None:
+        fitting = self.checks.that_holds(known.get(key, ()), self.capturing)
+        if fitting is not None:
             return self._chosen(fitting, name, key)
         if self.needs_values:
             self.state.check_filled()
@@ -130,7 +130,7 @@ class Compiler:
 
     def _checked(self) -> Look:
         """What the model looks like, where programs can run so."""
-        now, optimizer = self._watched.look(), self.optimizer
+        now, optimizer = self.checks.look(), self.optimizer
         if now.backward_hooks or (optimizer is not None and hooks.step_hooks(optimizer)):
             check_hooks(self.model, self.optimizer)
         self._check_tensors(now)
@@ -148,7 +148,7 @@ class Compiler:
         """The programs of an entry point that fit the model now, each with what it was made for."""
         now, known = self._model_as(name, self._checked()), self._compiled.get(name, {})
         fitting = [(key, one) for key in known if key[1:] == now for one in known[key]]
-        return [(key, one) for key, one in fitting if that_holds([one], self.capturing)]
+        return [(key, one) for key, one in fitting if self.checks.that_holds([one], self.capturing)]
 
     def check_again(self, name: str, key: tuple, compiled: Compiled) -> None:
         """Before a call of programs that somebody else chose, for all that :meth:`entry` looks at.
@@ -157,7 +157,7 @@ class Compiler:
             UsageError: the model is not what they were made for.
         """
         now, changed = self._checked(), ""
-        if that_holds([compiled], self.capturing) is None:
+        if self.checks.that_holds([compiled], self.capturing) is None:
             with self.capturing():
                 changed = compiled.values.broken()
         if not changed and key[1:] != self._model_as(name, now):
@@ -195,7 +195,7 @@ class Compiler:
             self._parts = now.parts
         if self.state.adopt_converted():
             self._drop_all(_CONVERTED)
-        self.data.check()
+        self.checks.check_data()
 
     def update(self, names: Sequence[str]) -> LoweredProgram:
         """The program that updates these parameters from gradients that the caller holds."""

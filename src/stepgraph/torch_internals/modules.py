@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from stepgraph.torch_internals.words import Snapshot
 from stepgraph.torch_internals.writes import Writes
 
 _LOOKED_AT = operator.attrgetter("_modules", "_parameters", "training")
@@ -70,6 +71,15 @@ class Watched:
             if not self._is_known:
                 self._writes.remember()
         return self._last
+
+    @property
+    def last(self) -> Look:
+        """How it looked."""
+        return self._last if self._last is not None else self.look()
+
+    def snapshot(self) -> Snapshot | None:
+        """What would have to be written to for it to look otherwise; None: that is not known."""
+        return self._writes.snapshot() if self._is_known else None
 
     def _watch_tables(self) -> None:
         tables = [

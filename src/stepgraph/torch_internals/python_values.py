@@ -24,6 +24,8 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 
 from stepgraph.torch_internals.limits import SAFE_GUARDS
 from stepgraph.torch_internals.sources import Sources
+from stepgraph.torch_internals.unguarded import Unguarded
+from stepgraph.torch_internals.words import Snapshot
 from stepgraph.torch_internals.writes import Writes
 
 # Guards on what is no Python value of the model's: tensors (shards fail them), modes of torch (those that
@@ -95,8 +97,9 @@ class Heard:
         scope = {"L": outside.local_scope, "G": outside.global_scope}
         everything = outside.guards.inner
         kept, slow = [], {}
-        sources = Sources()
+        sources, unguarded = Sources(), Unguarded(self.codes)
         for guard in everything:
+            unguarded.add(guard, scope)
             if not self._is_read(guard, settled):
                 continue
             holder = _slow_holder(guard, scope)
@@ -115,7 +118,7 @@ class Heard:
                 checked = captured.build_guards(function.__code__).guard_manager
         finally:
             outside.guards.inner = everything
-        return Reads(self.function, checked, list(slow.values()), sources, scope["G"])
+        return Reads(self.function, checked, list(slow.values()), unguarded, sources, scope["G"])
 
     @staticmethod
     def _is_read(guard: Any, settled: set[str]) -> bool:
@@ -156,13 +159,14 @@ class Reads:
         function: nn.Module,
         checked: Any,
         slow: list[tuple[dict, str, str]],
+        unguarded: Unguarded,
         sources: Sources,
         names: dict[str, Any],
     ) -> None:
         self._scope = {"self": function, "flat_args": ()}
         self._checked = checked
         self._slow = [(values, name, values[name], shown) for values, name, shown in slow]
-        self._sources, self._names = sources, names
+        self._unguarded, self._sources, self._names = unguarded, sources, names
         self._writes = Writes()
         # Calls since a write, how many that must be, and comparisons since all was followed anew.
         self._quiet = self._wait = self._followed = 0
@@ -175,6 +179,14 @@ class Reads:
             self._quiet = self._followed = 0
         return self._followed > 1
 
+    @property
+    def _all(self) -> dict[str, Any]:
+        return {"L": self._scope, "G": self._names}
+
+    def snapshot(self) -> Snapshot | None:
+        """What would have to be written to; None: they have to be compared."""
+        return self._writes.snapshot() if self._followed > 1 else None
+
     def remember(self) -> None:
         """They were just found to be what they were, and all is as it is between calls."""
         if self._followed < 2:  # else it was remembered before they were compared
@@ -185,7 +197,7 @@ class Reads:
         for values, name, value, _ in self._slow:
             if values.get(name) is not value and values.get(name) != value:
                 return False
-        if not self._checked.check(self._scope):
+        if not self._checked.check(self._scope) or self._unguarded.broken(self._all):
             return False
         self._watch()
         return True
@@ -194,7 +206,7 @@ class Reads:
         if self._followed:
             self._followed += 1
         elif self._quiet >= self._wait:
-            self._writes = self._sources.writes({"L": self._scope, "G": self._names})
+            self._writes = self._sources.writes(self._all)
             self._followed, self._wait = 1, min(self._LONGEST, 2 * self._wait or 1)
 
     def broken(self) -> str:
@@ -202,7 +214,10 @@ class Reads:
         for values, name, value, shown in self._slow:
             if values.get(name) != value:
                 return f"{shown} == {value!r}"
-        parts = self._checked.check_verbose(self._scope).verbose_code_parts
+        found = self._checked.check_verbose(self._scope)
+        if found.result:
+            return readable(self._unguarded.broken(self._all))
+        parts = found.verbose_code_parts
         expression, _, line = (parts[0] if parts else "").partition("  # ")
         where = re.findall(r"(\S+:\d+) in ", line)
         return readable(expression.strip()) + (f" ({where[-1]})" if where else "")

@@ -11,32 +11,41 @@ from collections.abc import Sequence
 
 import torch
 
-from stepgraph.torch_internals.words import reader, word
+from stepgraph.torch_internals.words import Snapshot, Together, reader, word
 
 
 class ShownMemory:
-    """The storages that tensors show now; they are kept alive, so that no other gets the address of one."""
+    """The storages that tensors show now; they are kept alive, so that no other gets the address of one.
+
+    Attributes:
+        storages: of each tensor.
+        snapshot: words that tell; None: torch has them elsewhere.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = list(tensors)
         self.storages = [tensor.untyped_storage() for tensor in tensors]
-        self._implementations = [tensor._cdata for tensor in tensors]
-        rows = zip(self._tensors, self._implementations, self.storages, strict=True)
-        self._known = bool(_PLACES) and all(_is_there(*row) for row in rows)
-        if self._known:
-            objects, storages = _PLACES
-            self._read = reader([id(tensor) + objects for tensor in self._tensors])
-            self._read_storages = reader([one + storages for one in self._implementations])
-            self._before = self._read().tobytes(), self._read_storages().tobytes()
+        self.snapshot = self._words()
+        self._together = None if self.snapshot is None else Together([self.snapshot])
 
     def same(self) -> bool:
         """Whether they still do; takes microseconds."""
-        if not self._known:
-            now = map(torch.Tensor.untyped_storage, self._tensors)
-            return all(map(operator.is_, now, self.storages))
-        own, shown = self._before
+        if self._together is not None:
+            return self._together.same()
+        now = map(torch.Tensor.untyped_storage, self._tensors)
+        return all(map(operator.is_, now, self.storages))
+
+    def _words(self) -> Snapshot | None:
+        implementations = [tensor._cdata for tensor in self._tensors]
+        rows = zip(self._tensors, implementations, self.storages, strict=True)
+        if not _PLACES or not all(_is_there(*row) for row in rows):
+            return None
+        objects, storages = _PLACES
+        addresses = [id(tensor) + objects for tensor in self._tensors]
         # Only while a tensor is what it was, that is alive, and may be looked into.
-        return self._read().tobytes() == own and self._read_storages().tobytes() == shown
+        behind = [one + storages for one in implementations]
+        words, words_behind = (reader(places)().tobytes() for places in (addresses, behind))
+        return Snapshot(addresses, words, behind, words_behind, [self._tensors, self.storages])
 
 
 def _is_there(tensor: torch.Tensor, implementation: int, storage: torch.UntypedStorage) -> bool:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stepgraph.torch_internals.words import reader, word
+from stepgraph.torch_internals.words import Snapshot, reader, word
 
 # Bytes into an object: its class; the count of a dictionary; what a cell holds; the attributes of what is
 # made of a class in Python; how many items a list has, and where they are.
@@ -60,9 +60,8 @@ class Writes:
         self._names: dict[int, tuple[dict, dict[str, None]]] = {}
         self._known = _COUNTS
         self._read: Callable[[], Any] | None = None
-        self._read_items: Callable[[], Any] | None = (
-            None  # of lists, while they are where they were
-        )
+        self._read_items: Callable[[], Any] | None = None
+        self._items: list[int] = []  # addresses; while lists are where they were
         # Words, those of items, and what modules have under the names that are read.
         self._before: tuple[np.ndarray, bytes, list[Any]] | None = None
         self._alive: list[Any] = []  # so that nothing else gets the address of what was there
@@ -119,23 +118,29 @@ class Writes:
         if not self._known:
             return
         if self._read is None:
-            tables = (id(table) + _COUNT for table, _ in self._names.values())
-            self._read = reader([*self._words, *tables])
+            self._read = reader(self._addresses())
         try:
             named = self._named()
         except LookupError:  # a name is gone
             self.unknown()
             return
         self._alive = [get(owner) for owner, get in self._words.values() if get is not None]
-        places, items = [], b""
+        self._items = []
         for one in self._lists.values():
             self._alive += list.__iter__(one)  # not as its own class would have it
             start, length = word(id(one) + _ITEMS), word(id(one) + _LENGTH)
-            places += range(start, start + 8 * length, 8)
-        if places:
-            self._read_items = reader(places)
-            items = self._read_items().tobytes()
+            self._items += range(start, start + 8 * length, 8)
+        self._read_items = reader(self._items) if self._items else None
+        items = b"" if self._read_items is None else self._read_items().tobytes()
         self._before = self._read(), items, named
+
+    def snapshot(self) -> Snapshot | None:
+        """What was remembered; None where that is not known."""
+        if self._before is None or self._read is None:
+            return None
+        words, items, named = self._before
+        alive = [[*self._words.values()], [*self._names.values()], named, self._alive]
+        return Snapshot(self._addresses(), words.tobytes(), self._items, items, alive)
 
     def none(self) -> bool:
         """Whether nothing was written to since, as far as can be known; takes microseconds."""
@@ -145,7 +150,7 @@ class Writes:
         now = self._read()
         if now.tobytes() != words.tobytes() and not self._is_elsewhere(words, now, named):
             return False
-        return not items or self._read_items().tobytes() == items
+        return self._read_items is None or self._read_items().tobytes() == items
 
     def _is_elsewhere(self, words: np.ndarray, now: np.ndarray, named: list[Any]) -> bool:
         """Whether modules alone were written to, and not under the names that are read."""
@@ -159,6 +164,9 @@ class Writes:
             return False
         words[:] = now
         return True
+
+    def _addresses(self) -> list[int]:
+        return [*self._words, *(id(table) + _COUNT for table, _ in self._names.values())]
 
     def _named(self) -> list[Any]:
         found: list[Any] = []

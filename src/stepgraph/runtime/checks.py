@@ -36,6 +36,8 @@ class Checks:
     def look(self) -> Look:
         """What the model looks like."""
         self._same = self._together is not None and self._together.same()
+        if not self._same:
+            self._together = None  # it keeps alive what there was
         return self.watched.last if self._same else self.watched.look()
 
     def check_data(self) -> None:

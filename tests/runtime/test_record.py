@@ -61,8 +61,10 @@ def test_readers_on_several_threads_see_whole_moments():
     assert not wrong and record.now()[:2] == (4999, [4999])
 
 
-def test_what_is_told_to_nobody_is_dropped():
+def test_it_counts_on_when_nobody_reads_it():
     record = told(("step", 1, [5]))
     record.close()
     record.tell(("step", 1))
-    assert record.now()[0] == 0 and not record._told
+    record.tell(6)
+    assert not record._told and record.now()[:2] == (2, [6])
+    assert record.now() == told(("step", 1, [5]), ("step", 1, [6])).now()

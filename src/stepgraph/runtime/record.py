@@ -39,9 +39,12 @@ class Record:
             return self.number, self.runs.copy(), self.calls.copy()
 
     def close(self) -> None:
-        """Nobody reads it any more; what is told is dropped."""
-        self._told = deque(maxlen=0)
-        self.tell = self._told.append
+        """Nobody adds up beside the main thread from here on; what is told counts all the same."""
+        self.tell = self._tell_at_once
+
+    def _tell_at_once(self, told: int | tuple[str, int]) -> None:
+        self._told.append(told)
+        self.add_up()
 
     def _add_up(self) -> None:
         while self._told:

@@ -148,6 +148,12 @@ class Watch:
         self._thread.join(2 * TICK)
 
     def _look(self) -> None:
+        try:
+            self._look_on()
+        finally:
+            self._record.close()
+
+    def _look_on(self) -> None:
         seen, looks = 0, 0
         while not self._stop.wait(TICK):
             self._record.add_up()
@@ -161,8 +167,7 @@ class Watch:
                 if self.rank == 0 and looks * TICK >= PATIENCE and not busy():
                     self._say_who_is_late()
             except (RuntimeError, OSError):  # the store is gone, and the run with it
-                break
-        self._record.close()
+                return
 
     def _compare(self) -> None:
         """The first rank's calls against this one's, as far as both have come."""
@@ -178,7 +183,7 @@ class Watch:
                 self._end(self._apart(n, shown, calls[n][1]))
         same = min(len(runs), len(their_runs))
         if number == their_number and runs[:same] != their_runs[:same]:
-            shown = calls[number][1]
+            shown = calls[number][1] if calls else "what came before the first call"
             self._end(self._apart(number, f"{shown}, which runs other graphs there,", shown))
 
     def _say_who_is_late(self) -> None:

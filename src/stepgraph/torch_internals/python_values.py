@@ -36,8 +36,8 @@ _NOT_READ = {
     "EMPTY_NN_MODULE_HOOKS_DICT", "BUILTIN_MATCH", "MODULE_MATCH",
 }  # fmt: skip
 _NOT_THE_MODELS = re.compile(
-    r"(G\['(__import_torch|pytree|ExportTracerOutput|__builtins|___unnamed)|__import__\('torch'\)"
-    r"|L\['flat_args'\]|L\['self'\]\.in_spec|L\['self'\]\._modules\['_export_root'\]\.tree|dict\(G\['ExportTracerOutput|list\(dict\.keys\(G\['__import_torch"
+    r"(G\['(__import_torch(_dot_|')|pytree|ExportTracerOutput|__builtins|___unnamed)|__import__\('torch'\)"
+    r"|L\['flat_args'\]|L\['self'\]\.in_spec|L\['self'\]\._modules\['_export_root'\]\.tree|dict\(G\['ExportTracerOutput|list\(dict\.keys\(G\['__import_torch(_dot_|')"
     r"|L\['self'\].*\['model'\].*\.training$)"
 )
 # Of classes and of what modules import, numbers count; that they are what they are is slow to look up.
@@ -99,7 +99,8 @@ class Heard:
         kept, slow = [], {}
         sources, unguarded = Sources(), Unguarded(self.codes)
         for guard in everything:
-            unguarded.add(guard, scope)
+            if not _NOT_THE_MODELS.match(guard.name) and readable(guard.name) not in settled:
+                unguarded.add(guard, scope)
             if not self._is_read(guard, settled):
                 continue
             holder = _slow_holder(guard, scope)
@@ -207,6 +208,7 @@ class Reads:
             self._followed += 1
         elif self._quiet >= self._wait:
             self._writes = self._sources.writes(self._all)
+            self._unguarded.watch(self._writes, self._all)
             self._followed, self._wait = 1, min(self._LONGEST, 2 * self._wait or 1)
 
     def broken(self) -> str:

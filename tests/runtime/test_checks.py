@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import stepgraph
-from stepgraph.errors import UsageError
+from stepgraph.errors import CaptureError, UsageError
 from stepgraph.torch_internals.writes import _COUNTS
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
@@ -182,3 +182,25 @@ def test_programs_are_not_kept_alive(beside):
     assert checks._last() is not None
     engine._compiler._compiled.clear()
     assert checks._last() is None
+
+
+class Rotating(nn.Module):
+    """Reads the first value, and moves it behind the others."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.order = nn.Linear(6, 1), OrderedDict(a=1.0, b=2.0)
+
+    def forward(self, x):
+        factor = next(iter(self.order.values()))
+        self.order.move_to_end(next(iter(self.order)))
+        return self.inner(x).square().mean() * factor
+
+
+def test_a_forward_that_reorders_is_refused():
+    """torch.compile has the first order at every call."""
+    model = Rotating()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    engine = stepgraph.Engine(model, loss=lambda m, x: m(x), optimizer=optimizer, lowering="eager")
+    with pytest.raises(CaptureError, match="reorders an ordered dictionary .*Rotating.forward"):
+        engine.step(X)

@@ -75,8 +75,16 @@ def values_of(heard: Heard, compare: bool, micro_batches: int = 1) -> PythonValu
 
     Raises:
         GraphBreakError: the code keeps tensors from one call for the next.
-        CaptureError: it changes a value that it reads, from micro-batch to micro-batch.
+        CaptureError: it changes a value that it reads, from micro-batch to micro-batch; or the order of an
+            ordered dictionary.
     """
+    if reordering := next((code for code in heard.codes if "move_to_end" in code.co_names), None):
+        where = f"{reordering.co_filename}:{reordering.co_firstlineno}"
+        raise CaptureError(
+            f"the forward reorders an ordered dictionary ({reordering.co_qualname}, {where})",
+            why="torch's tracing forgets move_to_end: every step would find the order of the first",
+            do="do it outside the forward, or keep the order in a list",
+        )
     replayed: list[Callable[[], None]] = []
     counters: set[str] = set()
     for change in heard.changes:

@@ -2,8 +2,8 @@
 
 A guard on an ordered dictionary compares the order in which keys came, which moving one does not change; a
 guard on a tuple compares lists in it with themselves. A guard on what a class has is on the class where it
-was found, whatever another one, or the object, has in front of it; of several with the very same number only
-one has a guard. A method or a property that was followed has none at all.
+was found, whatever another one, or the object, has in front of it; of several with the very same number
+only one has a guard. A method or a property that was followed has none at all.
 """
 
 import re

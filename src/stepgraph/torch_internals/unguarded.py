@@ -6,6 +6,7 @@ was found, whatever another one, or the object, has in front of it; of several w
 only one has a guard. A method or a property that was followed has none at all.
 """
 
+import functools
 import re
 import types
 from collections import OrderedDict
@@ -36,6 +37,7 @@ class Unguarded:
         self._hidden: set[tuple[str, str]] = set()  # objects, and values of their classes
         self._members: dict[tuple[type, str], tuple[Any, Any]] = {}  # and their code
         self._seen: set[type] = set()
+        self._of_classes = Writes()  # since members were compared
 
     def add(self, guard: Any, scope: Mapping[str, Any]) -> None:
         """What a guard says is meant in full; while the capture's values still stand.
@@ -63,11 +65,7 @@ class Unguarded:
 
     def watch(self, writes: Writes, scope: Mapping[str, Any]) -> None:
         """What would have to be written to, for any to be broken."""
-        for cls in self._seen:
-            writes.watch(cls)
-        for value, _ in self._members.values():
-            if type(function := _function_of(value)) is types.FunctionType:
-                writes.watch(function)
+        self._watch_members(writes)
         places = [*self._orders, *self._tuples, *(name for name, _ in self._hidden)]
         now = dict(scope)
         for name in places:
@@ -86,11 +84,26 @@ class Unguarded:
         for name, attribute in self._hidden:
             if attribute in _attributes(_find(name, now)):
                 return f"{name}.{attribute}"
+        return "" if self._of_classes.none() else self._other_member()
+
+    def _other_member(self) -> str:
+        self._of_classes = Writes()
+        self._watch_members(self._of_classes)
+        self._of_classes.remember()
         for (cls, name), before in self._members.items():
             member = _member(cls, name)
             if member is not before[0] or _code_of(member) is not before[1]:
+                self._of_classes.unknown()
+                self._of_classes.remember()
                 return f"{cls.__name__}.{name}"
         return ""
+
+    def _watch_members(self, writes: Writes) -> None:
+        for cls in self._seen:
+            writes.watch(cls)
+        for value, _ in self._members.values():
+            if type(function := _function_of(value)) is types.FunctionType:
+                writes.watch(function)
 
     def _add_value(self, owner: str, name: str, scope: dict[str, Any]) -> None:
         """Of its class, that an object is asked for."""
@@ -113,9 +126,14 @@ class Unguarded:
         self._members[cls, name] = member, _code_of(member)
 
 
+@functools.lru_cache(4000)
+def _code(expression: str) -> types.CodeType:
+    return compile(expression, "<guard>", "eval")
+
+
 def _find(expression: str, scope: dict[str, Any]) -> Any:
     try:
-        return eval(expression, scope)
+        return eval(_code(expression), scope)
     except Exception:  # a kind of source that is no expression; or it is gone
         return _ABSENT
 

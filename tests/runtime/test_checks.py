@@ -9,6 +9,7 @@ from torch import nn
 import stepgraph
 from stepgraph.errors import CaptureError, UsageError
 from stepgraph.torch_internals.writes import _COUNTS
+from tests.beside import beside
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 FACTOR = 1.0
@@ -74,26 +75,10 @@ CHANGES = [attribute, item, order, of_the_class, module, forward, hook, mode, fr
 
 
 @pytest.fixture
-def beside():
+def both():
     """An engine, its model and one in plain PyTorch, and what takes the same steps with both."""
-    made = type("Made", (Net,), {})  # a class of this test's own
-    torch.manual_seed(0)
-    plain, model = made(), made()
-    model.load_state_dict(plain.state_dict())
-    twin, own = (torch.optim.SGD(m.parameters(), lr=0.01) for m in (plain, model))
-    engine = stepgraph.Engine(
-        model, loss=lambda m, x: m(x), optimizer=own, plan="ddp", lowering="eager"
-    )
-
-    def steps(count):
-        for _ in range(count):
-            twin.zero_grad()
-            expected = plain(X)
-            expected.backward()
-            twin.step()
-            torch.testing.assert_close(engine.step(X), expected.detach())
-
-    return engine, (plain, model), steps
+    engine, plain, steps = beside(type("Made", (Net,), {}), X)  # a class of this test's own
+    return engine, (plain, engine.model), steps
 
 
 def at_once(engine):
@@ -102,8 +87,8 @@ def at_once(engine):
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_behind_a_quiet_time_counts(beside, change):
-    engine, models, steps = beside
+def test_a_change_behind_a_quiet_time_counts(both, change):
+    engine, models, steps = both
     steps(8)
     assert at_once(engine)
     for model in models:
@@ -118,8 +103,8 @@ def test_a_change_behind_a_quiet_time_counts(beside, change):
     assert engine.stats.compiles == 3
 
 
-def test_a_global_behind_a_quiet_time_counts(beside, monkeypatch):
-    engine, _, steps = beside
+def test_a_global_behind_a_quiet_time_counts(both, monkeypatch):
+    engine, _, steps = both
     steps(8)
     assert at_once(engine)
     monkeypatch.setitem(globals(), "FACTOR", 0.5)
@@ -136,8 +121,8 @@ def replaced(model):
 
 
 @pytest.mark.parametrize("change", [assigned, replaced])
-def test_other_parameters_behind_a_quiet_time_are_refused(beside, change):
-    engine, (_, model), steps = beside
+def test_other_parameters_behind_a_quiet_time_are_refused(both, change):
+    engine, (_, model), steps = both
     steps(8)
     assert at_once(engine)
     change(model)
@@ -145,8 +130,8 @@ def test_other_parameters_behind_a_quiet_time_are_refused(beside, change):
         engine.step(X)
 
 
-def test_what_is_written_in_place_leaves_it_quiet(beside):
-    engine, models, steps = beside
+def test_what_is_written_in_place_leaves_it_quiet(both):
+    engine, models, steps = both
     steps(8)
     for model in models:
         model.first.weight.data.mul_(0.5)
@@ -154,8 +139,8 @@ def test_what_is_written_in_place_leaves_it_quiet(beside):
     assert at_once(engine) and engine.stats.compiles == 1
 
 
-def test_a_model_that_is_evaluated_in_between_is_the_same(beside):
-    engine, (plain, _), steps = beside
+def test_a_model_that_is_evaluated_in_between_is_the_same(both):
+    engine, (plain, _), steps = both
     for _ in range(6):
         steps(3)
         with torch.no_grad():
@@ -164,8 +149,8 @@ def test_a_model_that_is_evaluated_in_between_is_the_same(beside):
     assert engine.stats.compiles == 2
 
 
-def test_where_something_is_written_all_the_time_it_is_compared_at_once_seldom(beside):
-    engine, (plain, model), steps = beside
+def test_where_something_is_written_all_the_time_it_is_compared_at_once_seldom(both):
+    engine, (plain, model), steps = both
     same = []
     for number in range(150):
         model.unread = plain.unread = number
@@ -175,8 +160,8 @@ def test_where_something_is_written_all_the_time_it_is_compared_at_once_seldom(b
     assert engine._compiler.checks._wait == 64
 
 
-def test_programs_are_not_kept_alive(beside):
-    engine, _, steps = beside
+def test_programs_are_not_kept_alive(both):
+    engine, _, steps = both
     steps(8)
     checks = engine._compiler.checks
     assert checks._last() is not None

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-import stepgraph
+from tests.beside import beside
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 
@@ -68,7 +68,7 @@ def forward(cls):
 @pytest.mark.parametrize("change", [method, its_property, static_method, constant, forward])
 def test_members_of_classes_count(change, place, steps):
     made = classes()
-    engine, both = beside(made[0])
+    engine, _, both = beside(made[0], X)
     both(steps)
     change(made[place])
     both(3)
@@ -77,7 +77,7 @@ def test_members_of_classes_count(change, place, steps):
 
 def test_members_of_a_helpers_class_count():
     made = classes()
-    engine, both = beside(made[0])
+    engine, _, both = beside(made[0], X)
     both(4)
     made[2].scaled = lambda self, x: x * 0.5
     both(3)
@@ -86,34 +86,12 @@ def test_members_of_a_helpers_class_count():
 
 def test_members_that_nothing_reads_do_not_count():
     made = classes()
-    engine, both = beside(made[0])
+    engine, _, both = beside(made[0], X)
     both(4)
     for cls in made:
         cls.unread, cls.other = 1.0, lambda self: 2.0
     both(3)
     assert engine.stats.compiles == 1
-
-
-def beside(cls):
-    """An engine, and what takes the same steps with it and in plain PyTorch."""
-    torch.manual_seed(0)
-    plain, model = cls(), cls()
-    model.load_state_dict(plain.state_dict())
-    twin, own = (torch.optim.SGD(m.parameters(), lr=0.01) for m in (plain, model))
-    engine = stepgraph.Engine(
-        model, loss=lambda m, x: m(x), optimizer=own, plan="ddp", lowering="eager"
-    )
-
-    def both(count):
-        for _ in range(count):
-            twin.zero_grad()
-            expected = plain(X)
-            expected.backward()
-            twin.step()
-            torch.testing.assert_close(engine.step(X), expected.detach())
-
-    both.plain = plain
-    return engine, both
 
 
 class Proxy:
@@ -192,9 +170,9 @@ def test_what_is_found_elsewhere_counts(change, steps, monkeypatch):
     part = type("Part", (nn.Linear,), {})
     made = type("Model", (Reading,), {})
     own = type("Own", (Scaled,), {})()
-    engine, both = beside(lambda: made(part, own))
+    engine, plain, both = beside(lambda: made(part, own), X)
     both(steps)
-    change(both.plain)
+    change(plain)
     if change in (list_in_a_tuple, list_in_a_tuple_in_a_dictionary):
         change(engine.model)
     both(3)

@@ -53,7 +53,7 @@ class PythonValues:
             self.reads.remember()
 
     def _has_tensors(self) -> bool:
-        return not self.tensors or not any(one.broken() for one in self.tensors)
+        return not any(one.broken() for one in self.tensors)
 
     def broken(self) -> str:
         """The first that is not."""

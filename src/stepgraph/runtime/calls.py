@@ -25,8 +25,7 @@ class Calls:
             shown = name if batch is None else f"{name} on a batch of {batch.shapes()}"
             digest = zlib.crc32(repr((self._number, name, kind)).encode())
             if not kind and batch is not None:
-                return self._watch.call(
-                    (shown, digest)
-                )  # of any new shape: ranks will agree on one
+                # Of any new shape: ranks will agree on one.
+                return self._watch.call((shown, digest))
             self._known[name, kind] = shown, digest
         return self._watch.call(self._known[name, kind])

@@ -39,22 +39,22 @@ class Unguarded:
         self._seen: set[type] = set()
         self._of_classes = Writes()  # since members were compared
 
-    def add(self, guard: Any, scope: Mapping[str, Any]) -> None:
+    def add(self, guard: Any, scope: dict[str, Any]) -> None:
         """What a guard says is meant in full; while the capture's values still stand.
 
         Args:
             scope: what its expression is evaluated in.
         """
-        kind, known, of_a_class = guard.create_fn_name(), dict(scope), _OF_A_CLASS.match(guard.name)
+        kind, of_a_class = guard.create_fn_name(), _OF_A_CLASS.match(guard.name)
         if kind == "NOT_PRESENT_IN_GENERIC_DICT":  # that is what its class is asked for
             self._add_value(
-                guard.name, getattr(guard.create_fn, "keywords", {}).get("attr", ""), known
+                guard.name, getattr(guard.create_fn, "keywords", {}).get("attr", ""), scope
             )
         elif of_a_class is not None:
-            self._add_value(*of_a_class.groups(), known)
+            self._add_value(*of_a_class.groups(), scope)
         if kind not in _LOOKED_INTO:
             return
-        value = _find(guard.name, known)
+        value = _find(guard.name, scope)
         if kind == "DICT_KEYS_MATCH" and isinstance(value, OrderedDict):
             self._orders[guard.name] = [*value]
         elif type(value) is tuple and _can_be_written_to(value):
@@ -63,26 +63,24 @@ class Unguarded:
             self._seen.add(type(value))
             self._add_followed(type(value))
 
-    def watch(self, writes: Writes, scope: Mapping[str, Any]) -> None:
+    def watch(self, writes: Writes, scope: dict[str, Any]) -> None:
         """What would have to be written to, for any to be broken."""
         self._watch_members(writes)
         places = [*self._orders, *self._tuples, *(name for name, _ in self._hidden)]
-        now = dict(scope)
         for name in places:
-            _watch(writes, _find(name, now))
+            _watch(writes, _find(name, scope))
 
-    def broken(self, scope: Mapping[str, Any]) -> str:
+    def broken(self, scope: dict[str, Any]) -> str:
         """The first that is not what it was, as an expression; behind guards that hold."""
-        now = dict(scope)
         for name, keys in self._orders.items():
-            table = _find(name, now)
+            table = _find(name, scope)
             if not isinstance(table, OrderedDict) or [*table] != keys:
                 return f"list({name})"
         for name, value in self._tuples.items():
-            if _as_constants(_find(name, now)) != value:
+            if _as_constants(_find(name, scope)) != value:
                 return f"{name}, or what is in it"
         for name, attribute in self._hidden:
-            if attribute in _attributes(_find(name, now)):
+            if attribute in _attributes(_find(name, scope)):
                 return f"{name}.{attribute}"
         return "" if self._of_classes.none() else self._other_member()
 

@@ -9,15 +9,17 @@ ask then what was found. ``values that were written to``: where something was wr
 (and they are what they were). ``behind other memory``: the same, but 128 MiB are written before each call:
 what a check reads, and the interpreter, are in no cache then. ``in steps``: what a check takes within steps
 that train, where it finds what they leave (the clock is looked at just before, so that what is timed is the
-check). ``steps with and without``: steps of one run, in turns with all checks, and only with that at
-modules; the ratio of the medians, and the median of differences between neighbours, with its interval of
-95 %.
+check; what it takes around nothing is taken off). ``steps with and without``: steps of one run, in turns
+with all checks, and only with that at modules: milliseconds and their ratio by the clock; and the median of
+differences between neighbours, with its interval of 95 %, in CPU time of the thread that steps (waiting for
+the other rank is none); beside it the same of steps with all checks and others with all checks.
 """
 
 import argparse
 import contextlib
 import json
 import os
+import random
 import statistics
 import time
 from pathlib import Path
@@ -32,7 +34,7 @@ from stepgraph.cli import launcher
 from stepgraph.runtime.batches import flatten_batch
 
 CALLS, ROUNDS, STEPS = 500, 9, 150
-QUARTETS = 50  # times the steps of a size
+TURNS = 50  # times the steps of a size
 
 
 def microseconds(check):
@@ -61,7 +63,7 @@ class Stopwatch:
     """Adds up what it is around, of one step."""
 
     def __init__(self):
-        self.seconds, self.steps = 0.0, []
+        self.seconds, self.laps, self.steps = 0.0, 0, []
 
     def __enter__(self):
         self.start = time.perf_counter()
@@ -75,6 +77,7 @@ class Stopwatch:
         with self:
             pass
         self.seconds = seconds
+        self.laps += 1
         return self
 
     def around(self, function):
@@ -97,15 +100,19 @@ class Stopwatch:
 
     def next_step(self):
         """A step is over."""
-        self.steps.append(self.seconds)
-        self.seconds = 0.0
+        self.steps.append((self.seconds, self.laps))
+        self.seconds, self.laps = 0.0, 0
+
+    def microseconds(self, own=0.0):
+        """Of a step, the median; less what each time took that was around nothing."""
+        return statistics.median(seconds * 1e6 - laps * own for seconds, laps in self.steps)
 
 
 def microseconds_in_steps(engine, batches):
-    """Of each check, the median over steps."""
+    """Of each check, the median over steps; less what the stopwatch takes around an empty function."""
     compiler = engine._compiler
     checks, watch = compiler.checks, compiler.watch
-    alone, together, values, data, calls = (Stopwatch() for _ in range(5))
+    alone, together, values, data, calls, nothing = (Stopwatch() for _ in range(6))
     found = {
         "modules, parameters, modes, hooks, alone": alone,
         "the same, and the next two with it": together,
@@ -113,7 +120,12 @@ def microseconds_in_steps(engine, batches):
         "assigned data": data,
         "calls of other ranks": calls,
     }
-    one = compiler.call
+    one, empty = compiler.call, nothing.around(lambda: None)
+
+    def call(*args):
+        empty()
+        return calls.around_ends(calls.around(one)(*args))
+
     with patched((checks, "look", alone.around(checks.watched.look))):
         for number in range(STEPS):
             engine.step(batches[number % len(batches)])
@@ -123,35 +135,41 @@ def microseconds_in_steps(engine, batches):
         (checks, "that_holds", values.around(checks.that_holds)),
         (checks, "check_data", data.around(checks.check_data)),
         (watch, "runs", calls.around(watch.runs)),
-        (compiler, "call", lambda *args: calls.around_ends(calls.around(one)(*args))),
+        (compiler, "call", call),
     ):
         for number in range(STEPS):
             engine.step(batches[number % len(batches)])
-            for stopwatch in (together, values, data, calls):
+            for stopwatch in (together, values, data, calls, nothing):
                 stopwatch.next_step()
-    return {name: statistics.median(of.steps) * 1e6 for name, of in found.items()}
+    own = nothing.microseconds()
+    return {name: of.microseconds(own) for name, of in found.items()} | {"of the stopwatch": own}
 
 
 @contextlib.contextmanager
 def patched(*places):
     """Within it, methods of objects are others."""
+    before = [vars(one).get(name) for one, name, _ in places]
     for one, name, other in places:
         setattr(one, name, other)
     yield
-    for one, name, _ in places:
-        delattr(one, name)
+    for (one, name, _), own in zip(places, before, strict=True):
+        if own is None:
+            delattr(one, name)
+        else:
+            setattr(one, name, own)
 
 
-def with_and_without(engine, batches, quartets):
-    """Milliseconds of steps with the checks and without them, and microseconds between the two.
+def with_and_without(engine, batches, rounds):
+    """Milliseconds of steps with the checks and without them, and CPU microseconds between the two.
 
-    Without them modules, parameters, modes and hooks are looked at, as ever.
+    Without them modules, parameters, modes and hooks are looked at, as ever. ``itself``: steps with them
+    beside others with them, which shows what such a comparison can tell.
 
     Args:
-        quartets: of steps: two with the checks, two without. The second of two is timed: the first finds
-            what the other kind left.
+        rounds: of each kind of step, on one batch and in a random order, two in a row, of which the second
+            is timed: the first finds what the other kind left.
     """
-    compiler, nothing, times = engine._compiler, contextlib.nullcontext(), ([], [])
+    compiler, nothing = engine._compiler, contextlib.nullcontext()
     without = (
         (compiler.checks, "look", compiler.checks.watched.look),
         (compiler.checks, "that_holds", lambda known, _: known[0]),
@@ -160,23 +178,35 @@ def with_and_without(engine, batches, quartets):
         (compiler.watch, "runs", lambda _: None),
     )
     with_them = [(one, name, getattr(one, name)) for one, name, _ in without]  # found as fast
-    for number in range(4 * quartets):
-        on = number // 2 % 2 == 0
-        with patched(*(with_them if on else without)):
-            start = time.perf_counter()
-            engine.step(batches[number % len(batches)])
-            seconds = time.perf_counter() - start
-        if number % 2:
-            times[not on].append(seconds)
-    medians = [statistics.median(kind) for kind in times]
-    apart = sorted(one - other for one, other in zip(*times, strict=True))
-    off = round(0.98 * len(apart) ** 0.5)  # ranks of a median's interval of 95 %
-    middle = len(apart) // 2
+    kinds = [with_them, without, with_them]
+    wall, cpu = [[] for _ in kinds], [[] for _ in kinds]
+    order = random.Random(0)  # the same on all ranks
+    for _ in range(rounds):
+        batch = order.choice(batches)
+        for kind in order.sample(range(len(kinds)), len(kinds)):
+            with patched(*kinds[kind]):
+                engine.step(batch)
+                start = time.perf_counter(), time.thread_time()
+                engine.step(batch)
+                wall[kind].append(time.perf_counter() - start[0])
+                cpu[kind].append(time.thread_time() - start[1])
+    with_checks, bare = statistics.median(wall[0] + wall[2]), statistics.median(wall[1])
+    both = [(one + other) / 2 for one, other in zip(cpu[0], cpu[2], strict=True)]
     return {
-        "with": medians[0] * 1e3,
-        "without": medians[1] * 1e3,
-        "ratio": medians[0] / medians[1],
-        "microseconds between": apart[middle] * 1e6,
+        "with": with_checks * 1e3,
+        "without": bare * 1e3,
+        "ratio": with_checks / bare,
+        "CPU microseconds between": between(both, cpu[1]),
+        "itself": between(cpu[0], cpu[2]),
+    }
+
+
+def between(ones, others):
+    """The median of what ones take beyond their neighbours, in microseconds, and its interval of 95 %."""
+    apart = sorted(one - other for one, other in zip(ones, others, strict=True))
+    off, middle = round(0.98 * len(apart) ** 0.5), len(apart) // 2
+    return {
+        "median": apart[middle] * 1e6,
         "of 95 %": [apart[middle - off] * 1e6, apart[middle + off] * 1e6],
     }
 
@@ -220,7 +250,7 @@ def measure(name):
         "parameters": len(list(model.parameters())),
         **found,
         "behind other memory": cold,
-        "steps with and without": with_and_without(engine, batches, QUARTETS * SIZES[name].steps),
+        "steps with and without": with_and_without(engine, batches, TURNS * SIZES[name].steps),
         "in steps": microseconds_in_steps(engine, batches),
     }
 

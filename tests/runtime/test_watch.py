@@ -32,9 +32,9 @@ class Store(dict):
 def second_rank(first):
     watch = object.__new__(Watch)  # without its thread, and the ranks that it would ask for
     watch.rank, watch.size = 1, 2
-    watch._record, watch._store = Record(), Store(first)
+    watch.record, watch._store = Record(), Store(first)
     for _ in range(3):
-        watch._record.tell(("step", 0))
+        watch.record.tell(("step", 0))
     return watch
 
 

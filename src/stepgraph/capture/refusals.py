@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from stepgraph.errors import CaptureError, GraphBreakError, HookError, ParameterHookError
 from stepgraph.operators import own
-from stepgraph.torch_internals import custom_operators, hooks
+from stepgraph.torch_internals import custom_operators, hooks, watchers
 from stepgraph.torch_internals.assigned_buffers import assigned_data, assigns_behind
 
 _NOT_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
@@ -32,9 +32,15 @@ def check_hooks(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
     """
     if optimizer is not None and hooks.step_hooks(optimizer):
         raise HookError(
-            f"the optimizer ({type(optimizer).__name__}) has step hooks, which a captured step "
-            "cannot call",
+            f"the optimizer ({type(optimizer).__name__}) has step hooks, or all optimizers have, which "
+            "a captured step cannot call",
             do="call what they do after engine.step(batch)",
+        )
+    if watchers.of_users()[1]:
+        raise HookError(
+            "all modules have a backward hook (register_module_full_backward_hook and its kin), which a "
+            "captured step cannot call",
+            do="remove it while stepgraph trains, or write it as a torch.autograd.Function in the forward",
         )
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:

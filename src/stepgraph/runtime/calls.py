@@ -1,5 +1,6 @@
 """Names the calls of a model's entry points, of which every rank makes the same, for the watch."""
 
+import contextlib
 import zlib
 from contextlib import AbstractContextManager
 
@@ -14,18 +15,30 @@ class Calls:
         kinds: of batches, numbered alike on all ranks.
     """
 
-    def __init__(self, watch: Watch, kinds: KindsOfBatch) -> None:
-        self._watch, self._kinds, self._number = watch, kinds, watch.made
-        self._known: dict[tuple[str, int], tuple[str, int]] = {}  # what it is, and its digest
+    # Few objects: at a step none of them is in a cache.
+    __slots__ = ("_kinds", "_known", "_number", "_record", "_within")
 
-    def one(self, name: str, batch: LocalBatch | None) -> AbstractContextManager:
+    def __init__(self, watch: Watch, kinds: KindsOfBatch) -> None:
+        self._within, self._record = watch.within, watch.record
+        self._kinds, self._number = kinds, watch.made
+        # By whether a batch is of the one kind there is: what a call is, for messages, and its digest.
+        self._known: tuple[dict[str, tuple[str, int]], ...] = {}, {}
+
+    def one(self, name: str, batch: LocalBatch | None = None) -> AbstractContextManager:
         """One call of an entry point."""
-        kind = 0 if batch is None else self._kinds.number(name, batch)
-        if (name, kind) not in self._known:
-            shown = name if batch is None else f"{name} on a batch of {batch.shapes()}"
-            digest = zlib.crc32(repr((self._number, name, kind)).encode())
-            if not kind and batch is not None:
-                # Of any new shape: ranks will agree on one.
-                return self._watch.call((shown, digest))
-            self._known[name, kind] = shown, digest
-        return self._watch.call(self._known[name, kind])
+        if not self._within.depth:
+            kind = 0 if batch is None else self._kinds.number(name, batch)
+            self._record.tell(self._known[kind].get(name) or self._new(kind, name, batch))
+        return self._within
+
+    def _new(self, kind: int, name: str, batch: LocalBatch | None) -> tuple[str, int]:
+        shown = name if batch is None else f"{name} on a batch of {batch.shapes()}"
+        one = shown, zlib.crc32(repr((self._number, name, kind)).encode())
+        if kind or batch is None:  # else of any new shape: ranks will agree on one
+            self._known[kind][name] = one
+        return one
+
+
+def alone(name: str, batch: LocalBatch | None = None) -> AbstractContextManager:
+    """One call of an entry point, where there is no other rank."""
+    return contextlib.nullcontext()

@@ -23,7 +23,7 @@ from stepgraph.program.digest import digest_of
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.program import Program
 from stepgraph.runtime.batches import KindsOfBatch, LocalBatch, global_spec
-from stepgraph.runtime.calls import Calls
+from stepgraph.runtime.calls import Calls, alone
 from stepgraph.runtime.checks import Checks
 from stepgraph.runtime.compiled import Compiled, SameProgram
 from stepgraph.runtime.executor import LoweredProgram, SplitProgram, lower_for_rank
@@ -44,6 +44,7 @@ from stepgraph.runtime.state import State
 from stepgraph.runtime.watch import Watch
 from stepgraph.torch_internals import hooks, pytree
 from stepgraph.torch_internals.modules import Look
+from stepgraph.torch_internals.watchers import unwatched
 
 log = logging.getLogger("stepgraph")
 
@@ -59,7 +60,8 @@ class Compiler:
 
     ``as_module``: results are those of a module (this rank's rows), not of a loss callable. ``watch``:
     tells whether other ranks do the same. ``needs_values``: to compile for a model that was not filled yet
-    is an error. ``capturing``: the model is as it is captured.
+    is an error. ``capturing``: the model is as it is captured. ``call``: one call of an entry point, of
+    which every rank makes the same.
     """
 
     state: State
@@ -96,11 +98,7 @@ class Compiler:
         self._digest = 0  # of what was captured last
         self._others: list[Compiled] = []  # of the kind of call that is being compiled
         self._last: dict[tuple, int] = {}  # what each kind of call has run last
-        self._calls = Calls(self.watch, self.kinds) if self.watch is not None else None
-
-    def call(self, name: str, batch: LocalBatch | None = None) -> AbstractContextManager:
-        """One call of an entry point, of which every rank makes the same."""
-        return contextlib.nullcontext() if self._calls is None else self._calls.one(name, batch)
+        self.call = alone if self.watch is None else Calls(self.watch, self.kinds).one
 
     def entry(self, name: str, batch: LocalBatch) -> Compiled:
         """The programs of an entry point (step, gradients, evaluate) for a batch like this one."""
@@ -224,7 +222,7 @@ class Compiler:
             reason = f"{name}: {_COUNTED_APART}"
         if reason is not None:
             before_compiling(self, name, reason)
-        with self.stats.counting(reason), self.capturing():
+        with self.stats.counting(reason), unwatched(), self.capturing():
             compiled = compile_()
             compiled.digest = self._digest
             return compiled

@@ -45,39 +45,33 @@ _DO = (
 
 
 class Watch:
-    """The calls of one rank, and the thread that compares them with the first rank's."""
+    """The calls of one rank, and the thread that compares them with the first rank's.
+
+    Attributes:
+        made: engines that were agreed on.
+        record: takes the calls of entry points, of which every rank makes the same.
+        within: to be entered while one of them goes on.
+    """
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self._store = dist.PrefixStore("stepgraph/watch", torch_internals.rendezvous_store())
-        self.made = 0  # engines that were agreed on
-        self._record = Record()
-        self._inside = self._said = 0
-        self._within = _Within(self)
+        self.made = self._said = 0
+        self.record, self.within = Record(), Within()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look, name="stepgraph watch", daemon=True)
         self._thread.start()
 
     # -- the main thread
 
-    def call(self, one: tuple[str, int]) -> AbstractContextManager:
-        """One call of an entry point; every rank makes the same.
-
-        Args:
-            one: what it is, for messages, and a digest, which tells calls apart that must not meet.
-        """
-        if not self._inside:
-            self._record.tell(one)
-        return self._within
-
     def runs(self, digest: int) -> None:
         """A program is run, in the call that is made."""
-        self._record.tell(digest)
+        self.record.tell(digest)
 
     def running(self, digest: int) -> AbstractContextManager:
         """One graph of many is run: in the call that is made, or after it."""
         self.runs(digest)
-        return self._within
+        return self.within
 
     def changes_to(self, digest: int) -> None:
         """Another program is run than in the calls before: on every rank, or on none.
@@ -87,7 +81,7 @@ class Watch:
         Raises:
             RanksDifferError: some rank goes on with what it had.
         """
-        number, _, calls = self._record.now()
+        number, _, calls = self.record.now()
         asked = [0] if self.rank else range(1, self.size)
         self._store.set(f"changes/{number}/{self.rank}", str(digest))
         for rank in asked:
@@ -108,8 +102,8 @@ class Watch:
 
     def word(self) -> int:
         """20 bits that say what ran since the last call began."""
-        self._record.add_up()
-        return zlib.crc32(repr(self._record.runs).encode()) & 0xFFFFF
+        self.record.add_up()
+        return zlib.crc32(repr(self.record.runs).encode()) & 0xFFFFF
 
     def agree(self, shown: dict[str, Any]) -> None:
         """Every rank was given the same; called by all, before they exchange anything else.
@@ -151,17 +145,17 @@ class Watch:
         try:
             self._look_on()
         finally:
-            self._record.close()
+            self.record.close()
 
     def _look_on(self) -> None:
         seen, looks = 0, 0
         while not self._stop.wait(TICK):
-            self._record.add_up()
-            same = self._record.number == seen
-            looks = looks + 1 if self._inside and same else 0
+            self.record.add_up()
+            same = self.record.number == seen
+            looks = looks + 1 if self.within.depth and same else 0
             if same and looks < LONG:
                 continue
-            seen = self._record.number
+            seen = self.record.number
             try:
                 self._compare()
                 if self.rank == 0 and looks * TICK >= PATIENCE and not busy():
@@ -173,7 +167,7 @@ class Watch:
         """The first rank's calls against this one's, as far as both have come."""
         if self._store.check(["end"]):
             self._end(self._store.get("end").decode())
-        number, runs, calls = self._record.now()
+        number, runs, calls = self.record.now()
         self._store.set(f"calls/{self.rank}", json.dumps([number, runs, list(calls.items())]))
         if self.rank == 0:
             return
@@ -188,7 +182,7 @@ class Watch:
 
     def _say_who_is_late(self) -> None:
         """The ranks that have not come to this call; once a call."""
-        number, _, calls = self._record.now()
+        number, _, calls = self.record.now()
         late = [rank for rank in range(1, self.size) if self._published(rank)[0] < number]
         if late and number != self._said:
             self._said = number
@@ -213,17 +207,19 @@ class Watch:
         os._exit(EXIT_CODE)
 
 
-class _Within(AbstractContextManager):
+class Within(AbstractContextManager):
     """A call goes on, or a part of one."""
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
+    __slots__ = ("depth",)
+
+    def __init__(self) -> None:
+        self.depth = 0
 
     def __enter__(self) -> None:
-        self._watch._inside += 1
+        self.depth += 1
 
     def __exit__(self, *_: object) -> None:
-        self._watch._inside -= 1
+        self.depth -= 1
 
 
 _watches: weakref.WeakKeyDictionary[Any, Watch] = weakref.WeakKeyDictionary()

@@ -1,6 +1,7 @@
 """Hooks, where torch keeps them out of sight."""
 
 import torch
+import torch.optim.optimizer as _optimizers
 
 
 def gradient_hooks(tensor: torch.Tensor) -> bool:
@@ -18,5 +19,10 @@ def share_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether hooks would run around the optimizer's own ``step()``."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    """Whether hooks would run around an optimizer's ``step()``: its own, or those of all optimizers."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _optimizers._global_optimizer_pre_hooks
+        or _optimizers._global_optimizer_post_hooks
+    )

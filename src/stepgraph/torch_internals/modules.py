@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from stepgraph.torch_internals import watchers
 from stepgraph.torch_internals.words import Snapshot
 from stepgraph.torch_internals.writes import Writes
 
@@ -29,8 +30,8 @@ class Look:
         parts: as they are listed; another list where one of them is another.
         parameters: in the order of ``model.parameters()``.
         training: each module's flag.
-        forward_hooks: the numbers of each module's hooks around its forward.
-        backward_hooks: some module has hooks on its backward.
+        forward_hooks: the numbers of each module's hooks around its forward, and of those of all modules.
+        backward_hooks: some module has hooks on its backward, or all have.
         structure: which module holds which, under which names: a number, another one for another structure;
             two of one :class:`Watched` can be compared.
     """
@@ -85,6 +86,7 @@ class Watched:
         tables = [
             *map(vars, self._parts),
             *itertools.chain.from_iterable(map(_TABLES, self._parts)),
+            *watchers.hooks_on_all_modules(),
         ]
         if self._tables == (now := [*map(id, tables), *map(len, tables)]):
             return
@@ -111,12 +113,15 @@ class Watched:
 
     def _hooks(self) -> tuple[tuple[tuple[int, ...], ...], bool]:
         """Those around forwards, and whether there are any on backwards."""
-        tables = [*map(_HOOKS, self._parts)]
-        if not any(itertools.chain.from_iterable(tables)):
+        tables, (forward_of_all, backward_of_all) = (
+            [*map(_HOOKS, self._parts)],
+            watchers.of_users(),
+        )
+        if not (forward_of_all or backward_of_all or any(itertools.chain.from_iterable(tables))):
             return self._no_hooks, False
-        forward = tuple((*hooks, *pre_hooks) for hooks, pre_hooks, *_ in tables)
-        backward = any(hooks or pre_hooks for *_, hooks, pre_hooks in tables)
-        return forward, backward
+        forward = tuple((*after, *before) for after, before, *_ in tables)
+        backward = any(after or before for *_, after, before in tables)
+        return (*forward, forward_of_all), backward or backward_of_all
 
     def _find_parts(self) -> None:
         self._parts = [*self._parts[0].modules()]

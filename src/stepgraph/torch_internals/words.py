@@ -2,8 +2,7 @@
 
 import ctypes
 import functools
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,15 +47,13 @@ class Snapshot:
 
 
 class Together:
-    """Several snapshots, compared at once."""
+    """Several snapshots, compared at once; a word that is in more than one is read once."""
 
     def __init__(self, snapshots: Sequence[Snapshot]) -> None:
-        chained = itertools.chain.from_iterable
         self._alive = [one.alive for one in snapshots]
-        self._read = reader([*chained(one.addresses for one in snapshots)])
-        self._words = b"".join(one.words for one in snapshots)
-        self._read_behind = reader([*chained(one.behind for one in snapshots)])
-        self._words_behind = b"".join(one.words_behind for one in snapshots)
+        self._read, self._words = _once((one.addresses, one.words) for one in snapshots)
+        behind = ((one.behind, one.words_behind) for one in snapshots)
+        self._read_behind, self._words_behind = _once(behind)
 
     def same(self) -> bool:
         """Whether all words are what they were; takes microseconds."""
@@ -64,3 +61,14 @@ class Together:
             self._read().tobytes() == self._words
             and self._read_behind().tobytes() == self._words_behind
         )
+
+
+def _once(several: Iterable[tuple[list[int], bytes]]) -> tuple[Callable[[], Any], bytes]:
+    """What reads all words, in the order of their addresses, and what they were."""
+    words = {
+        pair
+        for where, were in several
+        for pair in zip(where, np.frombuffer(were, np.uint64).tolist(), strict=True)
+    }
+    addresses, were = zip(*sorted(words), strict=True) if words else ((), ())
+    return reader(addresses), np.array(were, np.uint64).tobytes()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import time
 from dataclasses import asdict
@@ -103,6 +104,7 @@ def measure(name: str) -> dict[str, Any]:
                     one["named_ms"][policy] = trial.seconds * 1e3
         one["best_named"] = min(one["named_ms"], key=one["named_ms"].__getitem__, default=None)
         row["budgets"].append(one)
+        gc.collect()  # what a search leaves is as much as it had
         clock.lap()
     return row
 

@@ -9,7 +9,7 @@ estimate put right by what it really takes, until none is left that is faster.
 
 import itertools
 import sys
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -31,9 +31,10 @@ _WORTH = 0.01
 _HOPE = 0.1  # part of a step's time, over its blocks
 _SMALLEST = 3  # and to find the smallest peak, where none of those fits
 _PERIODS = (2, 3, 4)  # of ``layers:N``
-# So much of its budget takes a deep step that offloads where copies fall behind, layer after layer. Short
-# steps do not show that; whatever else offloads does as well.
-_FELL_BEHIND = 1.05
+
+
+_Apart = tuple[float, float]
+"""Seconds and bytes."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class _Candidate:
     """A mix; ``levels``: what those whose estimates are off alike have in common.
 
     ``early``: bytes of the level of the first blocks; of two that are as fast, the one with less is first.
+    ``away``: levels that offload, and the part of all blocks that is on each.
     """
 
     profile: Profile
@@ -49,7 +51,7 @@ class _Candidate:
     peak: float
     levels: Hashable
     early: float
-    offloads: bool
+    away: tuple[tuple[int, float], ...]
 
     def trial(self) -> Trial:
         """What it really takes."""
@@ -69,15 +71,17 @@ class _Off:
         blocks: how many there are, to which that is shared out.
 
     Where a short step has shown two levels that meet, it is that, and what a deep step of the same levels
-    took beyond it, in whichever order and with whichever head.
+    took beyond it, in whichever order and with whichever head. In a deep step that offloads, copies fall
+    behind, layer after layer, which short ones do not show: as much as more blocks are on such a level.
     """
 
     def __init__(self, deep: bool, blocks: int) -> None:
         self.deep, self.hope = deep, _HOPE / blocks if deep else 0.0
-        self._known: dict[tuple[Profile, Hashable], tuple[float, float]] = {}
-        self._rehearsed: dict[Hashable, tuple[float, float]] = {}
-        self._beyond: dict[frozenset[int], tuple[float, float]] = {}
-        self._usual: dict[bool, tuple[float, float]] = {}  # by whether it offloads
+        self._known: dict[tuple[Profile, Hashable], _Apart] = {}
+        self._rehearsed: dict[Hashable, _Apart] = {}
+        self._beyond: dict[frozenset[int], _Apart] = {}
+        self._behind: dict[int, _Apart] = {}  # by level, were all blocks on it
+        self._usual: dict[bool, _Apart] = {}  # by whether it offloads
         self.rehearsals = _REHEARSALS
 
     def rehearse(self, candidate: _Candidate) -> bool:
@@ -94,28 +98,54 @@ class _Off:
     def learn(self, candidate: _Candidate, trial: Trial) -> None:
         """What a candidate really takes."""
         off = trial.seconds - candidate.seconds, trial.memory.peak() - candidate.peak
-        self._known[candidate.profile, candidate.levels] = self._usual[candidate.offloads] = off
+        seconds, peak = self._rehearsed.get(candidate.levels, (0.0, 0.0))
+        beyond = off[0] - seconds, off[1] - peak
+        self._known[candidate.profile, candidate.levels] = off
+        if self.deep and candidate.away:
+            if len(candidate.away) == 1:
+                ((level, part),) = candidate.away
+                self._behind[level] = beyond[0] / part, beyond[1] / part
+            return
+        self._usual[bool(candidate.away)] = off
         if candidate.levels in self._rehearsed:
-            seconds, peak = self._rehearsed[candidate.levels]
-            self._beyond[frozenset(candidate.mix)] = off[0] - seconds, off[1] - peak
+            self._beyond[frozenset(candidate.mix)] = beyond
 
     def knows(self, candidate: _Candidate) -> bool:
         """Whether anything like it was tried: what offloads tells little of what does not."""
-        return not self.deep or candidate.offloads in self._usual
+        if self.deep and candidate.away:
+            return all(level in self._behind for level, _ in candidate.away)
+        return not self.deep or bool(self._usual)
 
     def right(self, candidate: _Candidate, hopeful: bool = True) -> tuple[float, float]:
-        """Its seconds and peak, put right; where all blocks are alike, only of a deep step."""
-        known = self._known.get((candidate.profile, candidate.levels))
-        if known is None and candidate.levels in self._rehearsed:
-            seconds, peak = self._rehearsed[candidate.levels]
+        """Its seconds and peak, put right; where all blocks are alike, only of a deep step.
+
+        Args:
+            hopeful: a mix of levels that was not tried may be faster; on a level that was not, copies fall
+                behind as on one that was. False: nothing is hoped or feared of what was not tried.
+        """
+        seconds, peak = self._of(candidate, hopeful)
+        tried = (candidate.profile, candidate.levels) in self._known
+        if hopeful and not tried and candidate.levels not in self._rehearsed:
+            seconds -= self.hope * candidate.seconds
+        return candidate.seconds + seconds, candidate.peak + peak
+
+    def _of(self, candidate: _Candidate, hopeful: bool) -> _Apart:
+        rehearsed = self._rehearsed.get(candidate.levels)
+        if self.deep and candidate.away:
+            none = (0.0, 0.0)
+            seconds, peak = rehearsed or none
+            usual = next(reversed(self._behind.values()), none) if hopeful else none
+            for level, part in candidate.away:
+                more = self._behind.get(level, usual)
+                seconds, peak = seconds + part * more[0], peak + part * more[1]
+            return seconds, peak
+        if (known := self._known.get((candidate.profile, candidate.levels))) is not None:
+            return known
+        if rehearsed is not None:
             beyond = self._beyond.get(frozenset(candidate.mix), (0.0, 0.0))
-            known = seconds + beyond[0], peak + beyond[1]
-        if known is None:
-            alike = not self.deep and len(set(candidate.mix)) == 1
-            usual = self._usual.get(candidate.offloads, (0.0, 0.0))
-            seconds, peak = (0.0, 0.0) if alike else usual
-            known = seconds - self.hope * hopeful * candidate.seconds, peak
-        return candidate.seconds + known[0], candidate.peak + known[1]
+            return rehearsed[0] + beyond[0], rehearsed[1] + beyond[1]
+        alike = not self.deep and len(set(candidate.mix)) == 1
+        return (0.0, 0.0) if alike else self._usual.get(bool(candidate.away), (0.0, 0.0))
 
 
 class Search:
@@ -133,7 +163,7 @@ class Search:
                     *estimate,
                     levels=(*alike(mix),),
                     early=profile.kept_bytes(mix[0]),
-                    offloads=any(profile.levels[number].offloads for number in {*mix}),
+                    away=self._away(mix),
                 )
                 for mix, estimate in zip(mixes, profile.estimates(mixes), strict=True)
             ),
@@ -175,30 +205,55 @@ class Search:
     def frontier(self) -> tuple[FrontierPoint, ...]:
         """Mixes of which none takes less memory and less time, about evenly spaced along the curve.
 
-        Each is simulated; of a deep program the end of least memory is, and the others are estimates.
+        Each is simulated; of a deep program some are, the end of least memory first, then what offloads:
+        copies fall behind, layer after layer, which short steps do not show.
         """
         profile = self.profile
-        point_of = {c.mix: self._point(c.mix, c.peak, c.seconds) for c in self.candidates}
-        mix_of = {point: mix for mix, point in point_of.items()}
         if profile.is_deep:
-            for _ in range(_SMALLEST):
-                point_of |= self._known()
-                least = best_of([*point_of.values()])[0]
-                if least not in mix_of or mix_of[least] in profile.known:
-                    break
-                profile.trial(mix_of[least])
-            return spread(best_of([*(point_of | self._known()).values()]))
+            return self._frontier_of_deep()
+        mix_of = {self._point(c.mix, c.seconds, c.peak): c.mix for c in self.candidates}
         for point in spread(best_of([*mix_of])):
             profile.trial(mix_of[point])
         self.simulate_leanest()
         return spread(best_of([*self._known().values()]))
 
+    def _frontier_of_deep(self) -> tuple[FrontierPoint, ...]:
+        known, off = self.profile.known, _Off(True, self.profile.count)
+
+        def found() -> dict[FrontierPoint, _Candidate]:
+            real = self._known()
+            return {
+                real.get(one.mix) or self._point(one.mix, *off.right(one, hopeful=False)): one
+                for one in self.candidates
+            }
+
+        def doubtful(points: Mapping[FrontierPoint, _Candidate]) -> Iterator[_Candidate]:
+            for number, point in enumerate(spread(best_of([*points]))):
+                one = points[point]
+                if one.mix not in known and (number == 0 or one.away):
+                    yield one
+
+        trials = max(_SMALLEST, _OPERATIONS // len(self.profile.program.graph.nodes))
+        while trials and (one := next(doubtful(found()), None)) is not None:
+            if not off.rehearse(one):
+                trials -= 1
+                off.learn(one, one.trial())
+        least = self.smallest()  # nothing was found to take less
+        points = found().items()
+        return spread(
+            best_of([p for p, one in points if one.mix in known or p.peak_bytes >= least])
+        )
+
+    def _away(self, mix: Mix) -> tuple[tuple[int, float], ...]:
+        levels = self.profile.levels
+        return tuple((n, mix.count(n) / len(mix)) for n in sorted({*mix}) if levels[n].offloads)
+
     def _known(self) -> dict[Mix, FrontierPoint]:
         """What was simulated."""
         known = self.profile.known.items()
-        return {mix: self._point(mix, t.memory.peak(), t.seconds) for mix, t in known}
+        return {mix: self._point(mix, t.seconds, t.memory.peak()) for mix, t in known}
 
-    def _point(self, mix: Mix, peak: float, seconds: float) -> FrontierPoint:
+    def _point(self, mix: Mix, seconds: float, peak: float) -> FrontierPoint:
         return FrontierPoint(round(peak), seconds * 1e3, self.describe(mix))
 
     def describe(self, mix: Mix) -> str:
@@ -263,8 +318,6 @@ def fastest(searches: Sequence[Search], budget: int) -> tuple[Search, Mix] | Non
         off.learn(candidate, trial)
         if trial.memory.peak() <= budget:
             limit = min(limit, trial.seconds)
-        elif deep and candidate.offloads and trial.memory.peak() > _FELL_BEHIND * budget:
-            left = [other for other in left if not other.offloads]
     # Named policies are no part of what may be left out.
     for candidate in sorted((c for s in searches for c in s.named()), key=_Candidate.order):
         seconds, peak = candidate.seconds, candidate.peak
@@ -277,10 +330,26 @@ def fastest(searches: Sequence[Search], budget: int) -> tuple[Search, Mix] | Non
             if trial.memory.peak() <= budget:
                 limit = min(limit, trial.seconds)
     if not any(search.fitting(budget) for search in searches):
-        # Simulating a deep step takes long: only with the head that leaves least.
-        least = min(searches, key=lambda search: min(c.peak for c in search.candidates))
-        for search in [least] if deep else searches:
+        if deep:
+            _simulate_leanest(searches, off)
+        for search in searches if not deep else ():
             search.simulate_leanest()
     found = [(s.profile.trial(mix).seconds, mix, s) for s in searches for mix in s.fitting(budget)]
     best = min(found, key=lambda row: row[:2], default=None)
     return best and (best[2], best[1])
+
+
+def _simulate_leanest(searches: Sequence[Search], off: _Off) -> None:
+    """Of a deep step, which takes long: what is estimated to take least memory, the estimate put right."""
+    candidates = [candidate for search in searches for candidate in search.candidates]
+    trials = _SMALLEST
+    while trials:
+        righted = (
+            (*off.right(candidate, hopeful=False)[::-1], candidate) for candidate in candidates
+        )
+        *_, least = min(righted, key=lambda row: (*row[:2], row[2].mix))
+        if least.mix in least.profile.known:
+            return
+        if not off.rehearse(least):
+            trials -= 1
+            off.learn(least, least.trial())

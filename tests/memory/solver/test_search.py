@@ -1,10 +1,14 @@
 """The fastest that fits: as exhaustive search has it, and never worse than a named policy."""
 
 import itertools
+from statistics import mean
+from types import SimpleNamespace
 
 import pytest
 
 from stepgraph.memory.by_policy import decide_by_policy
+from stepgraph.memory.solver import profile as profiles
+from stepgraph.memory.solver import search as search_room
 from stepgraph.pipeline import simulation
 from stepgraph.planning.decisions import MemoryDecision
 from tests.memory.solver.search_support import (
@@ -17,7 +21,7 @@ from tests.memory.solver.search_support import (
     search_of,
     stacks,
 )
-from tests.support import HOST
+from tests.support import HOST, tiny_llama, token_batch
 
 NAMED = ("none", "full", "ops", "layers:2", "layers:3")
 
@@ -99,6 +103,71 @@ def test_with_a_link_to_the_host_little_memory_costs_little_time():
     offloaded = next(point for point in points if point.keeps == "none, offloaded")
     assert offloaded.peak_bytes < kept.peak_bytes / 2
     assert offloaded.step_ms < leanest.step_ms and offloaded.step_ms < 1.02 * kept.step_ms
+
+
+@pytest.fixture(scope="module")
+def deep():
+    """Of ten layers, estimated by two and by four of them, where copies to the host fall behind."""
+    before, profiles.MANY = profiles.MANY, 100
+    try:
+        model, batch = tiny_llama(10, num_key_value_heads=2), token_batch(256, 256)
+        search = search_of(placed(model, batch, plan_on()), plan_on())
+    finally:
+        profiles.MANY = before
+    assert search.profile.is_deep and not search.profile.known
+    return search
+
+
+def test_what_offloads_of_a_deep_step_is_as_slow_as_it_will_be(deep):
+    points = deep.frontier()
+    mix_of = {deep.describe(one.mix): one.mix for one in deep.candidates}
+    assert mix_of[points[0].keeps] in deep.profile.known
+    away = [point for point in points if "offloaded" in point.keeps]
+    assert len(away) > 3
+    trials = [deep.profile.trial(mix_of[point.keeps]) for point in away]
+    pairs = [*zip(away, trials, strict=True)]
+    assert mean(abs(p.peak_bytes / t.memory.peak() - 1) for p, t in pairs) < 0.02
+    assert mean(abs(p.step_ms / t.seconds / 1e3 - 1) for p, t in pairs) < 0.01
+
+
+class Eighty:
+    """A profile of eighty blocks; on level 0 copies fall behind, which estimates do not know."""
+
+    really = (11.2, 7.5, 30.0)  # by level, were all blocks on it
+
+    def __init__(self):
+        self.known = {}
+
+    def rehearsed(self, first, last):
+        return 0.0, 0.0
+
+    def trial(self, mix):
+        peak = sum(map(self.really.__getitem__, mix)) / len(mix)
+        memory = SimpleNamespace(peak=lambda: peak)
+        return self.known.setdefault(mix, SimpleNamespace(seconds=1.0, memory=memory))
+
+    def candidate(self, mix):
+        peak = sum(map((7.4, 7.65, 30.0).__getitem__, mix)) / len(mix)
+        away = tuple((level, mix.count(level) / 80) for level in (0, 1) if level in mix)
+        return search_room._Candidate(self, mix, 1.0, peak, tuple(dict.fromkeys(mix)), 0.0, away)
+
+
+def test_that_copies_fall_behind_on_one_level_says_nothing_of_another():
+    profile = Eighty()
+    mixes = [(0,) * 80, *((0,) * many + (1,) * (80 - many) for many in (79, 78, 77, 76)), (1,) * 80]
+    searches = [SimpleNamespace(candidates=[profile.candidate(mix) for mix in mixes])]
+    search_room._simulate_leanest(searches, search_room._Off(True, 80))
+    assert min(trial.memory.peak() for trial in profile.known.values()) == 7.5
+
+
+def test_how_far_copies_fall_behind_counts_as_often_as_blocks_are_on_a_level():
+    profile, off = Eighty(), search_room._Off(True, 80)
+    learned = profile.candidate((0,) * 60 + (2,) * 20)
+    off.learn(learned, learned.trial())
+    for many in (80, 40, 8):
+        other = profile.candidate((0,) * many + (2,) * (80 - many))
+        real = other.trial().memory.peak()
+        assert off.right(other, hopeful=False)[1] == pytest.approx(real)
 
 
 def test_without_a_link_nothing_is_offloaded():

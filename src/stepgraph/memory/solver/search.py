@@ -80,7 +80,9 @@ class _Off:
         self._known: dict[tuple[Profile, Hashable], _Apart] = {}
         self._rehearsed: dict[Hashable, _Apart] = {}
         self._beyond: dict[frozenset[int], _Apart] = {}
-        self._behind: dict[int, _Apart] = {}  # by level, were all blocks on it
+        # By level, were all blocks on it; and of how many of them that was seen.
+        self._behind: dict[int, _Apart] = {}
+        self._seen: dict[int, float] = {}
         self._usual: dict[bool, _Apart] = {}  # by whether it offloads
         self.rehearsals = _REHEARSALS
 
@@ -104,7 +106,9 @@ class _Off:
         if self.deep and candidate.away:
             if len(candidate.away) == 1:
                 ((level, part),) = candidate.away
-                self._behind[level] = beyond[0] / part, beyond[1] / part
+                if part >= self._seen.get(level, 0.0):
+                    self._seen[level] = part
+                    self._behind[level] = beyond[0] / part, beyond[1] / part
             return
         self._usual[bool(candidate.away)] = off
         if candidate.levels in self._rehearsed:
@@ -221,11 +225,12 @@ class Search:
         known, off = self.profile.known, _Off(True, self.profile.count)
 
         def found() -> dict[FrontierPoint, _Candidate]:
-            real = self._known()
-            return {
-                real.get(one.mix) or self._point(one.mix, *off.right(one, hopeful=False)): one
-                for one in self.candidates
-            }
+            points = self._known()
+            for one in self.candidates:
+                alike = not one.away and len({*one.mix}) == 1
+                taken = (one.seconds, one.peak) if alike else off.right(one, hopeful=False)
+                points.setdefault(one.mix, self._point(one.mix, *taken))
+            return {points[one.mix]: one for one in self.candidates}
 
         def doubtful(points: Mapping[FrontierPoint, _Candidate]) -> Iterator[_Candidate]:
             for number, point in enumerate(spread(best_of([*points]))):
@@ -233,7 +238,8 @@ class Search:
                 if one.mix not in known and (number == 0 or one.away):
                     yield one
 
-        trials = max(_SMALLEST, _OPERATIONS // len(self.profile.program.graph.nodes))
+        affordable = _OPERATIONS // len(self.profile.program.graph.nodes)
+        trials = max(_SMALLEST, min(2 * _SMALLEST, affordable))
         while trials and (one := next(doubtful(found()), None)) is not None:
             if not off.rehearse(one):
                 trials -= 1

@@ -350,10 +350,8 @@ def _simulate_leanest(searches: Sequence[Search], off: _Off) -> None:
     candidates = [candidate for search in searches for candidate in search.candidates]
     trials = _SMALLEST
     while trials:
-        righted = (
-            (*off.right(candidate, hopeful=False)[::-1], candidate) for candidate in candidates
-        )
-        *_, least = min(righted, key=lambda row: (*row[:2], row[2].mix))
+        righted = [(off.right(candidate, hopeful=False), candidate) for candidate in candidates]
+        _, least = min(righted, key=lambda row: (row[0][1], row[0][0], row[1].mix))
         if least.mix in least.profile.known:
             return
         if not off.rehearse(least):

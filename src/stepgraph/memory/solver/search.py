@@ -31,6 +31,9 @@ _WORTH = 0.01
 _HOPE = 0.1  # part of a step's time, over its blocks
 _SMALLEST = 3  # and to find the smallest peak, where none of those fits
 _PERIODS = (2, 3, 4)  # of ``layers:N``
+# So much of its budget takes a deep step that offloads where copies fall behind: few can be simulated, and
+# another that offloads is hardly faster.
+_FELL_BEHIND = 1.05
 
 
 _Apart = tuple[float, float]
@@ -324,6 +327,8 @@ def fastest(searches: Sequence[Search], budget: int) -> tuple[Search, Mix] | Non
         off.learn(candidate, trial)
         if trial.memory.peak() <= budget:
             limit = min(limit, trial.seconds)
+        elif deep and candidate.away and trial.memory.peak() > _FELL_BEHIND * budget:
+            left = [other for other in left if not other.away]
     # Named policies are no part of what may be left out.
     for candidate in sorted((c for s in searches for c in s.named()), key=_Candidate.order):
         seconds, peak = candidate.seconds, candidate.peak

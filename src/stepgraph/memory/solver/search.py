@@ -31,9 +31,6 @@ _WORTH = 0.01
 _HOPE = 0.1  # part of a step's time, over its blocks
 _SMALLEST = 3  # and to find the smallest peak, where none of those fits
 _PERIODS = (2, 3, 4)  # of ``layers:N``
-# So much of its budget takes a deep step that offloads where copies fall behind: few can be simulated, and
-# another that offloads is hardly faster.
-_FELL_BEHIND = 1.05
 
 
 _Apart = tuple[float, float]
@@ -312,23 +309,24 @@ def fastest(searches: Sequence[Search], budget: int) -> tuple[Search, Mix] | Non
     left = [candidate for search in searches for candidate in search.candidates]
     limit, enough = inf, _WORTH if deep else SAME
     trials = max(_FEWEST, _OPERATIONS // nodes) if deep else _TRIALS
+    away = max(1, trials // 2)  # of those; what else can be done has its turn as well
     while trials:
         righted = ((*off.right(candidate), candidate) for candidate in left)
-        fits = (row for row in righted if row[1] <= budget and row[0] < limit * (1 - enough))
+        fits = [row for row in righted if row[1] <= budget and row[0] < limit * (1 - enough)]
+        if deep and away <= 0:
+            fits = [row for row in fits if not row[2].away] or fits
         best = min(fits, key=lambda row: (*row[:2], row[2].early, row[2].mix), default=None)
         if best is None:
             break
         candidate = best[2]
         if off.rehearse(candidate):
             continue
-        trials -= 1
+        trials, away = trials - 1, away - bool(candidate.away)
         left.remove(candidate)
         trial = candidate.trial()
         off.learn(candidate, trial)
         if trial.memory.peak() <= budget:
             limit = min(limit, trial.seconds)
-        elif deep and candidate.away and trial.memory.peak() > _FELL_BEHIND * budget:
-            left = [other for other in left if not other.away]
     # Named policies are no part of what may be left out.
     for candidate in sorted((c for s in searches for c in s.named()), key=_Candidate.order):
         seconds, peak = candidate.seconds, candidate.peak

@@ -157,6 +157,7 @@ class Search:
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
+        self._said: dict[Mix, str] = {}
         mixes = [*dict.fromkeys(self._mixes())]
         alike = dict.fromkeys if profile.is_deep else frozenset  # in which order counts, or not
         self.candidates = sorted(
@@ -223,6 +224,7 @@ class Search:
 
     def _frontier_of_deep(self) -> tuple[FrontierPoint, ...]:
         known, off = self.profile.known, _Off(True, self.profile.count)
+        off.rehearsals = _SMALLEST
 
         def found() -> dict[FrontierPoint, _Candidate]:
             points = self._known()
@@ -239,7 +241,7 @@ class Search:
                     yield one
 
         affordable = _OPERATIONS // len(self.profile.program.graph.nodes)
-        trials = max(_SMALLEST, min(2 * _SMALLEST, affordable))
+        trials = max(_FEWEST, min(2 * _SMALLEST, affordable))
         while trials and (one := next(doubtful(found()), None)) is not None:
             if not off.rehearse(one):
                 trials -= 1
@@ -264,6 +266,11 @@ class Search:
 
     def describe(self, mix: Mix) -> str:
         """``blocks 1-20 of 32 full, 21-32 none``."""
+        if mix not in self._said:  # of thousands of mixes, again and again
+            self._said[mix] = self._in_words(mix)
+        return self._said[mix]
+
+    def _in_words(self, mix: Mix) -> str:
         names = [self.profile.levels[number].name for number in mix]
         if len(set(names)) == 1:
             return names[0]

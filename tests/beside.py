@@ -11,13 +11,20 @@ import stepgraph
 
 
 def beside(
-    make: Callable[[], nn.Module], x: torch.Tensor
+    make: Callable[[], nn.Module],
+    x: torch.Tensor,
+    loss: Callable[..., torch.Tensor] = nn.Module.__call__,
+    lr: float = 0.01,
 ) -> tuple[stepgraph.Engine, nn.Module, Callable[[int], None]]:
-    """An engine, a model like its own, and what takes so many steps with both and compares their losses."""
+    """An engine, a model like its own, and what takes so many steps with both and compares their losses.
+
+    Args:
+        loss: of the model in plain PyTorch.
+    """
     torch.manual_seed(0)
     plain, model = make(), make()
     model.load_state_dict(plain.state_dict())
-    twin, own = (torch.optim.SGD(m.parameters(), lr=0.01) for m in (plain, model))
+    twin, own = (torch.optim.SGD(m.parameters(), lr=lr) for m in (plain, model))
     engine = stepgraph.Engine(
         model, loss=lambda m, x: m(x), optimizer=own, plan="ddp", lowering="eager"
     )
@@ -25,7 +32,7 @@ def beside(
     def steps(count: int) -> None:
         for _ in range(count):
             twin.zero_grad()
-            expected = plain(x)
+            expected = loss(plain, x)
             expected.backward()
             twin.step()
             torch.testing.assert_close(engine.step(x), expected.detach())

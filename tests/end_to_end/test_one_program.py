@@ -20,6 +20,7 @@ from stepgraph.capture.module import capture
 from stepgraph.cost.devices import find_device
 from stepgraph.lowering.graphs.obstacles import find_obstacles
 from stepgraph.planning.target import target_of
+from tests.beside import beside
 from tests.end_to_end import many_models, models
 from tests.end_to_end.models import ROWS, Brought
 from tests.graphs.capturing import refusal
@@ -263,19 +264,8 @@ def test_a_laptops_plan_is_the_clusters_whatever_is_asked(name, kind):
 
 def trained_beside(make, loss, x):
     """An engine of a model, after steps that were those of its twin in plain PyTorch."""
-    torch.manual_seed(0)
-    plain, ours = make(), make()
-    ours.load_state_dict(plain.state_dict())
-    twin, own = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, ours))
-    engine = stepgraph.Engine(
-        ours, loss=lambda m, batch: m(batch), optimizer=own, plan="ddp", lowering="eager"
-    )
-    for _ in range(3):
-        twin.zero_grad()
-        expected = loss(plain, x)
-        expected.backward()
-        twin.step()
-        torch.testing.assert_close(engine.step(x), expected.detach())
+    engine, _, steps = beside(make, x, loss, lr=0.1)
+    steps(3)
     return engine
 
 

@@ -33,7 +33,7 @@ class Sources:
         for expression, before, member in self._steps:
             holder = values[before] if before >= 0 else None
             try:
-                value = eval(_code(expression), scope | {"_": holder})
+                value = eval(code_of(expression), scope | {"_": holder})
             except Exception:  # a kind of source that is no expression
                 found.unknown()
                 break
@@ -44,6 +44,7 @@ class Sources:
         return found
 
 
-@functools.lru_cache(1000)
-def _code(expression: str) -> types.CodeType:
+@functools.lru_cache(4000)
+def code_of(expression: str) -> types.CodeType:
+    """What evaluates an expression; it is evaluated again and again."""
     return compile(expression, "<source>", "eval")

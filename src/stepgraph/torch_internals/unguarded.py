@@ -6,7 +6,6 @@ was found, whatever another one, or the object, has in front of it; of several w
 only one has a guard. A method or a property that was followed has none at all.
 """
 
-import functools
 import re
 import types
 from collections import OrderedDict
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from stepgraph.torch_internals.sources import code_of
 from stepgraph.torch_internals.writes import Writes
 
 _OF_A_CLASS = re.compile(r"^dict\(type\((.+)\)(?:\.__mro__\[\d+\])?\.__dict__\)\['(\w+)'\]")
@@ -124,14 +124,9 @@ class Unguarded:
         self._members[cls, name] = member, _code_of(member)
 
 
-@functools.lru_cache(4000)
-def _code(expression: str) -> types.CodeType:
-    return compile(expression, "<guard>", "eval")
-
-
 def _find(expression: str, scope: dict[str, Any]) -> Any:
     try:
-        return eval(_code(expression), scope)
+        return eval(code_of(expression), scope)
     except Exception:  # a kind of source that is no expression; or it is gone
         return _ABSENT
 

@@ -34,7 +34,7 @@ from stepgraph.cli import launcher
 from stepgraph.runtime.batches import flatten_batch
 
 CALLS, ROUNDS, STEPS = 500, 9, 150
-TURNS = 50  # times the steps of a size
+TURNS = 100  # times the steps of a size
 
 
 def microseconds(check):
@@ -216,7 +216,7 @@ def measure(name):
     torch.set_num_threads(1)
     model = make_model(SIZES[name], 512)
     optimizer = torch.optim.AdamW(model.parameters())
-    engine = stepgraph.Engine(model, optimizer=optimizer, plan="zero3", lowering="eager")
+    engine = stepgraph.Engine(model, optimizer=optimizer, plan="zero3")
     batches = make_batches(SIZES[name], 512, int(os.environ["RANK"]))
     batch = batches[0]
     for _ in range(8):  # from the next one on nothing is compared that was not written to

@@ -65,6 +65,51 @@ def test_every_step_of_a_source_counts():
     assert before.none()
 
 
+def test_of_a_function_what_is_read():
+    def function(one=1.0, *, other=2.0):
+        return one + other
+
+    def plain(one):
+        return one
+
+    class Owner:
+        method = function
+
+    start, owner = Source("L['f']"), Source("L['it']")
+    method = Source("L['it'].method", owner)
+    scope = {"L": {"f": function, "it": Owner()}}
+    first = Source("L['f'].__defaults__[0]", start)
+    other = Source("L['it'].method.__kwdefaults__['other']", method)
+    called, read = under(scope, start), under(scope, first)
+    of_a_method, flag = under(scope, other), under(scope, Source("L['f'].flag", start))
+    function.flag = True
+    for write, seen in (
+        (lambda: setattr(function, "__name__", "another"), [flag]),
+        (lambda: setattr(function, "flag", False), [flag]),
+        (lambda: setattr(function, "__defaults__", (3.0,)), [read, flag]),
+        (lambda: function.__kwdefaults__.update(other=3.0), [of_a_method, flag]),
+        (lambda: setattr(function, "__code__", plain.__code__), [called, read, of_a_method, flag]),
+    ):
+        before = [(writes, writes()) for writes in (called, read, of_a_method, flag)]
+        assert all(made.none() for _, made in before)
+        write()
+        assert [writes for writes, made in before if not made.none()] == seen
+
+
+def test_of_a_class_what_it_has_is_no_copy():
+    below = type("Below", (Holder,), {"rate": 1.0})
+    scope = {"L": {"it": below()}}
+    start = Source("L['it']")
+    table = Source(
+        "dict(type(L['it']).__mro__[0].__dict__)", Source("type(L['it']).__mro__[0]", start)
+    )
+    writes = under(scope, Source("dict(type(L['it']).__mro__[0].__dict__)['rate']", table))
+    before = writes()
+    assert before.none()
+    below.rate = 2.0
+    assert not before.none()
+
+
 def test_of_a_module_the_names_that_are_read():
     here = sys.modules[__name__]
     module = Source("G['here']")

@@ -155,6 +155,43 @@ def test_write_to_a_class_and_to_its_base():
     assert not writes.none()
 
 
+def test_write_to_a_class_that_has_been_looked_at_since():
+    """Python numbers a class anew when something is looked up: never as it was."""
+    below = type("Below", (Thing,), {})
+    writes = watched(below())
+    for number in range(3):
+        below.rate = number
+        assert below.rate == number
+        assert not writes.none()
+        writes.remember()
+        assert writes.none() and below.rate == number and writes.none()
+    below.rate = 3  # and nothing looked up: it has no number
+    writes.remember()
+    assert writes.none()
+    below.rate = 4
+    assert not writes.none()
+
+
+def test_write_to_classes_whose_class_has_its_own_ways():
+    class Meta(type):
+        def __getattribute__(cls, name):
+            return type.__getattribute__(cls, name)
+
+        def __eq__(cls, other):
+            raise RuntimeError
+
+        def mro(cls):
+            return type.mro(cls)
+
+        __hash__ = type.__hash__
+
+    own = Meta("Own", (Thing,), {})
+    writes = watched(own, Thing)
+    first = writes.none()  # as far as can be known
+    type.__setattr__(own, "rate", 2.0)
+    assert not writes.none() and first
+
+
 def test_write_to_the_bases_of_a_class_and_to_the_class_of_a_class():
     meta = type("Meta", (type,), {"rate": 1.0})
     other = type("Other", (Thing,), {})

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from stepgraph.torch_internals.words import Snapshot, Together, reader, word
+from stepgraph.torch_internals.words import Reader, Snapshot, Together, word
 
 
 class ShownMemory:
@@ -44,7 +44,7 @@ class ShownMemory:
         addresses = [id(tensor) + objects for tensor in self._tensors]
         # Only while a tensor is what it was, that is alive, and may be looked into.
         behind = [one + storages for one in implementations]
-        words, words_behind = (reader(places)().tobytes() for places in (addresses, behind))
+        words, words_behind = (bytes(Reader(places)()) for places in (addresses, behind))
         return Snapshot(addresses, words, behind, words_behind, [self._tensors, self.storages])
 
 

@@ -1,6 +1,7 @@
 """Where dynamo found what code read, and what would have to be written to for it to find anything else."""
 
 import functools
+import re
 import types
 from typing import Any
 
@@ -37,7 +38,13 @@ class Sources:
             except Exception:  # a kind of source that is no expression
                 found.unknown()
                 break
-            found.watch(value)
+            if isinstance(value, types.FunctionType):
+                found.watch_function(value)
+            elif not expression.startswith("dict("):  # a copy, of what a class has
+                found.watch(value)
+            if isinstance(holder, (types.FunctionType, types.MethodType)):
+                attribute = re.match(r"_\.(\w+)", expression)
+                found.watch_function(holder, attribute[1] if attribute else "")
             if isinstance(holder, types.ModuleType):
                 found.watch_name(holder, member)
             values.append(value)

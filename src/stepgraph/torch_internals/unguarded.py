@@ -101,7 +101,7 @@ class Unguarded:
             writes.watch(cls)
         for value, _ in self._members.values():
             if type(function := _function_of(value)) is types.FunctionType:
-                writes.watch(function)
+                writes.watch_function(function)
 
     def _add_value(self, owner: str, name: str, scope: dict[str, Any]) -> None:
         """Of its class, that an object is asked for."""

@@ -14,18 +14,30 @@ def word(address: int) -> int:
     return ctypes.c_uint64.from_address(address).value
 
 
-def reader(addresses: Sequence[int]) -> Callable[[], Any]:
-    """Reads words of objects that are alive, as an array.
+class Reader:
+    """Reads words of objects that are alive, into the same memory each time.
 
     Args:
         addresses: multiples of eight apart.
     """
-    if not addresses:
-        return lambda: np.empty(0, np.uint64)
-    where = np.array(addresses, dtype=np.int64)
-    start, words = int(where.min()), int(where.max() - where.min()) // 8 + 1
-    memory = np.ctypeslib.as_array((ctypes.c_uint64 * words).from_address(start))
-    return functools.partial(memory.take, (where - start) // 8)
+
+    __slots__ = ("_gather", "_now")
+
+    def __init__(self, addresses: Sequence[int]) -> None:
+        self._now = bytearray(8 * len(addresses))
+        self._gather: Callable[[], Any] = lambda: None
+        if addresses:
+            where = np.array(addresses, dtype=np.int64)
+            start, words = int(where.min()), int(where.max() - where.min()) // 8 + 1
+            memory = np.ctypeslib.as_array((ctypes.c_uint64 * words).from_address(start))
+            # What is clipped is not written somewhere else first.
+            now = np.frombuffer(self._now, np.uint64)
+            self._gather = functools.partial(memory.take, (where - start) // 8, None, now, "clip")
+
+    def __call__(self) -> bytearray:
+        """What they are now; until the next time."""
+        self._gather()
+        return self._now
 
 
 @dataclass(frozen=True)
@@ -57,13 +69,10 @@ class Together:
 
     def same(self) -> bool:
         """Whether all words are what they were; takes microseconds."""
-        return (
-            self._read().tobytes() == self._words
-            and self._read_behind().tobytes() == self._words_behind
-        )
+        return self._read() == self._words and self._read_behind() == self._words_behind
 
 
-def _once(several: Iterable[tuple[list[int], bytes]]) -> tuple[Callable[[], Any], bytes]:
+def _once(several: Iterable[tuple[list[int], bytes]]) -> tuple[Reader, bytes]:
     """What reads all words, in the order of their addresses, and what they were."""
     words = {
         pair
@@ -71,4 +80,4 @@ def _once(several: Iterable[tuple[list[int], bytes]]) -> tuple[Callable[[], Any]
         for pair in zip(where, np.frombuffer(were, np.uint64).tolist(), strict=True)
     }
     addresses, were = zip(*sorted(words), strict=True) if words else ((), ())
-    return reader(addresses), np.array(were, np.uint64).tobytes()
+    return Reader(addresses), np.array(were, np.uint64).tobytes()

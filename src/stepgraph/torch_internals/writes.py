@@ -1,16 +1,17 @@
 """Whether anything was written to Python objects since they were last looked through.
 
 Comparing what a model's code read goes through hundreds of objects, which no cache holds between two steps.
-Most lie in dictionaries (of modules, configurations, classes), and Python counts the writes to each: where
-no count is another, nothing has to be compared. Counts, and what else is one word of an object (its class,
-what is in a cell, the code of a function), are read together, so that memory is waited for once.
+Most lie in dictionaries (of modules, configurations), and Python counts the writes to each: where no count
+is another, nothing has to be compared. To a class it gives another number after a write to it or to a base.
+Counts, numbers, and what else is one word of an object (its class, what is in a cell, the code of a
+function), are read together, so that memory is waited for once.
 
 Python counts up to 3.12 (PEP 509). Where it does not, or has something elsewhere in memory than is looked
 for, :meth:`Writes.none` never says so.
 """
 
+import contextlib
 import functools
-import gc
 import itertools
 import operator
 import re
@@ -21,10 +22,9 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
-from stepgraph.torch_internals.words import Snapshot, reader, word
+from stepgraph.torch_internals.words import Reader, Snapshot, word
 
 # Bytes into an object: its class; the count of a dictionary; what a cell holds; the attributes of what is
 # made of a class in Python; how many items a list has, and where they are.
@@ -34,6 +34,7 @@ _OF_FUNCTION = {
     "__name__": 32, "__qualname__": 40, "__code__": 48, "__defaults__": 56, "__kwdefaults__": 64,
     "__dict__": 88,
 }  # fmt: skip
+_WRITTEN_ONCE = {"__closure__", "__globals__", "__func__", "__self__"}
 _OF_PARTIAL = {"func": 16, "args": 24, "keywords": 32}
 # Nothing of what is made of these is hidden: items, elements and attributes.
 _BUILT_IN = {object, dict, list, OrderedDict, defaultdict}
@@ -56,14 +57,15 @@ class Writes:
 
     def __init__(self) -> None:
         self._words: dict[int, tuple[Any, Callable[[Any], Any] | None]] = {}  # by address
+        self._classes: dict[int, type] = {}
         self._lists: dict[int, list] = {}
         self._names: dict[int, tuple[dict, dict[str, None]]] = {}
         self._known = _COUNTS
-        self._read: Callable[[], Any] | None = None
-        self._read_items: Callable[[], Any] | None = None
+        self._addresses: list[int] = []
+        self._read = self._read_items = Reader(())
         self._items: list[int] = []  # addresses; while lists are where they were
         # Words, those of items, and what modules have under the names that are read.
-        self._before: tuple[np.ndarray, bytes, list[Any]] | None = None
+        self._before: tuple[bytes, bytes, list[Any]] | None = None
         self._alive: list[Any] = []  # so that nothing else gets the address of what was there
 
     def watch(self, value: Any) -> None:
@@ -91,7 +93,7 @@ class Writes:
             self._watch_class(value)
             self._watch_class(type(value))
         elif isinstance(value, types.MethodType):
-            self.watch(value.__func__)
+            self.watch_function(value)
         elif type(value) not in _FIXED and not isinstance(value, types.ModuleType):
             self._watch_object(value)
 
@@ -102,11 +104,21 @@ class Writes:
         else:
             self.unknown()
 
+    def watch_function(
+        self, value: types.FunctionType | types.MethodType, name: str = "__code__"
+    ) -> None:
+        """One attribute of a function is read, or that it is called."""
+        function = value.__func__ if isinstance(value, types.MethodType) else value
+        if name not in _WRITTEN_ONCE and isinstance(function, types.FunctionType):
+            places = {name: _OF_FUNCTION[name]} if name in _OF_FUNCTION else _OF_FUNCTION
+            self._watch_attributes(function, places)
+        elif name not in _WRITTEN_ONCE:
+            self.watch(function)
+
     def watch_name(self, module: types.ModuleType, name: str) -> None:
         """One name of a module: others of its names are written to by whoever runs its code."""
         table = vars(module)
         self._names.setdefault(id(table), (table, {}))[1][name] = None
-        self._read = None
 
     def unknown(self) -> None:
         """Something was read that writes to are not seen of."""
@@ -117,8 +129,15 @@ class Writes:
         self._before = None
         if not self._known:
             return
-        if self._read is None:
-            self._read = reader(self._addresses())
+        leaves = self._leaves()
+        if not all(_version(cls, _VERSION) for cls in leaves):
+            self.unknown()
+            return
+        classes = (id(cls) + _VERSION for cls in leaves)
+        names = (id(table) + _COUNT for table, _ in self._names.values())
+        addresses = [*self._words, *classes, *names]
+        if addresses != self._addresses:
+            self._addresses, self._read = addresses, Reader(addresses)
         try:
             named = self._named()
         except LookupError:  # a name is gone
@@ -130,43 +149,44 @@ class Writes:
             self._alive += list.__iter__(one)  # not as its own class would have it
             start, length = word(id(one) + _ITEMS), word(id(one) + _LENGTH)
             self._items += range(start, start + 8 * length, 8)
-        self._read_items = reader(self._items) if self._items else None
-        items = b"" if self._read_items is None else self._read_items().tobytes()
-        self._before = self._read(), items, named
+        self._read_items = Reader(self._items)
+        self._before = bytes(self._read()), bytes(self._read_items()), named
 
     def snapshot(self) -> Snapshot | None:
         """What was remembered; None where that is not known."""
-        if self._before is None or self._read is None:
+        if self._before is None:
             return None
         words, items, named = self._before
-        alive = [[*self._words.values()], [*self._names.values()], named, self._alive]
-        return Snapshot(self._addresses(), words.tobytes(), self._items, items, alive)
+        alive = [[*each.values()] for each in (self._words, self._names, self._classes)]
+        return Snapshot(self._addresses, words, self._items, items, [*alive, named, self._alive])
 
     def none(self) -> bool:
         """Whether nothing was written to since, as far as can be known; takes microseconds."""
-        if self._before is None or self._read is None:
+        if self._before is None:
             return False
         words, items, named = self._before
         now = self._read()
-        if now.tobytes() != words.tobytes() and not self._is_elsewhere(words, now, named):
+        if now != words and not self._is_elsewhere(words, now, named):
             return False
-        return self._read_items is None or self._read_items().tobytes() == items
+        return self._read_items() == items
 
-    def _is_elsewhere(self, words: np.ndarray, now: np.ndarray, named: list[Any]) -> bool:
+    def _is_elsewhere(self, words: bytes, now: bytearray, named: list[Any]) -> bool:
         """Whether modules alone were written to, and not under the names that are read."""
-        others = len(self._words)
-        if words[:others].tobytes() != now[:others].tobytes():
+        others = len(words) - 8 * len(self._names)
+        if words[:others] != now[:others]:
             return False
         try:
             if not _are(self._named(), named):
                 return False
         except LookupError:
             return False
-        words[:] = now
+        self._before = bytes(now), self._before[1], named
         return True
 
-    def _addresses(self) -> list[int]:
-        return [*self._words, *(id(table) + _COUNT for table, _ in self._names.values())]
+    def _leaves(self) -> list[type]:
+        """Classes that no other one is made from: what is written to a base counts for them as well."""
+        bases = {id(base) for cls in self._classes.values() for base in cls.__mro__[1:]}
+        return [cls for number, cls in self._classes.items() if number not in bases]
 
     def _named(self) -> list[Any]:
         found: list[Any] = []
@@ -182,7 +202,6 @@ class Writes:
             if there != id(value) and (there, value) != (0, None):
                 self.unknown()
         self._words[address] = owner, get
-        self._read = None
 
     def _watch_attributes(self, value: Any, places: dict[str, int]) -> None:
         for name, place in places.items():
@@ -191,12 +210,7 @@ class Writes:
                 self.watch_table(table)
 
     def _watch_class(self, cls: type) -> None:
-        for one in cls.__mro__:
-            if one.__flags__ & _HEAP:
-                # The dictionary that vars() shows.
-                tables = gc.get_referents(vars(one))
-                self.watch_table(next(table for table in tables if isinstance(table, dict)))
-                self._watch_word(one, _BASES, operator.attrgetter("__mro__"))
+        self._classes.update((id(one), one) for one in cls.__mro__ if one.__flags__ & _HEAP)
 
     def _watch_object(self, value: Any) -> None:
         cls = type(value)
@@ -246,21 +260,37 @@ def _place_of_order() -> int:
     return next((place for place, counts in zip(places, counted, strict=True) if counts), 0)
 
 
+def _version(cls: type, place: int) -> int:
+    """Python's number of what a class is, which the next write to it, or to its bases, takes away; or 0."""
+    with contextlib.suppress(AttributeError):  # looking anything up gives it one
+        type.__getattribute__(cls, "looked up")
+    return word(id(cls) + place) & 0xFFFFFFFF
+
+
+def _place_of_version() -> int:
+    """Bytes into a class, of that number; 0 where there is none."""
+    base, places = type("Base", (), {}), range(8, type.__basicsize__, 8)
+    below, seen, written = type("Below", (base,), {}), [], []
+    for number in range(3):
+        seen.append([_version(below, place) for place in places])
+        base.written = number
+        written.append([word(id(below) + place) & 0xFFFFFFFF for place in places])
+    rows = zip(places, zip(*seen, strict=True), zip(*written, strict=True), strict=True)
+    return next(
+        (place for place, given, gone in rows if len({*given, 0}) == 4 and not any(gone)), 0
+    )
+
+
 def _counted() -> bool:
     """Whether this Python counts writes where they are looked for."""
     if sys.implementation.name != "cpython" or sys.version_info >= (3, 13) or sys.maxsize < 2**32:
         return False
     written, other = {"one": 1}, {"one": 1}
-    read = reader([id(written) + _COUNT, id(other) + _COUNT])
-    before = read()
+    words = word(id(written) + _COUNT), word(id(other) + _COUNT)
     written["one"] = 2
-    after = read()
-    return bool(before[0] != after[0] and before[1] == after[1])
+    return word(id(written) + _COUNT) != words[0] and word(id(other) + _COUNT) == words[1]
 
 
-_COUNTS = _counted()
+_VERSION = _place_of_version() if _counted() else 0
+_COUNTS = bool(_VERSION)
 _ORDER = _place_of_order() if _COUNTS else 0
-# Bytes into a class: its bases, in order.
-_BASES = next(
-    (i for i in range(8, 512, 8) if _COUNTS and word(id(Writes) + i) == id(Writes.__mro__)), 0
-)

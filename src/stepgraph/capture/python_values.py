@@ -136,7 +136,8 @@ def _advances(code: CodeType, name: str) -> bool:
             continue
         rest = iter(steps[at + 1 :])
         after = next((s for s in rest if s.opname not in _COUNTING), None)
-        if after is None or after.opname != "STORE_ATTR" or after.argval != name:
+        stored = step.opname.replace("LOAD", "STORE")  # an attribute's is one, a global's is one
+        if after is None or (after.opname, after.argval) != (stored, name):
             return False
     return True
 

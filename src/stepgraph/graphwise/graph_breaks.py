@@ -44,7 +44,7 @@ from stepgraph.runtime.modes import evaluation_mode
 from stepgraph.runtime.progress import doing
 from stepgraph.runtime.recompiles import before_compiling, count_call
 from stepgraph.torch_internals import graphs as dynamo
-from stepgraph.torch_internals import pytree
+from stepgraph.torch_internals import namespaces, pytree
 from stepgraph.torch_internals.modules import look_at
 
 log = logging.getLogger("stepgraph")
@@ -212,7 +212,8 @@ class GraphRunner:
         try:
             run = self._function if self._by_data.found else self._compiled
             looking = self._by_data.looking()
-            with self.compiler.capturing(), dynamo.running_regions_once(), looking:
+            finding = namespaces.found_where_they_are()
+            with self.compiler.capturing(), dynamo.running_regions_once(), finding, looking:
                 result = run(self.compiler.model, pytree.tree_unflatten(cast, tree))
             self._warm.add(entry)
             several = self.compiler.ranks.shape.data_size > 1
@@ -267,7 +268,8 @@ class GraphRunner:
         run = dynamo.compile_apart(self._function, backend, self.compiler.max_shapes, False)
         before, self._gathering.active = self._gathering.active, True
         try:
-            with self.compiler.capturing(), torch.random.fork_rng(devices=[]):
+            finding, drawing = namespaces.found_where_they_are(), torch.random.fork_rng(devices=[])
+            with self.compiler.capturing(), finding, drawing:
                 loss_of(run(model, pytree.tree_unflatten(list(leaves), tree))).backward()
         finally:
             self._gathering.active = before

@@ -10,7 +10,13 @@ import torch._dynamo.functional_export as _functional_export
 from torch import fx, nn
 from torch._dynamo.output_graph import OutputGraph
 
-from stepgraph.torch_internals import assigned_buffers, flex, numpy_values, python_values
+from stepgraph.torch_internals import (
+    assigned_buffers,
+    flex,
+    namespaces,
+    numpy_values,
+    python_values,
+)
 from stepgraph.torch_internals.code import generating_late
 
 
@@ -49,6 +55,7 @@ def export_graph(module: nn.Module, args: tuple) -> Exported:
         _gradients_within(),
         assigned_buffers.written_in_place() as assigned,
         numpy_values.captured(),
+        namespaces.found_where_they_are(),
         _dynamo_config.patch(settings),
     ):
         captured = _functional_export._dynamo_graph_capture_for_export(module)(*args)

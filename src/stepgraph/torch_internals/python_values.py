@@ -377,6 +377,7 @@ _STEPS: list[tuple[str, str | Callable]] = [
     (r"(?:\.__dict__\['_modules'\]|\._modules)\['(\w+)'\]", r".\1"),
     (r"\b_modules\['(\w+)'\]", r"\1"),
     (r"(?:\.__dict__\['_buffers'\]|\._buffers)\['(\w+)'\]", r".\1"),
+    (r"G\['___names_of_code_\w+'\]\.", ""),
     (r"G\['__import_(\w+)'\]", lambda m: m[1].replace("_dot_", ".")),
     (r"G\['(\w+)'\]", r"\1"),
 ]

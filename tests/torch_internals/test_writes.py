@@ -101,6 +101,10 @@ WRITES = {
     "new item": (lambda: {"a": 1.0}, lambda it: it.update(b=2.0)),
     "no item": (lambda: {"a": 1.0}, lambda it: it.clear()),
     "default item": (lambda: defaultdict(int), lambda it: it["a"]),
+    "what makes items": (
+        lambda: defaultdict(int),
+        lambda it: setattr(it, "default_factory", float),
+    ),
     "order": (lambda: OrderedDict(a=1, b=2), lambda it: it.move_to_end("a")),
     "attribute of a dictionary": (Named, lambda it: setattr(it, "value", 1.0)),
     "attribute of a tensor": (lambda: torch.ones(2), lambda it: setattr(it, "value", 1.0)),

@@ -61,8 +61,13 @@ class Parts:
             yield
             return
         self._is_open = False
-        for module, own, _ in self._classes:
-            object.__setattr__(module, "__class__", own)  # at every step, and a module's is slow
+        for number, (module, own, made) in enumerate(self._classes):
+            if type(module) is not made:  # it was given another one meanwhile
+                self._classes[number] = module, *self._classes_of(module)
+            else:
+                object.__setattr__(
+                    module, "__class__", own
+                )  # at every step, and a module's is slow
         try:
             yield
         finally:

@@ -33,14 +33,14 @@ from stepgraph.torch_internals.writes import Writes
 _NOT_READ = {
     "TENSOR_MATCH", "SHAPE_ENV", "DUPLICATE_INPUT", "GRAD_MODE", "GLOBAL_STATE", "TORCH_FUNCTION_STATE",
     "DEFAULT_DEVICE", "DETERMINISTIC_ALGORITHMS", "AUTOGRAD_SAVED_TENSORS_HOOKS", "FSDP_TRAINING_STATE",
-    "EMPTY_NN_MODULE_HOOKS_DICT", "BUILTIN_MATCH", "MODULE_MATCH",
+    "EMPTY_NN_MODULE_HOOKS_DICT",
 }  # fmt: skip
 _NOT_THE_MODELS = re.compile(
     r"(G\['(__import_torch(_dot_|')|pytree|ExportTracerOutput|__builtins|___unnamed)|__import__\('torch'\)"
     r"|L\['flat_args'\]|L\['self'\]\.in_spec|L\['self'\]\._modules\['_export_root'\]\.tree|dict\(G\['ExportTracerOutput|list\(dict\.keys\(G\['__import_torch(_dot_|')"
     r"|L\['self'\].*\['model'\].*\.training$)"
 )
-# Of classes and of what modules import, numbers count; that they are what they are is slow to look up.
+# Where it is slow to look anything up, these count.
 _CONSTANTS = {
     "CONSTANT_MATCH",
     "EQUALS_MATCH",
@@ -49,7 +49,6 @@ _CONSTANTS = {
     "CLOSURE_MATCH",
 }
 _OF_STATE = re.compile(r"\b_(buffers|parameters)\b")
-_OF_CLASSES_AND_LIBRARIES = re.compile(r"dict\(type\(|__mro__|^G\[|^dict\.__getitem__\(G\[")
 
 
 @dataclass(frozen=True)
@@ -124,9 +123,9 @@ class Heard:
     @staticmethod
     def _is_read(guard: Any, settled: set[str]) -> bool:
         name, kind = guard.name, guard.create_fn_name()
-        if kind in _NOT_READ or _NOT_THE_MODELS.match(name) or readable(name) in settled:
-            return False
-        return kind in _CONSTANTS or not _OF_CLASSES_AND_LIBRARIES.search(name)
+        return kind not in _NOT_READ and not (
+            _NOT_THE_MODELS.match(name) or readable(name) in settled
+        )
 
 
 def _slow_holder(guard: Any, scope: dict[str, Any]) -> Any:

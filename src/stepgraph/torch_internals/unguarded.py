@@ -18,7 +18,9 @@ from stepgraph.torch_internals.sources import code_of
 from stepgraph.torch_internals.writes import Writes
 
 _OF_A_CLASS = re.compile(r"^dict\(type\((.+)\)(?:\.__mro__\[\d+\])?\.__dict__\)\['(\w+)'\]")
-_LOOKED_INTO = {"DICT_KEYS_MATCH", "TYPE_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH"}
+_LOOKED_INTO = {
+    "DICT_KEYS_MATCH", "TYPE_MATCH", "CLASS_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH",
+}  # fmt: skip
 _CONSTANTS = {bool, int, float, complex, str, bytes, type(None)}
 _ABSENT = object()
 
@@ -36,7 +38,7 @@ class Unguarded:
         self._tuples: dict[str, Any] = {}  # with something in them that can be written to
         self._hidden: set[tuple[str, str]] = set()  # objects, and values of their classes
         self._members: dict[tuple[type, str], tuple[Any, Any]] = {}  # and their code
-        self._seen: set[type] = set()
+        self._seen: dict[type, dict[str, Any]] = {}  # and what is in front of their objects
         self._of_classes = Writes()  # since members were compared
 
     def add(self, guard: Any, scope: dict[str, Any]) -> None:
@@ -59,9 +61,10 @@ class Unguarded:
             self._orders[guard.name] = [*value]
         elif type(value) is tuple and _can_be_written_to(value):
             self._tuples[guard.name] = _as_constants(value)
-        if type(value) not in self._seen:
-            self._seen.add(type(value))
-            self._add_followed(type(value))
+        cls = value if isinstance(value, type) else type(value)
+        if cls not in self._seen:
+            self._seen[cls] = _in_front(cls)
+            self._add_followed(cls)
 
     def watch(self, writes: Writes, scope: dict[str, Any]) -> None:
         """What would have to be written to, for any to be broken."""
@@ -94,6 +97,13 @@ class Unguarded:
                 self._of_classes.unknown()
                 self._of_classes.remember()
                 return f"{cls.__name__}.{name}"
+        for cls, before in self._seen.items():
+            now = _in_front(cls)
+            for name in {**before, **now}:
+                if now.get(name, _ABSENT) is not before.get(name, _ABSENT):
+                    self._of_classes.unknown()
+                    self._of_classes.remember()
+                    return f"{cls.__name__}.{name}"
         return ""
 
     def _watch_members(self, writes: Writes) -> None:
@@ -157,6 +167,17 @@ def _watch(writes: Writes, value: Any) -> None:
         for one in value.values() if isinstance(value, dict) else value:
             if isinstance(one, (tuple, list, dict, set)):
                 _watch(writes, one)
+
+
+def _in_front(cls: type) -> dict[str, Any]:
+    """What an object's class is asked before the object itself, and what is asked for all names."""
+    ways = {"__getattribute__", "__getattr__"}
+    return {
+        name: value
+        for one in reversed(cls.__mro__)
+        for name, value in vars(one).items()
+        if name in ways or hasattr(type(value), "__set__")
+    }
 
 
 def _attributes(value: Any) -> Mapping[str, Any]:

@@ -77,6 +77,8 @@ class Writes:
         if isinstance(value, OrderedDict):  # another order is no write
             self._watch_word(value, _ORDER, None)
             self._known &= bool(_ORDER)
+        if isinstance(value, defaultdict):
+            self._watch_word(value, dict.__basicsize__, operator.attrgetter("default_factory"))
         if isinstance(value, list):
             self._lists[id(value)] = value
             self._watch_word(value, _LENGTH, None)

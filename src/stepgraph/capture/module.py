@@ -30,6 +30,7 @@ from stepgraph.capture.refusals import (
     check_assigned_data,
     check_hooks,
     check_parameter_hooks,
+    drawn_number,
     graph_break_error,
     operator_error,
     own_function_error,
@@ -174,9 +175,9 @@ def capture(
                 raise mixed from error
             raise graph_break_error(error) from error
         except AssertionError as error:
-            if (unknown := unknown_result(error, model)) is None:
+            if (clear := unknown_result(error, model) or drawn_number(error)) is None:
                 raise
-            raise unknown from error
+            raise clear from error
         except (RuntimeError, UserWarning) as error:
             clear = operator_error(error) or mixed_types_error(error, compute_dtype)
             if clear is None:

@@ -6,9 +6,11 @@ cannot be had so runs graph by graph, or is an error: never the first step's val
 """
 
 import dis
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import CodeType
+from typing import Any
 
 from stepgraph.capture.outside_tensors import OutsideTensor
 from stepgraph.errors import CaptureError, GraphBreakError
@@ -75,8 +77,8 @@ def values_of(heard: Heard, compare: bool, micro_batches: int = 1) -> PythonValu
 
     Raises:
         GraphBreakError: the code keeps tensors from one call for the next.
-        CaptureError: it changes a value that it reads, from micro-batch to micro-batch; or the order of an
-            ordered dictionary.
+        CaptureError: it changes a value that it reads, from micro-batch to micro-batch; the order of an
+            ordered dictionary; or a deque that holds so many.
     """
     if reordering := next((code for code in heard.codes if "move_to_end" in code.co_names), None):
         where = f"{reordering.co_filename}:{reordering.co_firstlineno}"
@@ -88,6 +90,12 @@ def values_of(heard: Heard, compare: bool, micro_batches: int = 1) -> PythonValu
     replayed: list[Callable[[], None]] = []
     counters: set[str] = set()
     for change in heard.changes:
+        if isinstance(change.holder, deque) and change.holder.maxlen is not None:
+            raise CaptureError(
+                f"the forward changes {change.path}, a deque that holds at most {change.holder.maxlen}",
+                why="torch's tracing forgets how many, so that its length and its first items are others",
+                do="do it outside the forward, or keep a list and cut it",
+            )
         if change.holds_numbers:
             raise GraphBreakError(
                 f"the forward keeps a number that it read from a tensor in {change.path}",
@@ -100,6 +108,12 @@ def values_of(heard: Heard, compare: bool, micro_batches: int = 1) -> PythonValu
                     f"the forward keeps tensors in {change.path} for its next call",
                     why="a captured step has the value that was there at first",
                     do="make it a buffer (register_buffer) that the forward writes in place",
+                )
+            if not change.holds_tensors:
+                raise GraphBreakError(
+                    f"the forward keeps an object that it makes in {change.path}",
+                    why="a captured step makes none, and would leave what was there at first",
+                    do="keep numbers, strings, lists or dictionaries of them; or make it elsewhere",
                 )
         elif _only_counts(change, heard.codes):
             counters.add(change.path)
@@ -152,13 +166,21 @@ def _counting(change: Change) -> Callable[[], None]:
 
 
 def _setting(change: Change) -> Callable[[], None]:
+    if change.name:
+        return lambda: setattr(change.holder, change.name, change.after)
+    # By what it is at bottom: a class of its own may do something else.
+    kinds = (OrderedDict, dict, list, deque, set)
+    kind: Any = next((one for one in kinds if isinstance(change.holder, one)), None)
+    if kind is None:
+        raise GraphBreakError(
+            f"the forward changes {change.path}, a {type(change.holder).__name__}",
+            why="a captured step would leave what was there at first",
+            do="keep a list or a dictionary",
+        )
+    add = getattr(kind, "update", None) or kind.extend
+
     def set_again() -> None:
-        if change.name:
-            setattr(change.holder, change.name, change.after)
-        elif isinstance(change.holder, list):
-            change.holder[:] = change.after
-        else:
-            change.holder.clear()
-            change.holder.update(change.after)
+        kind.clear(change.holder)
+        add(change.holder, change.after)
 
     return set_again

@@ -124,6 +124,18 @@ def operator_error(error: Exception) -> CaptureError | None:
     )
 
 
+def drawn_number(error: AssertionError) -> CaptureError | None:
+    """What says that code draws numbers from a generator of Python's own, which is an input to dynamo."""
+    if not str(error).startswith("Dynamo attempts to add additional input"):
+        return None
+    return CaptureError(
+        "the code draws a number from a generator that Python has (random.Random)",
+        where=line_of(error),
+        why="a captured step would draw the same number for ever, and torch's graphs of it fail",
+        do="draw it with torch.rand, or elsewhere, and hand it over as a tensor in the batch",
+    )
+
+
 def double_backward_error(error: Exception) -> CaptureError | None:
     """What says that a graph of many cannot be differentiated twice, where an error is about that."""
     if "does not currently support double backward" not in str(error):

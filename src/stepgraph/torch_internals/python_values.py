@@ -281,9 +281,18 @@ def _changes_of(effects: Any) -> Iterator[Change]:
             full = f"{source.name}.{name}"
             yield Change(readable(full), holder, name, held.get(name), *_value(new), full in read)
         state = isinstance(holder, nn.Module) or _OF_STATE.search(source.name)
-        if isinstance(kind, ValueMutationExisting) and not state:
+        items = variable if isinstance(kind, ValueMutationExisting) else _changed_items(variable)
+        if items is not None and not state:
             path = readable(source.name)
-            yield Change(path, holder, "", holder, *_value(variable), source.name in read)
+            yield Change(path, holder, "", holder, *_value(items), source.name in read)
+
+
+def _changed_items(variable: VariableTracker) -> VariableTracker | None:
+    """What an object is of its items, where code changed them: a dictionary with a class of its own."""
+    names = ("_base_vt", "_dict_vt", "_list_vt")
+    inner = next((it for it in (getattr(variable, name, None) for name in names) if it), None)
+    changed = getattr(getattr(inner, "mutation_type", None), "is_modified", False)
+    return inner if changed else None
 
 
 def has_written_modules() -> bool:

@@ -66,6 +66,14 @@ def makes(model):
     return model.kept.calls
 
 
+def tries(model):
+    try:
+        return model.made
+    except AttributeError:
+        model.made = 3.0
+        return 1.0
+
+
 def takes_next(model):
     return next(model.kept) + 1
 
@@ -80,6 +88,7 @@ CHANGES = {
     "deque": (deque, appends),
     "set": (set, adds),
     "object": (Made, makes),
+    "attribute that is tried": (int, tries),
     "count": (itertools.count, takes_next),
     "iterator": (lambda: iter([1.0, 2.0, 3.0, 4.0]), takes_next),
 }

@@ -33,7 +33,7 @@ from stepgraph.runtime.replay import Replay, can_be_replayed, flat_batch
 from stepgraph.runtime.state import State
 from stepgraph.runtime.watch import watch_over
 from stepgraph.torch_internals import pytree
-from stepgraph.torch_internals.python_values import has_written_modules
+from stepgraph.torch_internals.python_changes import has_written_modules
 
 HOW_TO_FILL = (
     "before the first call: model.to_empty(device=...), then what fills it in place, as the model's own "

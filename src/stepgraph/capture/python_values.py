@@ -14,7 +14,8 @@ from typing import Any
 
 from stepgraph.capture.outside_tensors import OutsideTensor
 from stepgraph.errors import CaptureError, GraphBreakError
-from stepgraph.torch_internals.python_values import Change, Heard, Reads
+from stepgraph.torch_internals.python_changes import Change
+from stepgraph.torch_internals.python_values import Heard, Reads
 from stepgraph.torch_internals.words import Snapshot
 
 # Between the load of a counter and the store of what it has become.
@@ -166,14 +167,14 @@ def _counting(change: Change) -> Callable[[], None]:
 
 
 def _setting(change: Change) -> Callable[[], None]:
-    if change.name:
+    if change.name and change.holder is not None:
         return lambda: setattr(change.holder, change.name, change.after)
     # By what it is at bottom: a class of its own may do something else.
     kinds = (OrderedDict, dict, list, deque, set)
     kind: Any = next((one for one in kinds if isinstance(change.holder, one)), None)
     if kind is None:
         raise GraphBreakError(
-            f"the forward changes {change.path}, a {type(change.holder).__name__}",
+            f"the forward changes {change.path}, which cannot be changed after it",
             why="a captured step would leave what was there at first",
             do="keep a list or a dictionary",
         )

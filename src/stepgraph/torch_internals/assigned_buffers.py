@@ -16,7 +16,7 @@ from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.variables.base import ValueMutationExisting, VariableTracker
 from torch._dynamo.variables.tensor import TensorVariable
 
-from stepgraph.torch_internals.python_values import is_expression
+from stepgraph.torch_internals.sources import is_expression
 
 TABLES = ("._buffers", ".__dict__['_buffers']")  # how dynamo reached a module's
 

@@ -18,6 +18,7 @@ from stepgraph.torch_internals import (
     python_values,
 )
 from stepgraph.torch_internals.code import generating_late
+from stepgraph.torch_internals.sources import readable
 
 
 class Exported(NamedTuple):
@@ -61,7 +62,7 @@ def export_graph(module: nn.Module, args: tuple) -> Exported:
         captured = _functional_export._dynamo_graph_capture_for_export(module)(*args)
     _name_insides_alike(captured)
     names = dict(captured.meta["dynamo_flat_name_to_original_fqn"])
-    return Exported(captured, names, [*map(python_values.readable, assigned)], heard)
+    return Exported(captured, names, [*map(readable, assigned)], heard)
 
 
 def _name_insides_alike(captured: fx.GraphModule) -> None:
@@ -129,7 +130,7 @@ def differentiates_own_function(captured: fx.GraphModule) -> bool:
 def module_path(node: fx.Node) -> str:
     """The innermost module whose code makes a call, as the model's code names it."""
     modules = list((node.meta.get("nn_module_stack") or {}).values())
-    return python_values.readable(str(modules[-1][0])).removeprefix("L['self'].") if modules else ""
+    return readable(str(modules[-1][0])).removeprefix("L['self'].") if modules else ""
 
 
 def set_example_value(node: fx.Node, value: Any) -> None:

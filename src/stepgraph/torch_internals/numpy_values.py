@@ -16,7 +16,7 @@ from torch._dynamo.variables.constant import ConstantVariable
 from torch._guards import TracingContext
 
 from stepgraph.errors import CaptureError
-from stepgraph.torch_internals.python_values import readable
+from stepgraph.torch_internals.sources import readable
 
 _TORCHS = str(Path(torch.__file__).parent)
 

@@ -1,13 +1,14 @@
-"""What dynamo read from Python while it captured a module, and what the module's code changes there.
+"""What dynamo read from Python while it captured a module; a captured graph has numbers of it as constants.
 
-A captured graph holds neither: numbers that were read are constants in it, and assignments are left out.
-dynamo knows both; torch's export throws them away.
+dynamo knows what it read, and what the module's code changes; torch's export throws both away.
 """
 
 import contextlib
+import dis
+import itertools
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,15 +16,10 @@ import torch._dynamo.config as _dynamo_config
 import torch._dynamo.functional_export as _functional_export
 from torch import nn
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.variables.base import (
-    AttributeMutationExisting,
-    ValueMutationExisting,
-    VariableTracker,
-)
-from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 
 from stepgraph.torch_internals.limits import SAFE_GUARDS
-from stepgraph.torch_internals.sources import Sources
+from stepgraph.torch_internals.python_changes import Change, changes_of
+from stepgraph.torch_internals.sources import Sources, readable
 from stepgraph.torch_internals.unguarded import Unguarded
 from stepgraph.torch_internals.words import Snapshot
 from stepgraph.torch_internals.writes import Writes
@@ -48,32 +44,6 @@ _CONSTANTS = {
     "DICT_KEYS_MATCH",
     "CLOSURE_MATCH",
 }
-_OF_STATE = re.compile(r"\b_(buffers|parameters)\b")
-
-
-@dataclass(frozen=True)
-class Change:
-    """What one run of the code does to Python state.
-
-    Attributes:
-        path: of the value, as the code would write it: ``model.calls``.
-        holder: the object whose attribute ``name`` it is; the list or dict itself where that is empty.
-        before: the value when it was captured.
-        after: the value that the code leaves, where ``is_constant``.
-        holds_tensors: the value that the code leaves has tensors in it that are not the module's own.
-        holds_numbers: it has numbers in it that were read from tensors.
-        was_read: the code looked at the value that it found.
-    """
-
-    path: str
-    holder: Any
-    name: str
-    before: Any
-    after: Any
-    is_constant: bool
-    holds_tensors: bool
-    holds_numbers: bool
-    was_read: bool
 
 
 @dataclass
@@ -111,6 +81,12 @@ class Heard:
             else:
                 continue
             sources.add(guard.originating_source)
+        for (
+            change
+        ) in self.changes:  # an attribute that was tried to read, and made when it was not there
+            held = getattr(change.holder, "__dict__", {})
+            if change.name and change.name not in held and self._is_loaded(change.name):
+                slow[id(change.holder), change.name] = (held, change.name, change.path)
         outside.guards.inner = type(everything)(kept)
         try:
             function, _ = _functional_export.get_traced_fn(self.function)
@@ -119,6 +95,11 @@ class Heard:
         finally:
             outside.guards.inner = everything
         return Reads(self.function, checked, list(slow.values()), unguarded, sources, scope["G"])
+
+    def _is_loaded(self, name: str) -> bool:
+        codes = (code for code in self.codes if name in code.co_names)
+        steps = itertools.chain.from_iterable(map(dis.get_instructions, codes))
+        return any(one.argval == name and one.opname.startswith("LOAD") for one in steps)
 
     @staticmethod
     def _is_read(guard: Any, settled: set[str]) -> bool:
@@ -165,7 +146,7 @@ class Reads:
     ) -> None:
         self._scope = {"self": function, "flat_args": ()}
         self._checked = checked
-        self._slow = [(values, name, values[name], shown) for values, name, shown in slow]
+        self._slow = [(values, name, values.get(name), shown) for values, name, shown in slow]
         self._unguarded, self._sources, self._names = unguarded, sources, names
         self._writes = Writes()
         # Calls since a write, how many that must be, and comparisons since all was followed anew.
@@ -208,6 +189,8 @@ class Reads:
         elif self._quiet >= self._wait:
             self._writes = self._sources.writes(self._all)
             self._unguarded.watch(self._writes, self._all)
+            for values, *_ in self._slow:
+                self._writes.watch_table(values)
             self._followed, self._wait = 1, min(self._LONGEST, 2 * self._wait or 1)
 
     def broken(self) -> str:
@@ -243,7 +226,7 @@ def listening() -> Iterator[Heard]:
         return heard.output
 
     def updated(effects: Any, *args: Any, **kwargs: Any) -> Any:
-        heard.changes = list(_changes_of(effects))  # the last time counts
+        heard.changes = list(changes_of(effects))  # the last time counts
         return update(effects, *args, **kwargs)
 
     _functional_export.fullgraph_capture = captured
@@ -255,61 +238,6 @@ def listening() -> Iterator[Heard]:
         _functional_export.fullgraph_capture = capture
         _functional_export._suggest_or_raise_constraint_violation = check
         SideEffects.codegen_update_mutated = update
-
-
-def _changes_of(effects: Any) -> Iterator[Change]:
-    graph = effects.output_graph_weakref()
-    scope = {"L": graph.local_scope, "G": graph.global_scope}
-    read = {guard.name for guard in graph.guards}
-    for variable in effects._get_modified_vars():
-        source = getattr(variable, "source", None)
-        if source is None or not is_expression(source):
-            continue  # made within the code
-        kind = variable.mutation_type
-        if not isinstance(kind, (AttributeMutationExisting, ValueMutationExisting)):
-            continue
-        try:
-            holder = eval(source.name, scope)  # as dynamo's own guards look it up
-        except Exception:
-            holder = None
-        for name, new in effects.store_attr_mutations.get(variable, {}).items():
-            held = getattr(holder, "__dict__", {})
-            if isinstance(holder, nn.Module) and (
-                name in holder._buffers or name in holder._parameters
-            ):
-                continue  # state of the program, not of Python
-            full = f"{source.name}.{name}"
-            yield Change(readable(full), holder, name, held.get(name), *_value(new), full in read)
-        state = isinstance(holder, nn.Module) or _OF_STATE.search(source.name)
-        items = variable if isinstance(kind, ValueMutationExisting) else _changed_items(variable)
-        if items is not None and not state:
-            path = readable(source.name)
-            yield Change(path, holder, "", holder, *_value(items), source.name in read)
-
-
-def _changed_items(variable: VariableTracker) -> VariableTracker | None:
-    """What an object is of its items, where code changed them: a dictionary with a class of its own."""
-    names = ("_base_vt", "_dict_vt", "_list_vt")
-    inner = next((it for it in (getattr(variable, name, None) for name in names) if it), None)
-    changed = getattr(getattr(inner, "mutation_type", None), "is_modified", False)
-    return inner if changed else None
-
-
-def has_written_modules() -> bool:
-    """Whether the code that dynamo traces now has written into modules: it does so behind the graph."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    effects = InstructionTranslator.current_tx().output.side_effects
-    graph = effects.output_graph_weakref()
-    scope = {"L": graph.local_scope, "G": graph.global_scope}
-    for variable in effects._get_modified_vars():
-        source = getattr(variable, "source", None)
-        try:
-            if source is not None and isinstance(eval(source.name, scope), nn.Module):
-                return True
-        except Exception:  # what is no expression was made by the code itself, or may be anything
-            continue
-    return False
 
 
 def numbers_given() -> tuple[bool, set[float]]:
@@ -352,47 +280,3 @@ def _is_kept(source: Any, scope: dict[str, Any]) -> bool:
             return False
         source = base
     return source.name.startswith("G[")
-
-
-def is_expression(source: Any) -> bool:
-    """Whether what dynamo knows of where a value came from is an expression."""
-    try:
-        return bool(source.name)
-    except NotImplementedError:
-        return False
-
-
-def _value(variable: Any) -> tuple[Any, bool, bool, bool]:
-    """The value; whether it is a constant, has tensors in it that are not the module's, has numbers."""
-    found: list[Any] = []
-    VariableTracker.visit(found.append, variable)
-    numbers = any(isinstance(v, SymNodeVariable) for v in found)
-    try:
-        if not numbers:
-            return variable.as_python_constant(), True, False, False
-    except Exception:  # one of many classes, each with its own way to refuse
-        pass
-    return None, False, _has_tensors(found), numbers
-
-
-def _has_tensors(found: list[Any]) -> bool:
-    tensors = [v for v in found if isinstance(v, TensorVariable)]
-    return any(t.source is None or t.source.name.startswith("L['flat_args']") for t in tensors)
-
-
-_STEPS: list[tuple[str, str | Callable]] = [
-    (r"L\['self'\]\._modules\['_export_root'\]\.?", ""),
-    (r"(?:\.__dict__\['_modules'\]|\._modules)\['(\w+)'\]", r".\1"),
-    (r"\b_modules\['(\w+)'\]", r"\1"),
-    (r"(?:\.__dict__\['_buffers'\]|\._buffers)\['(\w+)'\]", r".\1"),
-    (r"G\['___names_of_code_\w+'\]\.", ""),
-    (r"G\['__import_(\w+)'\]", lambda m: m[1].replace("_dot_", ".")),
-    (r"G\['(\w+)'\]", r"\1"),
-]
-
-
-def readable(text: str) -> str:
-    """dynamo's name of a value, as the model's code would write it."""
-    for pattern, instead in _STEPS:
-        text = re.sub(pattern, instead, text)
-    return text

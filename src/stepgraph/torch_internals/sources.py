@@ -3,6 +3,7 @@
 import functools
 import re
 import types
+from collections.abc import Callable
 from typing import Any
 
 from stepgraph.torch_internals.writes import Writes
@@ -55,3 +56,29 @@ class Sources:
 def code_of(expression: str) -> types.CodeType:
     """What evaluates an expression; it is evaluated again and again."""
     return compile(expression, "<source>", "eval")
+
+
+def is_expression(source: Any) -> bool:
+    """Whether what dynamo knows of where a value came from is an expression."""
+    try:
+        return bool(source.name)
+    except NotImplementedError:
+        return False
+
+
+_STEPS: list[tuple[str, str | Callable]] = [
+    (r"L\['self'\]\._modules\['_export_root'\]\.?", ""),
+    (r"(?:\.__dict__\['_modules'\]|\._modules)\['(\w+)'\]", r".\1"),
+    (r"\b_modules\['(\w+)'\]", r"\1"),
+    (r"(?:\.__dict__\['_buffers'\]|\._buffers)\['(\w+)'\]", r".\1"),
+    (r"G\['___names_of_code_\w+'\]\.", ""),
+    (r"G\['__import_(\w+)'\]", lambda m: m[1].replace("_dot_", ".")),
+    (r"G\['(\w+)'\]", r"\1"),
+]
+
+
+def readable(text: str) -> str:
+    """dynamo's name of a value, as the model's code would write it."""
+    for pattern, instead in _STEPS:
+        text = re.sub(pattern, instead, text)
+    return text

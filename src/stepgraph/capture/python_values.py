@@ -110,7 +110,7 @@ def values_of(heard: Heard, compare: bool, micro_batches: int = 1) -> PythonValu
                     why="a captured step has the value that was there at first",
                     do="make it a buffer (register_buffer) that the forward writes in place",
                 )
-            if not change.holds_tensors:
+            if change.is_object:
                 raise GraphBreakError(
                     f"the forward keeps an object that it makes in {change.path}",
                     why="a captured step makes none, and would leave what was there at first",

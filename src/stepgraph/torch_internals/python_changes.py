@@ -29,6 +29,7 @@ class Change:
         after: the value that the code leaves, where ``is_constant``.
         holds_tensors: the value that the code leaves has tensors in it that are not the module's own.
         holds_numbers: it has numbers in it that were read from tensors.
+        is_object: it is none of all that: no constant, and without tensors, the module's own neither.
         was_read: the code looked at the value that it found.
     """
 
@@ -40,6 +41,7 @@ class Change:
     is_constant: bool
     holds_tensors: bool
     holds_numbers: bool
+    is_object: bool
     was_read: bool
 
 
@@ -82,22 +84,18 @@ def _changed_items(variable: VariableTracker) -> VariableTracker | None:
     return inner if changed else None
 
 
-def _value(variable: Any) -> tuple[Any, bool, bool, bool]:
-    """The value; whether it is a constant, has tensors in it that are not the module's, has numbers."""
+def _value(variable: Any) -> tuple[Any, bool, bool, bool, bool]:
+    """The value, and of what kind it is, in the order of :class:`Change`."""
     found: list[Any] = []
     VariableTracker.visit(found.append, variable)
-    numbers = any(isinstance(v, SymNodeVariable) for v in found)
+    if any(isinstance(v, SymNodeVariable) for v in found):
+        return None, False, False, True, False
     try:
-        if not numbers:
-            return variable.as_python_constant(), True, False, False
+        return variable.as_python_constant(), True, False, False, False
     except Exception:  # one of many classes, each with its own way to refuse
-        pass
-    return None, False, _has_tensors(found), numbers
-
-
-def _has_tensors(found: list[Any]) -> bool:
-    tensors = [v for v in found if isinstance(v, TensorVariable)]
-    return any(t.source is None or t.source.name.startswith("L['flat_args']") for t in tensors)
+        tensors = [v for v in found if isinstance(v, TensorVariable)]
+    made = (t.source is None or t.source.name.startswith("L['flat_args']") for t in tensors)
+    return None, False, any(made), False, not tensors
 
 
 def has_written_modules() -> bool:

@@ -264,9 +264,11 @@ def _place_of_order() -> int:
 
 def _version(cls: type, place: int) -> int:
     """Python's number of what a class is, which the next write to it, or to its bases, takes away; or 0."""
-    with contextlib.suppress(AttributeError):  # looking anything up gives it one
-        type.__getattribute__(cls, "looked up")
-    return word(id(cls) + place) & 0xFFFFFFFF
+    if not (number := word(id(cls) + place) & 0xFFFFFFFF):
+        with contextlib.suppress(AttributeError):  # looking anything up gives it one
+            type.__getattribute__(cls, "looked up")
+        number = word(id(cls) + place) & 0xFFFFFFFF
+    return number
 
 
 def _place_of_version() -> int:

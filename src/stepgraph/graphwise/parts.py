@@ -65,9 +65,8 @@ class Parts:
             if type(module) is not made:  # it was given another one meanwhile
                 self._classes[number] = module, *self._classes_of(module)
             else:
-                object.__setattr__(
-                    module, "__class__", own
-                )  # at every step, and a module's is slow
+                # At every step, and a module's way to do it is slow.
+                object.__setattr__(module, "__class__", own)
         try:
             yield
         finally:

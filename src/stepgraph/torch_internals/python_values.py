@@ -81,9 +81,8 @@ class Heard:
             else:
                 continue
             sources.add(guard.originating_source)
-        for (
-            change
-        ) in self.changes:  # an attribute that was tried to read, and made when it was not there
+        # An attribute that was tried to read, and made when it was not there.
+        for change in self.changes:
             held = getattr(change.holder, "__dict__", {})
             if change.name and change.name not in held and self._is_loaded(change.name):
                 slow[id(change.holder), change.name] = (held, change.name, change.path)

@@ -72,7 +72,7 @@ def within(model: str, layers: int, mesh: str) -> dict[str, Any]:
 
 def planned(model: str, layers: int, mesh: str, budget: int | None = None) -> dict[str, Any]:
     """The same, to a saved plan."""
-    from stepgraph.placement.solver import automatic as solver
+    from stepgraph.placement.solver.optimise import Search
     from stepgraph.planning.file import save_plan
     from stepgraph.runtime.ranks import parse_mesh
 
@@ -82,15 +82,15 @@ def planned(model: str, layers: int, mesh: str, budget: int | None = None) -> di
     )
     marks.append(("imports and model", cpu_seconds()))
     found: dict[str, Any] = {}
-    solve = solver.solve
+    within = Search.within
 
-    def counted(problem: Any, *arguments: Any, **more: Any) -> Any:
+    def counted(search: Search, *arguments: Any, **more: Any) -> Any:
         before = cpu_seconds()
-        solution = solve(problem, *arguments, **more)
+        solution = within(search, *arguments, **more)
         found.update(variables=solution.variables, solve_s=cpu_seconds() - before)
         return solution
 
-    solver.solve = counted
+    Search.within = counted
     memory = "full" if budget is None else "auto"
     attempt = planner.plan(parse_mesh(mesh), "auto", memory, budget)
     with tempfile.TemporaryDirectory() as folder:

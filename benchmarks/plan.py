@@ -82,11 +82,11 @@ def planned(model: str, layers: int, mesh: str, budget: int | None = None) -> di
     )
     marks.append(("imports and model", cpu_seconds()))
     found: dict[str, Any] = {}
-    within = Search.within
+    run = Search.within
 
     def counted(search: Search, *arguments: Any, **more: Any) -> Any:
         before = cpu_seconds()
-        solution = within(search, *arguments, **more)
+        solution = run(search, *arguments, **more)
         found.update(variables=solution.variables, solve_s=cpu_seconds() - before)
         return solution
 

@@ -77,9 +77,10 @@ def values_of(heard: Heard, compare: bool, micro_batches: int = 1) -> PythonValu
         micro_batches: forwards of one step.
 
     Raises:
-        GraphBreakError: the code keeps tensors from one call for the next.
+        GraphBreakError: the code keeps tensors from one call for the next, or an object that it makes; or
+            it changes what can be changed by nobody else.
         CaptureError: it changes a value that it reads, from micro-batch to micro-batch; the order of an
-            ordered dictionary; or a deque that holds so many.
+            ordered dictionary; or a deque that holds at most so many.
     """
     if reordering := next((code for code in heard.codes if "move_to_end" in code.co_names), None):
         where = f"{reordering.co_filename}:{reordering.co_firstlineno}"

@@ -61,10 +61,8 @@ class Parts:
             yield
             return
         self._is_open = False
-        for number, (module, own, made) in enumerate(self._classes):
-            if type(module) is not made:  # it was given another one meanwhile
-                self._classes[number] = module, *self._classes_of(module)
-            else:
+        for module, own, made in self._classes:
+            if type(module) is made:  # else it was given another one meanwhile
                 # At every step, and a module's way to do it is slow.
                 object.__setattr__(module, "__class__", own)
         try:

@@ -9,7 +9,7 @@ only one has a guard. A method or a property that was followed has none at all.
 import re
 import types
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -91,20 +91,21 @@ class Unguarded:
         self._of_classes = Writes()
         self._watch_members(self._of_classes)
         self._of_classes.remember()
-        for (cls, name), before in self._members.items():
-            member = _member(cls, name)
-            if member is not before[0] or _code_of(member) is not before[1]:
-                self._of_classes.unknown()
-                self._of_classes.remember()
-                return f"{cls.__name__}.{name}"
+        if other := next(self._other_members(), ""):
+            self._of_classes.unknown()
+            self._of_classes.remember()
+        return other
+
+    def _other_members(self) -> Iterator[str]:
+        for (cls, name), (member, code) in self._members.items():
+            now = _member(cls, name)
+            if now is not member or _code_of(now) is not code:
+                yield f"{cls.__name__}.{name}"
         for cls, before in self._seen.items():
-            now = _in_front(cls)
-            for name in {**before, **now}:
-                if now.get(name, _ABSENT) is not before.get(name, _ABSENT):
-                    self._of_classes.unknown()
-                    self._of_classes.remember()
-                    return f"{cls.__name__}.{name}"
-        return ""
+            in_front = _in_front(cls)
+            for name in {**before, **in_front}:
+                if in_front.get(name, _ABSENT) is not before.get(name, _ABSENT):
+                    yield f"{cls.__name__}.{name}"
 
     def _watch_members(self, writes: Writes) -> None:
         for cls in self._seen:

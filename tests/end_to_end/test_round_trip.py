@@ -20,6 +20,7 @@ from stepgraph.graphwise.graph_compiler import GraphCompiler
 from stepgraph.planning.request import Request
 from stepgraph.planning.target import usual_target
 from stepgraph.program.collectives import is_collective
+from stepgraph.program.copies import is_copy
 from stepgraph.program.layout import data_mesh
 from stepgraph.program.program import BACKWARD, FORWARD
 from tests.end_to_end.models import bring
@@ -130,7 +131,7 @@ def kept_twice(name, plan, memory, mesh):
     module = stepgraph.parallelize(
         brought.model, mesh=mesh, plan=plan, memory=memory, example=brought.batch, lowering="eager"
     )
-    own = [*(p.to_local() for p in module.parameters()), *module.buffers()]
+    own = [*(p.to_local() for p in module.parameters()), *module.buffers(), *rows.values()]
     state = {tensor.untyped_storage().data_ptr() for tensor in own}
     calls = module, torch.compile(module, fullgraph=True)
     for call in calls:
@@ -139,7 +140,7 @@ def kept_twice(name, plan, memory, mesh):
 
 
 def kept_by(call, rows, state):
-    """Bytes of the storages in which a call keeps tensors, but for the module's own."""
+    """Bytes of the storages in which a call keeps tensors, but for the module's own and the batch's."""
     kept = {}
 
     def keep(tensor):
@@ -157,6 +158,7 @@ KEPT = [
     ("llama", "zero3", "layers:2", "dp=2", 2), ("gpt2", "zero3", "full", "dp=2", 2),
     ("llama", "zero3", "none", "dp=2", 2), ("llama", "ddp", "ops", "dp=2", 2),
     ("gpt2", "zero1", "none", "dp=2", 2), ("llama", "tp+zero3", "full", "dp=2,tp=2", 4),
+    ("llama", "zero3", {"*": "offload"}, "dp=2", 2),
 ]  # fmt: skip
 
 
@@ -214,10 +216,26 @@ def test_our_own_backend_does_not_decide_again_what_is_sent_together():
         assert sum("all_gather" in name for name, _ in again[0]) > 4  # not one for all layers
 
 
-def one_process():
+def one_process(**settings):
     torch.manual_seed(0)
-    module = stepgraph.parallelize(Normed(), example=(torch.ones(4, 6),), lowering="eager")
+    settings = {"example": (torch.ones(4, 6),), "lowering": "eager", **settings}
+    module = stepgraph.parallelize(Normed(), **settings)
     return module, torch.compile(module, backend="aot_eager", fullgraph=True), torch.ones(4, 6)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor", "stepgraph"])
+def test_what_waits_on_the_host_waits_there_again(backend):
+    """Whatever a compiler does with memory that it takes for its own."""
+    found = []
+    for again in (False, True):
+        module, _, _ = one_process(memory={"*": "offload"})
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+        module(x.clone().requires_grad_())
+        call = torch.compile(module, backend=backend, fullgraph=True) if again else module
+        found.append(three_steps(call, module, x))
+        assert any(map(is_copy, module.forward.compiler.programs["gradients"].operations()))
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two)
 
 
 def test_a_value_of_python_that_changes_behind_a_traced_module_is_an_error():

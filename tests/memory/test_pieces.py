@@ -14,7 +14,7 @@ from stepgraph.memory.decide import DIVIDED, WHOLE, Means, decide
 from stepgraph.memory.pieces import MOST, find_pieces, held_bytes
 from stepgraph.pipeline import simulation
 from stepgraph.planning.plan import preset_plan
-from stepgraph.planning.sizes import show_bytes
+from stepgraph.planning.sizes import show_bytes, show_bytes_up
 from stepgraph.planning.target import target_of
 from stepgraph.program.metadata import meta
 from stepgraph.runtime.ranks import parse_mesh
@@ -101,7 +101,7 @@ def test_pieces_that_hold_more_than_whole_logits_are_not_taken():
     peak = wide(64).predicted.peak_bytes
     with pytest.raises(BudgetError) as caught:
         wide(64, memory_budget=peak - 1)
-    assert f"the smallest peak is {show_bytes(peak)}" in str(caught.value)
+    assert f"the smallest peak is {show_bytes_up(peak)}" in str(caught.value)
 
 
 def test_a_policy_that_fits_with_no_pieces_takes_them_all_the_same():

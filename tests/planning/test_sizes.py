@@ -1,9 +1,11 @@
 """Sizes as texts."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stepgraph.errors import UsageError
-from stepgraph.planning.sizes import parse_size, show_bytes
+from stepgraph.planning.sizes import parse_size, show_bytes, show_bytes_up
 
 
 @pytest.mark.parametrize(
@@ -26,3 +28,10 @@ def test_sizes_are_shown_in_the_largest_unit():
         "5.0 MiB",
         "1.50 GiB",
     ]
+
+
+@given(st.one_of(st.integers(1, 2**22), st.integers(1, 2**45)))
+def test_what_is_rounded_up_is_enough(size):
+    shown = parse_size(show_bytes_up(size))
+    assert size <= shown <= size * 1.1 + 2**10
+    assert show_bytes_up(size).split()[1] == show_bytes(size).split()[1]

@@ -10,7 +10,7 @@ from stepgraph.cost.predict import Prediction
 from stepgraph.errors import BudgetError
 from stepgraph.pipeline import Made
 from stepgraph.planning.plan import Plan
-from stepgraph.planning.sizes import show_bytes
+from stepgraph.planning.sizes import show_bytes, show_bytes_up
 
 
 @dataclass
@@ -32,12 +32,12 @@ class Attempt:
     def error(self) -> BudgetError:
         """Says how much is missing, and what takes the most."""
         name, size = self.largest
-        plan = self.plan
+        plan, smallest = self.plan, show_bytes_up(self.peak)
         return BudgetError(
-            f"no plan fits {show_bytes(self.budget)} a rank: the smallest peak is {show_bytes(self.peak)}",
+            f"no plan fits {show_bytes(self.budget)} a rank: the smallest peak is {smallest}",
             where=f"{plan.placement} on mesh {plan.mesh}, memory {plan.memory}",
             why=f"{name} take up to {show_bytes(size)}",
-            do=f"give at least {show_bytes(self.peak)}, more ranks, or fewer rows a rank; or {_HELP[name]}",
+            do=f"give at least {smallest}, more ranks, or fewer rows a rank; or {_HELP[name]}",
         )
 
 

@@ -20,7 +20,7 @@ from stepgraph.memory.solver.profile import MANY, Profile, Simulate, between
 from stepgraph.memory.solver.search import Search, fastest
 from stepgraph.planning.decisions import FrontierPoint, MemoryDecision
 from stepgraph.planning.request import AUTO, is_searched
-from stepgraph.planning.sizes import show_bytes
+from stepgraph.planning.sizes import show_bytes, show_bytes_up
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.program import BACKWARD, Program
 
@@ -391,10 +391,10 @@ def _too_small(search: Search, budget: int, smallest: int, policy: str) -> Budge
     name = max(CATEGORIES, key=lambda category: alive.get(category, 0))
     where = "" if policy == AUTO else f"memory {policy}, "
     error = BudgetError(
-        f"no plan fits {show_bytes(budget)} a rank: the smallest peak is {show_bytes(smallest)}",
+        f"no plan fits {show_bytes(budget)} a rank: the smallest peak is {show_bytes_up(smallest)}",
         where=f"{where}program {search.profile.program.name!r}",
         why=f"at the peak of {search.describe(mix)}, {name} take {show_bytes(alive[name])}",
-        do=f"give at least {show_bytes(smallest)}, more ranks, or fewer rows a rank",
+        do=f"give at least {show_bytes_up(smallest)}, more ranks, or fewer rows a rank",
     )
     error.smallest = smallest
     return error

@@ -113,6 +113,8 @@ def obstacle(value: fx.Node, behind: fx.Node | None) -> str:
     Args:
         behind: the first operation that is not the forward's.
     """
+    if not isinstance(meta(value)["val"], torch.Tensor):
+        return "an operation with several results has no memory of its own"
     shown = shown_in_forward(value)
     users = {user for node in shown for user in node.users}
     if any(user.op == "output" for user in users):

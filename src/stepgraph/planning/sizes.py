@@ -1,5 +1,6 @@
 """Sizes of memory as texts: ``70GiB``."""
 
+import math
 import re
 
 from stepgraph.errors import UsageError
@@ -32,7 +33,19 @@ def parse_size(size: int | str | None) -> int | None:
 
 def show_bytes(size: int) -> str:
     """``1.50 GiB``, ``3.2 MiB``, ``12 KiB``."""
-    for unit, scale, digits in (("GiB", 2**30, 2), ("MiB", 2**20, 1)):
+    scale, digits, unit = _scale(size)
+    return f"{size / scale:.{digits}f} {unit}"
+
+
+def show_bytes_up(size: int) -> str:
+    """The same, rounded up: as a budget it is enough."""
+    scale, digits, unit = _scale(size)
+    return f"{math.ceil(size / scale * 10**digits) / 10**digits:.{digits}f} {unit}"
+
+
+def _scale(size: int) -> tuple[int, int, str]:
+    """A unit's bytes, the digits that are shown, and its name."""
+    for scale, digits, unit in ((2**30, 2, "GiB"), (2**20, 1, "MiB")):
         if size >= scale:
-            return f"{size / scale:.{digits}f} {unit}"
-    return f"{size / 2**10:.0f} KiB"
+            return scale, digits, unit
+    return 2**10, 0, "KiB"

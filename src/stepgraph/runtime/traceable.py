@@ -20,6 +20,7 @@ from stepgraph.lowering.partition import forward_and_backward
 from stepgraph.operators.views import viewed
 from stepgraph.pipeline import GRAPH_LOWERED
 from stepgraph.program import roles
+from stepgraph.program.copies import await_at_once
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.program import Program
 from stepgraph.runtime.executor import (
@@ -70,6 +71,21 @@ def unchanged(tangent: torch.Tensor, writes: torch.Tensor, number: int) -> torch
 @unchanged.register_fake
 def _(tangent: torch.Tensor, writes: torch.Tensor, number: int) -> torch.Tensor:
     return tangent.new_empty(tangent.shape)
+
+
+@torch.library.custom_op("stepgraph::holds", mutates_args=("written",))
+def holds(written: torch.Tensor, held: Sequence[torch.Tensor]) -> None:
+    """Nothing; to a compiler, that a forward cannot do without what its backward alone reads of the host.
+
+    Args:
+        written: any of what a call writes.
+        held: copies on the host, which cannot be made in the backward: then nothing would be saved by them.
+    """
+
+
+@holds.register_fake
+def _(written: torch.Tensor, held: Sequence[torch.Tensor]) -> None:
+    return None
 
 
 class Traceable:
@@ -123,9 +139,13 @@ class Traceable:
         # One tensor may be given twice (ids that are labels, too), of which dynamo wants two here.
         batch = [leaves[i].contiguous().view(leaves[i].shape) for i in self.leaves]
         found = self.function.apply(self.moved[-1], *batch, *self.fixed, *parts)
+        behind = self.results + len(self.buffers)
         with torch.no_grad():
-            for place, value in zip(self.buffers, found[self.results :], strict=True):
+            written = found[self.results : behind]
+            for place, value in zip(self.buffers, written, strict=True):
                 self.fixed[place].copy_(value)
+            if held := list(found[behind:]):
+                holds(self.moved[-1], held)
         return list(found[: self.results])
 
 
@@ -146,6 +166,8 @@ def _function(
         number: of its :class:`Traceable`.
     """
     run_first, run_second = first.module, second.module
+    copies = await_at_once(run_first.graph)  # those to the host
+    await_at_once(run_second.graph)
     mark(first.graph, _makers_of_saved(first))
     for side in (run_first, run_second):
         for node in side.graph.find_nodes(op="call_function", target=aten.view.default):
@@ -154,7 +176,10 @@ def _function(
     place = {role: i for i, role in enumerate(given)}
     returned = [first.outputs.index(role) for role in (*split.results, *new)]
     dtypes = [first.output_values[at].dtype for at in returned]
-    integers = [i for i, dtype in enumerate(dtypes) if not is_differentiable(dtype)]
+    constant = [i for i, dtype in enumerate(dtypes) if not is_differentiable(dtype)]
+    sent = [at for at, (_, node, _) in enumerate(first.output_rows) if node in copies]
+    constant += range(len(returned), len(returned) + len(sent))
+    returned += sent
     saved = [i for i, role in enumerate(first.outputs) if isinstance(role, roles.Saved)]
     again = [place[role] for role in second.inputs if role in place]
     overwritten = {place.get(roles.Buffer(role.name)) for role in new}
@@ -181,7 +206,7 @@ def _function(
             kept = [*(found[i] for i in saved), *(whole[i] for i in again)]
             ctx.save_for_backward(writes.clone(), *kept)
             results = tuple(found[i] for i in returned)
-            ctx.mark_non_differentiable(*[results[i] for i in integers])
+            ctx.mark_non_differentiable(*[results[i] for i in constant])
             return results
 
         @staticmethod

@@ -89,6 +89,16 @@ def test_what_needs_all_rows_at_once_stays_whole(head):
     assert_bitwise(inputs.execute(before), inputs.execute(after))
 
 
+def test_a_product_within_anothers_pieces_is_asked_for_in_vain():
+    inputs, before = placed("taught")
+    products = [meta(n)["name"] for n in before.operations(FORWARD) if meta(n)["module"] == "head"]
+    decision = MemoryDecision("none", pieces=dict.fromkeys(products, 3))
+    after = compute_logits_in_pieces(before.copy(), decision)
+    check_invariants(after)
+    assert widest(after) < widest(before)
+    assert_summation(inputs.execute(before), inputs.execute(after))
+
+
 @pytest.mark.parametrize("name", ["accumulate", "step"])
 def test_micro_batches(name):
     inputs, before = placed("plain", "dp=2", "zero3", 2, None, name)

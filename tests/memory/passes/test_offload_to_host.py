@@ -18,6 +18,7 @@ from tests.support import (
     adamw,
     assert_bitwise,
     assert_golden,
+    captured,
     mlp,
     observed_pass,
     regression_batch,
@@ -128,6 +129,17 @@ def test_a_value_that_is_a_result_stays_and_the_report_says_so(step):
     after = offload_to_host(before.copy(), MemoryDecision("", offload=(loss,)))
     assert not copies(after, TO_HOST)
     assert any("a result of the step stays on the device" in note for note in after.notes)
+
+
+def test_of_several_results_each_is_named_by_itself():
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    before = captured(model, torch.randn(4, 3), loss=lambda m, x: m(x).pow(3).sum())
+    norm = next(n for n in before.operations(FORWARD) if isinstance(n.meta["val"], tuple))
+    mean = next(n for n in norm.users if n.args[1] == 1)
+    offload = (norm.meta["name"], mean.meta["name"])
+    after = offload_to_host(before.copy(), MemoryDecision("", offload=offload))
+    assert [node.args[0].meta["name"] for node in copies(after, TO_HOST)] == [offload[1]]
+    assert any("has no memory of its own, and is not offloaded" in note for note in after.notes)
 
 
 def test_what_is_offloaded_takes_no_memory_of_the_device_meanwhile():

@@ -11,6 +11,7 @@ from tests.memory.solver.search_support import (
     narrowing,
     placed,
     plan_on,
+    stacks,
 )
 from tests.sampling import sampled
 
@@ -54,6 +55,11 @@ def test_where_nothing_repeats_the_forward_is_one_block():
     program = placed(*narrowing(), plan_on("ddp"))
     blocks = Blocks(program, gather_again=False)
     assert [len(block) for block in blocks.blocks] == [len(blocks.nodes)] and not blocks.gathers
+
+
+def test_what_the_code_checkpoints_itself_is_another_kind():
+    program = placed(*stacks(own=(0, 4)), plan_on("ddp"))
+    assert Blocks(program, gather_again=False).kinds == [0, 1, 2, 3, 2]
 
 
 def test_blocks_may_be_named():

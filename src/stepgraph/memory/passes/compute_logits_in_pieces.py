@@ -39,8 +39,8 @@ def compute_logits_in_pieces(program: Program, decision: MemoryDecision) -> Prog
     """Computes a head, its loss and their backward some rows at a time; one piece is bitwise the whole."""
     if not decision.pieces:
         return program
-    by_name = {meta(node)["name"]: node for node in program.operations(FORWARD)}
     for name, pieces in decision.pieces.items():
+        by_name = {meta(node)["name"]: node for node in program.operations(FORWARD)}
         region = find_region(program, by_name[name]) if name in by_name else None
         if region is None:
             program.note(f"memory: {name} is computed whole: its loss is not one of row by row")

@@ -1,7 +1,8 @@
 """The blocks of a Program, of which a solver decides one by one how much each keeps.
 
-Blocks that do the same are of one kind and have the same levels: a level is a set of positions in a block
-whose results are kept, so that it means the same for each of them, however many there are.
+Blocks that do the same, with the same of it under the code's own checkpoints, are of one kind and have the
+same levels: a level is a set of positions in a block whose results are kept, so that it means the same for
+each of them, however many there are.
 """
 
 from collections.abc import Collection, Sequence
@@ -65,7 +66,8 @@ class Blocks:
         self.code = regions_of_code.find(self.nodes)
         self.taken = {node for region in self.code for node in region}
         numbers: dict[tuple, int] = {}
-        texts = [tuple(map(letter, block)) for block in self.blocks]
+        # What a region of the code's own recomputes is not the solver's to decide.
+        texts = [tuple((letter(n), n in self.taken) for n in block) for block in self.blocks]
         self.kinds = [numbers.setdefault(text, len(numbers)) for text in texts]
         self.again = gathered_values(program, gather_again)
         kept_else = set(gathered_values(program, False))

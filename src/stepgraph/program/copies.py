@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, fx
 
 from stepgraph import torch_internals
+from stepgraph.program.metadata import meta, set_meta
 
 
 class _Lane(threading.local):
@@ -245,7 +246,7 @@ def await_at_once(graph: fx.Graph) -> set[fx.Node]:
         to_host = started.target is TO_HOST
         with graph.inserting_before(started if to_host else wait):
             copied = graph.call_function(_AT_ONCE[started.target], started.args)
-        copied.meta = {**wait.meta}
+        set_meta(copied, meta(wait))
         wait.replace_all_uses_with(copied)
         graph.erase_node(wait)
         graph.erase_node(started)

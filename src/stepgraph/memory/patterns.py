@@ -103,4 +103,4 @@ def _fitting(patterns: Mapping[str, str], path: str) -> dict[str, str]:
 def _missed(pattern: str, paths: Sequence[str]) -> str:
     close = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.3)
     hint = f"; near misses: {', '.join(close)}" if close else ""
-    return f"memory: no module's operations fit the pattern {pattern!r}{hint}"
+    return f"memory: no operations of this program fit the pattern {pattern!r}{hint}"

@@ -7,6 +7,7 @@ from torch import nn
 import stepgraph
 from stepgraph.cli.launcher import launch
 from stepgraph.errors import UsageError
+from stepgraph.program.copies import is_copy
 
 X = torch.randn(4, 4)
 
@@ -45,6 +46,21 @@ def test_without_compiled_autograd_they_are_had():
     made = engine()
     made(X).backward(inputs=[made.model.first.weight])
     assert made.model.first.weight.grad is not None and made.model.last.weight.grad is None
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_what_waits_on_the_host_comes_back_within_the_one_graph(lowering):
+    found = []
+    for memory in ("none", {"*": "offload"}):
+        torch.manual_seed(0)
+        made = stepgraph.Engine(Broken(), loss=lambda m, x: m(x), plan="ddp", memory=memory)
+        made.compile(lowering, compiled_autograd=True)
+        made(X).backward()
+        found.append([p.grad.to_local() for p in made.model.parameters()])
+        graphs = made.programs.values()
+        assert any(is_copy(n) for p in graphs for n in p.operations()) == (memory != "none")
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def hooked():

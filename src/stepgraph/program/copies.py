@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, fx
 
 from stepgraph import torch_internals
-from stepgraph.program.metadata import meta, set_meta
+from stepgraph.torch_internals import custom_operators
 
 
 class _Lane(threading.local):
@@ -166,6 +166,7 @@ def wait_copy(copied: Tensor, source: Tensor) -> Tensor:
 
 
 torch.library.impl("stepgraph::wait_copy", "CompositeExplicitAutograd")(wait_copy)
+custom_operators.functionalize("stepgraph::wait_copy")
 
 
 @torch.library.register_fake("stepgraph::wait_copy")
@@ -173,38 +174,11 @@ def _(copied: Tensor, source: Tensor) -> Tensor:
     return copied
 
 
-# For compilers that know nothing of this program: what one operation gives is nobody else's memory.
-@torch.library.custom_op("stepgraph::copy_to_host", mutates_args=())
-def copy_to_host(x: Tensor) -> Tensor:
-    """``to_host`` and its wait."""
-    return wait_copy(to_host(x), x)
-
-
-@copy_to_host.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x, device=torch_internals.host_device())
-
-
-@torch.library.custom_op("stepgraph::copy_to_device", mutates_args=())
-def copy_to_device(x: Tensor, device: torch.device) -> Tensor:
-    """``to_device`` and its wait."""
-    return wait_copy(to_device(x, device), x)
-
-
-@copy_to_device.register_fake
-def _(x: Tensor, device: torch.device) -> Tensor:
-    return torch.empty_like(x, device=device)
-
-
 TO_HOST = torch.ops.stepgraph.to_host.default
 TO_HOST_INTO = torch.ops.stepgraph.to_host_into.default
 WAIT_HOST = torch.ops.stepgraph.wait_host.default
 TO_DEVICE = torch.ops.stepgraph.to_device.default
 WAIT_COPY = torch.ops.stepgraph.wait_copy.default
-_AT_ONCE = {
-    TO_HOST: torch.ops.stepgraph.copy_to_host.default,
-    TO_DEVICE: torch.ops.stepgraph.copy_to_device.default,
-}
 # What completes what was started before: copies, and collectives as well.
 COPY_WAITS = (WAIT_COPY, WAIT_HOST)
 WAITS = frozenset({torch_internals.WAIT, *COPY_WAITS})
@@ -232,24 +206,3 @@ def is_on_host(node: fx.Node) -> bool:
         return node.op == "placeholder" and any(user.target is TO_DEVICE for user in node.users)
     started = node.args[0] if node.target is WAIT_COPY else node
     return isinstance(started, fx.Node) and started.target is TO_HOST
-
-
-def await_at_once(graph: fx.Graph) -> set[fx.Node]:
-    """Each copy is one operation with its wait, where a copy to the host starts, or one back is needed.
-
-    Returns:
-        those to the host.
-    """
-    sent: set[fx.Node] = set()
-    for wait in graph.find_nodes(op="call_function", target=WAIT_COPY):
-        started = wait.args[0]
-        to_host = started.target is TO_HOST
-        with graph.inserting_before(started if to_host else wait):
-            copied = graph.call_function(_AT_ONCE[started.target], started.args)
-        set_meta(copied, meta(wait))
-        wait.replace_all_uses_with(copied)
-        graph.erase_node(wait)
-        graph.erase_node(started)
-        if to_host:
-            sent.add(copied)
-    return sent

@@ -20,7 +20,7 @@ from stepgraph.lowering.partition import forward_and_backward
 from stepgraph.operators.views import viewed
 from stepgraph.pipeline import GRAPH_LOWERED
 from stepgraph.program import roles
-from stepgraph.program.copies import await_at_once
+from stepgraph.program.copies import is_on_host
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.program import Program
 from stepgraph.runtime.executor import (
@@ -166,8 +166,6 @@ def _function(
         number: of its :class:`Traceable`.
     """
     run_first, run_second = first.module, second.module
-    copies = await_at_once(run_first.graph)  # those to the host
-    await_at_once(run_second.graph)
     mark(first.graph, _makers_of_saved(first))
     for side in (run_first, run_second):
         for node in side.graph.find_nodes(op="call_function", target=aten.view.default):
@@ -177,7 +175,7 @@ def _function(
     returned = [first.outputs.index(role) for role in (*split.results, *new)]
     dtypes = [first.output_values[at].dtype for at in returned]
     constant = [i for i, dtype in enumerate(dtypes) if not is_differentiable(dtype)]
-    sent = [at for at, (_, node, _) in enumerate(first.output_rows) if node in copies]
+    sent = [at for at, (_, node, _) in enumerate(first.output_rows) if is_on_host(node)]
     constant += range(len(returned), len(returned) + len(sent))
     returned += sent
     saved = [i for i, role in enumerate(first.outputs) if isinstance(role, roles.Saved)]

@@ -40,6 +40,27 @@ def has_fake(op: OpOverload) -> bool:
     return registered or has_kernel(op, "Meta") or has_kernel(op, "CompositeImplicitAutograd")
 
 
+def functionalize(name: str) -> None:
+    """Lets AOTAutograd trace an operator that hands its argument on, which torch refuses to.
+
+    Args:
+        name: of one that takes tensors; nobody writes into what it gives.
+    """
+
+    def traced(*wrapped: torch.Tensor) -> torch.Tensor:
+        for x in wrapped:
+            torch._sync(x)  # type: ignore[attr-defined]
+        inner = map(torch._from_functional_tensor, wrapped)  # type: ignore[attr-defined]
+        key = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
+        with torch._C._ExcludeDispatchKeyGuard(key):
+            found = operator(*inner)
+        return torch._to_functional_tensor(found)  # type: ignore[attr-defined]
+
+    namespace, _, short = name.partition("::")
+    operator = getattr(getattr(torch.ops, namespace), short)
+    torch.library.impl(name, "Functionalize")(traced)
+
+
 @contextlib.contextmanager
 def keeping_triton_operators() -> Iterator[None]:
     """An operator of ``torch.library.triton_op`` stays one operator, as in ``torch.export``."""

@@ -18,6 +18,7 @@ from stepgraph.cost.traffic import assign_traffic
 from stepgraph.errors import BatchError, BudgetError, MeshError, PlanError, UsageError
 from stepgraph.pipeline import executed, foresee
 from stepgraph.planning.request import Precision, StepSettings
+from stepgraph.planning.sizes import show_bytes_up
 from stepgraph.program.driver import PassDriver
 from stepgraph.torch_internals import new_fake_mode
 from tests.sampling import sampled
@@ -182,7 +183,7 @@ def test_a_budget_that_nothing_fits_says_the_smallest_that_does(stack, peaks):
         stack("auto", 4096)
     message, smallest = str(error.value), error.value.smallest
     assert message.startswith("no plan fits 4 KiB a rank")
-    assert f"the smallest peak is {smallest / 2**10:.0f} KiB" in message
+    assert f"the smallest peak is {show_bytes_up(smallest)}" in message
     assert smallest <= peaks["full"]
     assert "program 'step'" in message and " take " in message
     assert stack("auto", smallest).peak == smallest

@@ -166,6 +166,7 @@ def _function(
         number: of its :class:`Traceable`.
     """
     run_first, run_second = first.module, second.module
+    sent = [at for at, (_, node, _) in enumerate(first.output_rows) if is_on_host(node)]
     mark(first.graph, _makers_of_saved(first))
     for side in (run_first, run_second):
         for node in side.graph.find_nodes(op="call_function", target=aten.view.default):
@@ -175,7 +176,6 @@ def _function(
     returned = [first.outputs.index(role) for role in (*split.results, *new)]
     dtypes = [first.output_values[at].dtype for at in returned]
     constant = [i for i, dtype in enumerate(dtypes) if not is_differentiable(dtype)]
-    sent = [at for at, (_, node, _) in enumerate(first.output_rows) if is_on_host(node)]
     constant += range(len(returned), len(returned) + len(sent))
     returned += sent
     saved = [i for i, role in enumerate(first.outputs) if isinstance(role, roles.Saved)]

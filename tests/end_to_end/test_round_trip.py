@@ -131,7 +131,11 @@ def kept_twice(name, plan, memory, mesh):
     module = stepgraph.parallelize(
         brought.model, mesh=mesh, plan=plan, memory=memory, example=brought.batch, lowering="eager"
     )
-    own = [*(p.to_local() for p in module.parameters()), *module.buffers(), *rows.values()]
+    own = [*(p.to_local() for p in module.parameters()), *module.buffers()]
+    if isinstance(
+        memory, dict
+    ):  # torch's partitioner hands on labels, too, which no backward reads
+        own += rows.values()
     state = {tensor.untyped_storage().data_ptr() for tensor in own}
     calls = module, torch.compile(module, fullgraph=True)
     for call in calls:
@@ -140,7 +144,7 @@ def kept_twice(name, plan, memory, mesh):
 
 
 def kept_by(call, rows, state):
-    """Bytes of the storages in which a call keeps tensors, but for the module's own and the batch's."""
+    """Bytes of the storages in which a call keeps tensors, but for the module's own."""
     kept = {}
 
     def keep(tensor):

@@ -7,8 +7,9 @@ it: under ``memory="none"`` and two budgets, by the eager and the inductor lower
 ``F.cross_entropy`` and with ``F.linear_cross_entropy`` (chunks as it chooses them) written into the model.
 Its peak is what Linux says the process had resident at most in a step, over what it had before the first
 one; the predicted one is that of the plan, less what was there before. Processes are run in turns, several
-times: the best times count, and the loss of each is that of the first to float32 summation error. Peaks are
-those of other processes, where the C library gives all that is large back to the system at once
+times: the best times count, and the loss of each is that of the first to float32 summation error. ``in
+turns``: steps in pieces and of the whole in one process, one after the other; the median of pairs' ratios.
+Peaks are those of other processes, where the C library gives all that is large back to the system at once
 (``MALLOC_MMAP_THRESHOLD_``): it keeps blocks of less than 32 MiB otherwise, in pieces, up to gigabytes.
 """
 
@@ -18,6 +19,7 @@ import argparse
 import gc
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -34,7 +36,7 @@ from stepgraph.lowering.presets import LOWERINGS
 from stepgraph.pipeline import as_executed
 
 WORDS, WIDTH, ROWS, LENGTH = 128_256, 256, 4, 512
-STEPS = 3
+STEPS, PAIRS = 3, 11
 MEMORY = {"whole": "none", "in pieces": "budget:1.5GiB", "in small pieces": "budget:440MiB"}
 PEAKS = ("peak_mib", "kept_mib")
 WAYS = (
@@ -66,14 +68,46 @@ class Words(nn.Module):
         return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 
 
-def measure(way: str) -> dict[str, Any]:
-    """One way, in this process."""
+def make(way: str) -> tuple[nn.Module, torch.optim.Optimizer, tuple[torch.Tensor, torch.Tensor]]:
+    """A model, the same for each way, its optimizer, and a batch."""
     torch.manual_seed(0)
     torch.set_num_threads(2)
     model = Words(apart=way.endswith("linear_cross_entropy"))
     random = torch.Generator().manual_seed(1)
     tokens, labels = (torch.randint(0, WORDS, (ROWS, LENGTH), generator=random) for _ in range(2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), (tokens, labels)
+
+
+def engine_of(way: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Engine:
+    """The engine of a way that has one."""
+    lowering, how = way.split(", ")
+    return Engine(
+        model, loss=lambda model, batch: model(*batch), optimizer=optimizer, mesh="dp=1",
+        plan="ddp", memory=MEMORY[how], lowering=lowering,
+    )  # fmt: skip
+
+
+def in_turns(lowering: str) -> dict[str, Any]:
+    """Steps in pieces and steps of the whole, in this process one after the other: the ratios of pairs."""
+    engines, batch = [], None
+    for how in ("in pieces", "whole"):
+        model, optimizer, batch = make(way := f"{lowering}, {how}")
+        engines.append(engine_of(way, model, optimizer))
+        engines[-1].step(batch)  # compiles
+    ratios = []
+    for number in range(PAIRS):
+        seconds = {}
+        for engine in engines[:: 1 if number % 2 else -1]:
+            start = time.perf_counter()
+            engine.step(batch).item()
+            seconds[engine] = time.perf_counter() - start
+        ratios.append(seconds[engines[0]] / seconds[engines[1]])
+    return {"ratio": statistics.median(ratios), "ratios": ratios}
+
+
+def measure(way: str) -> dict[str, Any]:
+    """One way, in this process."""
+    model, optimizer, (tokens, labels) = make(way)
     row: dict[str, Any] = {"way": way}
     if way.startswith("plain"):
 
@@ -85,11 +119,7 @@ def measure(way: str) -> dict[str, Any]:
             return loss.item()
 
     else:
-        lowering, how = way.split(", ")
-        engine = Engine(
-            model, loss=lambda model, batch: model(*batch), optimizer=optimizer, mesh="dp=1",
-            plan="ddp", memory=MEMORY[how], lowering=lowering,
-        )  # fmt: skip
+        engine = engine_of(way, model, optimizer)
 
         def step() -> float:
             return engine.step((tokens, labels)).item()
@@ -138,11 +168,17 @@ def main() -> None:
     parser.add_argument("--way", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.way:
-        print(json.dumps(measure(arguments.way)))
+        lowering, _, how = arguments.way.partition(", ")
+        row = in_turns(lowering) if how == "in turns" else measure(arguments.way)
+        print(json.dumps(row))
         return
     sizes = {"words": WORDS, "width": WIDTH, "tokens": ROWS * LENGTH, "memory": MEMORY}
     result: dict[str, Any] = {"torch": torch.__version__, **sizes}
     rows: dict[str, dict[str, Any]] = {}
+    turns = result["in turns"] = {}
+    for lowering in ("eager", "inductor"):
+        turns[lowering] = run(f"{lowering}, in turns")
+        print(f"{lowering}, in turns: {turns[lowering]['ratio']:.3f} of the whole", flush=True)
     for _ in range(arguments.rounds):
         for way in arguments.ways.split(";"):
             row, held = run(way), run(way, MALLOC_MMAP_THRESHOLD_=str(256 * 2**10))

@@ -4,11 +4,13 @@ A rate is measured on one rank; collectives on two, with computation in between,
 """
 
 import functools
+import itertools
+import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +31,7 @@ from stepgraph.runtime.files import whole_file
 from stepgraph.torch_internals import operators as private
 
 aten = torch.ops.aten
+Key = TypeVar("Key", bound=Hashable)
 
 NOT_COMPARED = "measured rates, but predictions were not compared with runs on this machine"
 _PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
@@ -314,31 +317,51 @@ def measure_ranks() -> tuple[dict[str, list[tuple[float, float]]], float]:
 def _collectives(timer: Timer) -> dict[str, list[tuple[float, float]]]:
     """What collectives add on this rank as they stand in a step: computation in between.
 
-    Back to back they take a fraction of it: nobody has to be woken, and no rank waits for another one. A
-    step adds up slow ones and fast ones, so a figure is a mean.
+    Back to back they take a fraction of it: nobody has to be woken, and no rank waits for another one.
     """
     ranks = dist.get_world_size()
     group = dist.group.WORLD.group_name  # type: ignore[union-attr]
     left = timer.operands(384, 384)[0]
     calls: dict[str, Callable[[torch.Tensor], Any]] = {
+        "": lambda x: None,
         "all_gather": lambda x: torch_internals.gather_over_group(x, ranks, group),
         "reduce_scatter": lambda x: torch_internals.scatter_sum_over_group(x, ranks, group),
         "all_reduce": lambda x: torch_internals.sum_over_group(x, group),
     }
 
-    def usual(call: Callable[[torch.Tensor], Any], given: torch.Tensor) -> float:
-        dist.barrier()
-        work = lambda: (torch.mm(left, left), torch.mm(left, left), call(given))  # noqa: E731
-        return statistics.mean(timer.once(work) for _ in range(_REPEATS))
+    def work(kind: str, given: torch.Tensor) -> tuple:
+        return torch.mm(left, left), torch.mm(left, left), calls[kind](given)
 
-    alone = usual(lambda x: None, left)
-    rows: dict[str, list[tuple[float, float]]] = {kind: [] for kind in calls}
-    for kind, call in calls.items():
-        for size in _MESSAGES:
-            part = size // ranks if kind == "all_gather" else size
-            given = torch.ones(part // 4, device=timer.where)
-            rows[kind].append((float(size), max(usual(call, given) - alone, 1e-6)))
+    works = {}
+    for kind, size in itertools.product(calls, _MESSAGES):
+        part = size // ranks if kind == "all_gather" else size
+        given = torch.ones(part // 4, device=timer.where)
+        works[kind, size] = functools.partial(work, kind, given)
+    dist.barrier()
+    seconds = in_turns(works, timer.once)
+    alone = statistics.median(seconds.pop(("", size)) for size in _MESSAGES)
+    rows: dict[str, list[tuple[float, float]]] = {}
+    for (kind, size), each in seconds.items():
+        rows.setdefault(kind, []).append((float(size), max(each - alone, 1e-6)))
     return rows
+
+
+def in_turns(
+    works: Mapping[Key, Callable[[], Any]], once: Callable[[Callable[[], Any]], float]
+) -> dict[Key, float]:
+    """Seconds of several pieces of work, each what ``once`` takes for it.
+
+    A step adds up slow ones and fast ones, so a figure is a mean, but of the slowest, which other processes
+    stopped. Pieces take turns, in a random order: what the machine does meanwhile befalls all of them, as
+    placements are chosen by how much more one takes than another.
+    """
+    taken: dict[Key, list[float]] = {key: [] for key in works}
+    keys, order = [*works], random.Random(0)  # the same on all ranks
+    for _ in range(_REPEATS):
+        for key in order.sample(keys, len(keys)):
+            taken[key].append(once(works[key]))
+    fastest = _REPEATS - _REPEATS // 10
+    return {key: statistics.mean(sorted(each)[:fastest]) for key, each in taken.items()}
 
 
 def _crowding(timer: Timer) -> float:

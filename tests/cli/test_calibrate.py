@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from stepgraph.cli import calibrate
 from stepgraph.cli import main as cli
-from stepgraph.cli.calibrate import fit_line, in_turns
+from stepgraph.cli.calibrate import fit_line
 from stepgraph.cli.timing import Timer
 from stepgraph.cost.calibration import HOST, VARIABLE
 from stepgraph.cost.devices import find_device
@@ -37,13 +37,14 @@ def test_noise_never_gives_a_rate_that_is_not_positive(rows):
 def test_a_machine_that_is_slow_for_a_while_is_slow_for_all_that_is_compared():
     works, calls = {"one": lambda: 1e-3, "two": lambda: 2e-3, "three": lambda: 3e-3}, []
 
-    def once(work):
-        calls.append(work)
-        busy = 60 < len(calls) <= 120  # a third of the time
-        stopped = 0.5 if len(calls) % 60 == 17 else 0.0
-        return work() * (4 if busy else 1) + stopped
+    class Busy(Timer):
+        def once(self, call):
+            calls.append(call)
+            busy = 60 < len(calls) <= 120  # a third of the time
+            stopped = 0.5 if len(calls) % 60 == 17 else 0.0
+            return call() * (4 if busy else 1) + stopped
 
-    found = in_turns(works, once)
+    found = Busy(torch.device(HOST)).in_turns(works, 60)
     assert found["two"] / found["one"] == pytest.approx(2, rel=0.1)
     assert found["three"] / found["one"] == pytest.approx(3, rel=0.1)
     assert 1e-3 < found["one"] < 3e-3

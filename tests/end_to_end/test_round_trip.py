@@ -132,10 +132,8 @@ def kept_twice(name, plan, memory, mesh):
         brought.model, mesh=mesh, plan=plan, memory=memory, example=brought.batch, lowering="eager"
     )
     own = [*(p.to_local() for p in module.parameters()), *module.buffers()]
-    if isinstance(
-        memory, dict
-    ):  # torch's partitioner hands on labels, too, which no backward reads
-        own += rows.values()
+    if isinstance(memory, dict):
+        own += rows.values()  # torch's partitioner hands on labels, too, which no backward reads
     state = {tensor.untyped_storage().data_ptr() for tensor in own}
     calls = module, torch.compile(module, fullgraph=True)
     for call in calls:

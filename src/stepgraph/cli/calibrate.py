@@ -5,12 +5,11 @@ A rate is measured on one rank; collectives on two, with computation in between,
 
 import functools
 import itertools
-import random
 import statistics
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +30,6 @@ from stepgraph.runtime.files import whole_file
 from stepgraph.torch_internals import operators as private
 
 aten = torch.ops.aten
-Key = TypeVar("Key", bound=Hashable)
 
 NOT_COMPARED = "measured rates, but predictions were not compared with runs on this machine"
 _PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
@@ -338,30 +336,12 @@ def _collectives(timer: Timer) -> dict[str, list[tuple[float, float]]]:
         given = torch.ones(part // 4, device=timer.where)
         works[kind, size] = functools.partial(work, kind, given)
     dist.barrier()
-    seconds = in_turns(works, timer.once)
+    seconds = timer.in_turns(works, _REPEATS)
     alone = statistics.median(seconds.pop(("", size)) for size in _MESSAGES)
     rows: dict[str, list[tuple[float, float]]] = {}
     for (kind, size), each in seconds.items():
         rows.setdefault(kind, []).append((float(size), max(each - alone, 1e-6)))
     return rows
-
-
-def in_turns(
-    works: Mapping[Key, Callable[[], Any]], once: Callable[[Callable[[], Any]], float]
-) -> dict[Key, float]:
-    """Seconds of several pieces of work, each what ``once`` takes for it.
-
-    A step adds up slow ones and fast ones, so a figure is a mean, but of the slowest, which other processes
-    stopped. Pieces take turns, in a random order: what the machine does meanwhile befalls all of them, as
-    placements are chosen by how much more one takes than another.
-    """
-    taken: dict[Key, list[float]] = {key: [] for key in works}
-    keys, order = [*works], random.Random(0)  # the same on all ranks
-    for _ in range(_REPEATS):
-        for key in order.sample(keys, len(keys)):
-            taken[key].append(once(works[key]))
-    fastest = _REPEATS - _REPEATS // 10
-    return {key: statistics.mean(sorted(each)[:fastest]) for key, each in taken.items()}
 
 
 def _crowding(timer: Timer) -> float:

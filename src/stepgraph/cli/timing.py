@@ -6,13 +6,16 @@ is in a step, where other operations have run in between.
 """
 
 import itertools
+import random
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
+
+Key = TypeVar("Key", bound=Hashable)
 
 SECONDS = 0.06  # for one figure
 _FOOTPRINT = 32 * 2**20  # bytes of operands that take turns, as a small step has
@@ -50,6 +53,21 @@ class Timer:
         """Seconds of one call."""
         self._kept.clear()
         return self._batch(call, itertools.repeat(()), 1)
+
+    def in_turns(self, works: Mapping[Key, Callable[[], Any]], repeats: int) -> dict[Key, float]:
+        """Seconds of several pieces of work, which are compared; those of ranks in the same order.
+
+        A step adds up slow ones and fast ones, so a figure is a mean, but of the slowest, which other
+        processes stopped. Pieces take turns, in a random order: what the machine does meanwhile befalls all
+        of them, as placements are chosen by how much more one takes than another.
+        """
+        taken: dict[Key, list[float]] = {key: [] for key in works}
+        keys, order = [*works], random.Random(0)  # the same on all ranks
+        for _ in range(repeats):
+            for key in order.sample(keys, len(keys)):
+                taken[key].append(self.once(works[key]))
+        fastest = repeats - repeats // 10
+        return {key: statistics.mean(sorted(each)[:fastest]) for key, each in taken.items()}
 
     def _batch(self, call: Callable[..., Any], turns: Any, calls: int) -> float:
         self._wait()

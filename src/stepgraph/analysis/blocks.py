@@ -17,6 +17,7 @@ import numpy as np
 from torch import fx
 
 from stepgraph.cost.work import size_in_bytes
+from stepgraph.program.build import kind_of
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import FORWARD, Program, tensors_of
 
@@ -91,8 +92,8 @@ def _chained(blocks: list[Block], nodes: list[fx.Node]) -> bool:
 
 def letter(node: fx.Node) -> tuple:
     """What an operation is to a reader of the text: operator, shapes and types."""
-    shapes = tuple((tuple(t.shape), t.dtype) for t in tensors_of(meta(node)["val"]))
-    return (str(node.target), shapes)
+    kinds = map(kind_of, tensors_of(meta(node)["val"]))
+    return id(node.target), tuple((shape, dtype) for shape, _, dtype, _ in kinds)
 
 
 def _longest_repetition(text: np.ndarray, low: int, high: int) -> tuple[int, int, int] | None:

@@ -62,9 +62,9 @@ class MemoryTimeline:
     def peak(self, phase: str | None = None, without: tuple[str, ...] = ()) -> int:
         """Largest number of bytes alive at once, in one phase, without some categories."""
         totals = [
-            sum(size for category, size in alive.items() if category not in without)
+            sum(alive.values()) - sum(alive.get(category, 0) for category in without)
             for node, alive in zip(self.operations, self.at, strict=True)
-            if phase in (None, meta(node)["phase"])
+            if phase is None or phase == meta(node)["phase"]
         ]
         return max(totals, default=0)
 
@@ -177,9 +177,11 @@ class _Lives:
 
     def _reads(self, node: fx.Node, piece: int, until: int) -> None:
         """An operation in a piece reads what that does not compute for itself."""
+        anew = self.registers.anew
         for source in node.all_input_nodes:
             for storage in self.storages[source]:
-                if (piece, storage[0]) not in self.registers.anew or piece == piece_of(storage[0]):
+                made = storage[0]
+                if not anew or (piece, made) not in anew or piece == piece_of(made):
                     self.last_use[storage] = max(self.last_use.get(storage, 0), until)
 
     def _needed(self, node: fx.Node, until: int) -> None:

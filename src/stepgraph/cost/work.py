@@ -99,7 +99,9 @@ def node_flops(node: fx.Node) -> float:
 
 def size_in_bytes(value: object) -> int:
     """Of a value, or of all tensors in a tuple."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(value))
+    if isinstance(value, torch.Tensor):  # asked for each value by every pass
+        return value.numel() * value.element_size()
+    return sum(map(size_in_bytes, tensors_of(value)))
 
 
 def workspace(node: fx.Node) -> int:
@@ -186,11 +188,11 @@ def remembered(
     def work(node: fx.Node) -> tuple[float, float]:
         tags = meta(node)
         made = tuple(map(kind_of, tensors_of(tags.get("val"))))
-        call = node.target, freeze(node.args), freeze(node.kwargs), made
+        call = id(node.target), freeze(node.args), freeze(node.kwargs), made
         key = *call, tags.get("traffic"), tags.get("starts"), tags.get("dispatched")
-        if key not in known:
-            known[key] = seconds(node, device), node_flops(node)
-        return known[key]
+        if (found := known.get(key)) is None:
+            found = known[key] = seconds(node, device), node_flops(node)
+        return found
 
     return work
 

@@ -13,7 +13,12 @@ from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program, is_write
 
 aten = torch.ops.aten
-_WAIT, _UNSAFE_VIEW = torch_internals.WAIT, torch_internals.UNSAFE_VIEW  # asked for a million times
+# Asked for a million times.
+_WAIT, _UNSAFE_VIEW, _RESHAPE = (
+    torch_internals.WAIT,
+    torch_internals.UNSAFE_VIEW,
+    aten.reshape.default,
+)
 
 # Show an argument in another shape, a part of it, or it repeated, whatever the layout.
 REARRANGES = frozenset({
@@ -59,15 +64,13 @@ def viewed(node: fx.Node) -> fx.Node | None:
     for position in aliased:
         value = node.args[position] if position < len(node.args) else None
         if isinstance(value, fx.Node):
-            return value if _is_view_in_fact(node, value) else None
+            return value if target is not _RESHAPE or _is_view_in_fact(node, value) else None
     out = node.kwargs.get("out")
     return out if isinstance(out, fx.Node) else None
 
 
 def _is_view_in_fact(node: fx.Node, source: fx.Node) -> bool:
     """Whether a reshape, which copies where the layout demands it, does not."""
-    if node.target is not torch.ops.aten.reshape.default:
-        return True
     value = meta(source)["val"]
     if value.is_contiguous():
         return True

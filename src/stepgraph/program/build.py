@@ -13,6 +13,7 @@ from stepgraph.program.metadata import meta, set_meta
 from stepgraph.program.program import Program, Value, tensors_of
 from stepgraph.program.roles import Input, label
 from stepgraph.torch_internals import operators as private
+from stepgraph.torch_internals.code import call_node
 
 aten = torch.ops.aten
 
@@ -62,7 +63,7 @@ class Builder:
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Emits one operation."""
         with self.graph.inserting_before(self.point):
-            node = self.graph.call_function(target, args, kwargs)
+            node = call_node(self.graph, target, args, kwargs)
         value = self.shapes.run(target, args, kwargs)
         set_meta(node, {"val": value, "phase": self.phase, "module": self.module})
         return node

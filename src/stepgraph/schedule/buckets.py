@@ -42,12 +42,9 @@ class Sizes:
 
     def most(self, target: Any) -> int:
         """Of one flat collective of a kind; 0: it is never merged."""
-        kinds = {
-            torch_internals.ALL_REDUCE: self.reduction,
-            torch_internals.REDUCE_SCATTER: self.reduction,
-            torch_internals.ALL_GATHER: self.gather,
-        }
-        return kinds.get(target, 0)
+        if target in (torch_internals.ALL_REDUCE, torch_internals.REDUCE_SCATTER):
+            return self.reduction
+        return self.gather if target is torch_internals.ALL_GATHER else 0
 
 
 def sizes_for(target: Target) -> Sizes:

@@ -3,7 +3,6 @@
 fx generates and compiles it for every new module, and never forgets the text.
 """
 
-import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -36,11 +35,23 @@ def copy_node(graph: fx.Graph, node: fx.Node, instead: Callable[[fx.Node], Any])
     ``fx.Graph.create_node`` walks through all arguments to find one (torch 2.13).
     """
     args, kwargs = map_arg((node.args, node.kwargs), instead)
-    name = graph._graph_namespace.create_name(node.name, None)
-    new = fx.Node(graph, name, node.op, node.target, args, kwargs, node.type)
+    new = _put(graph, node.name, node.op, node.target, args, kwargs, node.type)
+    new.meta.update(node.meta)  # assigning an attribute of a node takes it out of its graph's table
+    return new
+
+
+def call_node(graph: fx.Graph, target: Any, args: tuple, kwargs: dict[str, Any]) -> fx.Node:
+    """:meth:`fx.Graph.call_function`, without symbolic numbers, as :func:`copy_node` has it."""
+    return _put(graph, graph._target_to_str(target), "call_function", target, args, kwargs)
+
+
+def _put(
+    graph: fx.Graph, name: str, op: str, target: Any, args: Any, kwargs: Any, type: Any = None
+) -> fx.Node:
+    name = graph._graph_namespace.create_name(name, None)
+    new = fx.Node(graph, name, op, target, args, kwargs, type)
     graph._graph_namespace.associate_name_with_obj(name, new)
     graph._insert(new)
     graph._find_nodes_lookup_table.insert(new)
     graph._len += 1
-    new.meta = copy.copy(node.meta)
     return new

@@ -47,11 +47,13 @@ def move_to_target(program: Program, target: Target) -> Program:
             return torch.device(target.device_type)
         if not isinstance(value, torch.Tensor) or value.device.type != host:
             return value
-        key = (value.shape, value.stride(), value.dtype)
-        if key not in known:
+        kind = kind_of(value)
+        if (there := known.get(kind)) is None:
             with mode, torch.no_grad():
-                known[key] = torch.empty_strided(*key[:2], dtype=key[2], device=target.device_type)
-        return known[key]
+                shape, strides, dtype, _ = kind
+                there = torch.empty_strided(shape, strides, dtype=dtype, device=target.device_type)
+            known[kind] = there
+        return there
 
     others: set[fx.Node] = set()  # those whose results have another type there, or other strides
     on_host = {node for role, node, _ in program.input_rows if isinstance(role, roles.HostSeed)}

@@ -31,7 +31,7 @@ from stepgraph.program.names import name_operations
 from stepgraph.program.program import FORWARD, Program, Value, tensor_arguments, tensors_of
 from stepgraph.program.randomness import RANDOM
 from stepgraph.program.record import SUMMATION, program_pass
-from stepgraph.torch_internals.code import graph_module
+from stepgraph.torch_internals.code import call_node, graph_module
 
 aten = torch.ops.aten
 
@@ -200,7 +200,7 @@ class _Placer:
             whole = self._emit(aten.clone.default, args[:1], contiguous, extra)
             args = (whole, *args[1:])
             value = self._value(target, args, kwargs)
-        new = self.graph.call_function(target, args, kwargs)
+        new = call_node(self.graph, target, args, kwargs)
         set_meta(new, {**about, "val": value})
         return new
 
@@ -215,11 +215,15 @@ class _Placer:
 
     def _as(self, node: fx.Node, wanted: Placements, reader: fx.Node | None) -> fx.Node:
         """The value of ``node`` placed as ``wanted``, redistributing it at most once."""
-        if (node, wanted) in self.placed:
-            return self.placed[node, wanted]
+        key = node, wanted
+        if (found := self.placed.get(key)) is not None:
+            return found
         new = self.new[node]
         (current,) = meta(new)["placements"]
         assert current is not None
+        if current == wanted:
+            self.placed[key] = new
+            return new
         shape = tuple(meta(node)["val"].shape)
         name = meta(new)["name"]
         about = {
@@ -235,7 +239,7 @@ class _Placer:
         value = redistribute_over(emit, new, shape, current, wanted, self.mesh)
         if value is not new:
             meta(value)["placements"] = (wanted,)
-        self.placed[node, wanted] = value
+        self.placed[key] = value
         return value
 
 

@@ -224,12 +224,13 @@ class Moves:
         if have == want:
             return Cost(0.0)
         key = (shape, dtype, have, want, strides or dense_strides(shape), merged)
-        if key not in self._known:
+        if (found := self._known.get(key)) is None:
             try:
-                self._known[key] = self._add_up(*key)
+                found = self._add_up(*key)
             except SplitBlockError:  # no way that this program knows
-                self._known[key] = Cost(math.inf)
-        return self._known[key]
+                found = Cost(math.inf)
+            self._known[key] = found
+        return found
 
     def _add_up(
         self,

@@ -71,8 +71,9 @@ class Link:
         if self.later is None:
             return 0.0, 0.0
         assert self.runs is not None and self.hides is not None
-        others = sorted({*wanted} - {made})
-        runs, hides = (float(x[made, others].sum()) for x in (self.runs, self.hides))
+        runs = hides = 0.0
+        for other in sorted({*wanted} - {made}):
+            runs, hides = runs + self.runs[made, other], hides + self.hides[made, other]
         return runs, (runs - hides) * self.later
 
     def cost_of(self, made: int, forward: Collection[int], backward: Collection[int]) -> float:

@@ -1,5 +1,8 @@
 """Into how many pieces logits go, and who decides it."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -176,3 +179,24 @@ def test_a_search_is_no_slower_than_a_named_policy_in_whatever_pieces():
         fitting = [trial.seconds for trial in named if trial.memory.peak() <= budget]
         assert found.memory.peak() <= budget
         assert found.seconds <= min(fitting) * 1.001
+
+
+@pytest.mark.parametrize("gain, pieces", [(0.0, 2), (0.004, 2), (0.05, 8)])
+def test_more_pieces_have_to_be_worth_their_calls(gain, pieces):
+    asked = plan_on()
+    program = placed(Words(), (torch.zeros(16, 512, dtype=torch.int64),) * 2, asked)
+    real = simulation(asked, target_of(DEVICE))
+    known = {}
+
+    def simulate(program, decision):
+        """All numbers of pieces take as long, but for a gain with each doubling up to eight."""
+        many = max((decision.pieces or {"": 1}).values())
+        trial = real(program, decision)
+        known.setdefault("seconds", trial.seconds)
+        seconds = known["seconds"] * (1 - gain * math.log2(min(many, 8)))
+        return replace(trial, line=replace(trial.line, seconds=seconds))
+
+    means = Means(simulate, DEVICE, fused=True)
+    whole = real(program, decide(program, "none")).memory.peak()
+    means.budget = whole * 3 // 4
+    assert decide(program, "auto", means=lambda: means).pieces == {"head/mm": pieces}

@@ -335,11 +335,11 @@ def _many(pieces: Mapping[str, int]) -> int:
 def _fewest(
     program: Program, decision: MemoryDecision, means: Means, budget: int, trial: Trial
 ) -> tuple[Mapping[str, int], Trial]:
-    """As few pieces as fit and take no longer, and what the Program takes with them."""
+    """As few pieces as fit and hardly take longer, and what the Program takes with them."""
     pieces, *more = _fewer_and_fewer(decision.pieces or {})
     for fewer in more:
         other = means.simulate(program, replace(decision, pieces=fewer))
-        if other.memory.peak() > budget or other.seconds > trial.seconds:
+        if other.memory.peak() > budget or other.seconds > _SLOWER * trial.seconds:
             break
         pieces, trial = fewer, other
     return pieces, trial

@@ -186,14 +186,11 @@ def test_more_pieces_have_to_be_worth_their_calls(gain, pieces):
     asked = plan_on()
     program = placed(Words(), (torch.zeros(16, 512, dtype=torch.int64),) * 2, asked)
     real = simulation(asked, target_of(DEVICE))
-    known = {}
 
     def simulate(program, decision):
-        """All numbers of pieces take as long, but for a gain with each doubling up to eight."""
+        """All takes a second, but for a gain with each doubling of the pieces up to eight."""
         many = max((decision.pieces or {"": 1}).values())
-        trial = real(program, decision)
-        known.setdefault("seconds", trial.seconds)
-        seconds = known["seconds"] * (1 - gain * math.log2(min(many, 8)))
+        trial, seconds = real(program, decision), 1 - gain * math.log2(min(many, 8))
         return replace(trial, line=replace(trial.line, seconds=seconds))
 
     means = Means(simulate, DEVICE, fused=True)

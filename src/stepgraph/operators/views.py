@@ -13,12 +13,8 @@ from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program, is_write
 
 aten = torch.ops.aten
-# Asked for a million times.
-_WAIT, _UNSAFE_VIEW, _RESHAPE = (
-    torch_internals.WAIT,
-    torch_internals.UNSAFE_VIEW,
-    aten.reshape.default,
-)
+_WAIT, _UNSAFE_VIEW = torch_internals.WAIT, torch_internals.UNSAFE_VIEW  # asked for a million times
+_RESHAPE = aten.reshape.default
 
 # Show an argument in another shape, a part of it, or it repeated, whatever the layout.
 REARRANGES = frozenset({

@@ -73,6 +73,6 @@ def meta(node: fx.Node) -> Metadata:
 
 def set_meta(node: fx.Node, metadata: Mapping[str, Any]) -> None:
     """Gives a node metadata of its own."""
-    own = dict(metadata)  # it may be the node's
-    node.meta.clear()  # not assigned: torch takes a node out of its graph's table, and puts it back in
-    node.meta.update(own)
+    # Past fx, which takes a node out of its graph's table for that, and puts it back in. Not into what is
+    # there: torch's partitioner gives several nodes one dictionary.
+    object.__setattr__(node, "meta", dict(metadata))

@@ -221,9 +221,6 @@ class _Placer:
         new = self.new[node]
         (current,) = meta(new)["placements"]
         assert current is not None
-        if current == wanted:
-            self.placed[key] = new
-            return new
         shape = tuple(meta(node)["val"].shape)
         name = meta(new)["name"]
         about = {

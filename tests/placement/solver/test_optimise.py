@@ -21,6 +21,7 @@ from stepgraph.placement.solver.choices import (
     Link,
     Problem,
     Reader,
+    improve,
     runners_up,
 )
 from stepgraph.placement.solver.optimise import InfeasibleError, Search, solve
@@ -310,6 +311,29 @@ def test_waiting_for_one_wire_lets_another_run():
         activation = link("activation", 2.0, runs=0, hides=other)
         problem = Problem([work, stored], [gradient, activation])
         assert solve(problem).cost == pytest.approx(expected)
+
+
+def test_where_one_of_two_has_room_it_is_the_one_that_is_hidden_better():
+    """Neither can be moved alone: both would not fit, or would take longer; what reads them follows."""
+    index, none = np.arange(2), np.zeros((3, 3))
+    weights = [Block(name, np.zeros(2), np.array([4.0, 1.0])) for name in ("early", "late")]
+    readers = [Block(f"reads {weight.name}", np.zeros(2)) for weight in weights]
+    gradients = [Block(f"gradient of {weight.name}", np.zeros(1)) for weight in weights]
+    links = []
+    for weight, reader, gradient, hidden in zip(
+        weights, readers, gradients, (1.0, 0.999), strict=True
+    ):
+        change, reduced, runs = none.copy(), none.copy(), none.copy()
+        change[[0, 1], [1, 0]], reduced[2, :2], runs[2, 0] = 5.0, 4.0, 4.0 * hidden
+        links += [
+            Link("read", weight, index, [Reader(reader, index)], change, none),
+            Link(
+                "reduced", gradient, np.array([2]), [Reader(weight, index, (BACKWARD,))], reduced,
+                none, later=np.zeros(1), runs=runs, hides=none,
+            ),
+        ]  # fmt: skip
+    problem = Problem([*weights, *readers, *gradients], links, memory_limit=5.0)
+    assert improve(problem, [1, 0, 1, 0, 0, 0]) == [0, 1, 0, 1, 0, 0]
 
 
 def test_the_scale_of_costs_does_not_matter():

@@ -7,6 +7,8 @@ wanted, and a matrix what every change costs. A change is paid once however many
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
 
 import numpy as np
 
@@ -186,8 +188,11 @@ def runners_up(problem: Problem, chosen: Sequence[int]) -> list[tuple[float, int
 
 
 def improve(problem: Problem, chosen: Sequence[int]) -> list[int]:
-    """Moves one block at a time to what fits and makes the whole cheapest, until nothing does."""
-    now = _Chosen(problem, chosen)
+    """Moves one block at a time to what fits and makes the whole cheapest, until nothing does.
+
+    Two blocks with the same options exchange theirs as well: alone, neither may have room for the other's.
+    """
+    now, twins = _Chosen(problem, chosen), _twins(problem)
     least = 1e-9 * max(problem.cost(chosen), 1e-12)
     moved = True
     while moved:
@@ -199,7 +204,25 @@ def improve(problem: Problem, chosen: Sequence[int]) -> list[int]:
             best = next(now.fitting(block, np.where(more < -least, more, np.inf)), None)
             if best is not None:
                 now, moved = now.moved(block, best), True
+        for one, other in twins:
+            if now.option[one] == now.option[other]:
+                continue
+            exchanged = now.exchanged(one, other)
+            if exchanged.cost < now.cost - least and problem.fits(exchanged.chosen):
+                now, moved = exchanged, True
     return now.chosen
+
+
+def _twins(problem: Problem) -> list[tuple[Block, Block]]:
+    """Blocks with the same options where memory is limited: both may want what only one has room for."""
+    if problem.memory_limit is None:
+        return []
+    kept = [block for block in problem.blocks if block.memory is not None and len(block.cost) > 1]
+    return [
+        (one, other)
+        for one, other in combinations(kept, 2)
+        if np.array_equal(one.cost, other.cost) and np.array_equal(one.memory, other.memory)
+    ]
 
 
 class _Chosen:
@@ -254,6 +277,25 @@ class _Chosen:
                 if not self.problem.fits([option[b] for b in self.problem.blocks]):
                     continue
             yield int(o)
+
+    @cached_property
+    def cost(self) -> float:
+        """Of the whole."""
+        return self.problem.cost(self.chosen)
+
+    def exchanged(self, one: Block, other: Block) -> "_Chosen":
+        """The same with the options of two blocks exchanged; what touches them follows."""
+        options = self.option[one], self.option[other]
+        now = self.moved(one, options[1]).moved(other, options[0])
+        touching = self._touching
+        near = (_neighbours(one, touching[one]) | _neighbours(other, touching[other])) - {
+            one,
+            other,
+        }
+        for block in self.problem.blocks:
+            if block in near and (more := now.more(block)).min() < 0:
+                now = now.moved(block, int(more.argmin()))
+        return now
 
     def moved(self, block: Block, option: int) -> "_Chosen":
         """The same with another option for one block."""

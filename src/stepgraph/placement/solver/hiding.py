@@ -12,6 +12,9 @@ from stepgraph.program.program import BACKWARD, Program
 
 # Parts of the backward after which one looks at what is still to be reduced, and what is left to hide it.
 MOMENTS = (0.0, 0.4, 0.75)
+# Of what runs beside other work, the part that it does not if it begins last: of two values that cost the
+# same, the one that takes longer is better reduced early.
+_LATE = 1e-3
 
 Hidden = dict[str, np.ndarray | None]  # arguments of a Link
 
@@ -83,7 +86,13 @@ class Hiding:
             return {}
         # Nothing but the update waits for a gradient, or for the last step that reduces it.
         runs, hides = last[self._slow] * is_gradient, wires[0] * self._two_wires
+        runs = runs * (1 - _LATE * self._lateness(nodes))
         return {"later": self.later(nodes, begins=True), "runs": runs, "hides": hides}
+
+    def _lateness(self, nodes: Sequence[fx.Node]) -> float:
+        """The part of the backward that is over when the first of some values is there."""
+        places = [self._place[node] for node in nodes if node in self._place]
+        return min(places, default=0) / max(1, self._moments[-1])
 
     def of_forward(
         self, nodes: Sequence[fx.Node], last: np.ndarray, once: np.ndarray, own: Collection[fx.Node]

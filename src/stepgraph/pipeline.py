@@ -40,6 +40,7 @@ from stepgraph.lowering.passes.add_up_in_place import add_up_in_place
 from stepgraph.lowering.passes.bind_to_rank import bind_to_rank
 from stepgraph.lowering.passes.choose_attention_kernels import choose_attention_kernels
 from stepgraph.lowering.passes.communicate_between_layers import communicate_between_layers
+from stepgraph.lowering.passes.compute_pieces_in_place import compute_pieces_in_place
 from stepgraph.lowering.passes.fuse_square_sums import fuse_square_sums
 from stepgraph.lowering.passes.fuse_updates import fuse_updates
 from stepgraph.lowering.passes.move_to_target import move_to_target
@@ -117,13 +118,9 @@ SCHEDULED: Road = (merge_small_collectives, update_early, delay_waits)
 BOUND: Road = (bind_to_rank,)
 TARGETED: Road = (move_to_target, choose_attention_kernels)
 LOWERED: Road = (
-    write_state_in_place,
-    add_up_in_place,
-    fuse_square_sums,
-    fuse_updates,
-    communicate_between_layers,
-    name_groups,
-)
+    write_state_in_place, add_up_in_place, compute_pieces_in_place, fuse_square_sums, fuse_updates,
+    communicate_between_layers, name_groups,
+)  # fmt: skip
 # One graph of many, in place of what is captured, formed and placed.
 GRAPH_CAPTURED: Road = (name_mesh_dims, key_random_operations, draw_seed)
 GRAPH_PLACED: Road = (place_markers,)

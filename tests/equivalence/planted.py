@@ -397,6 +397,7 @@ PLANTED: dict[str, Planted] = {
         ("choose_attention_kernels", "parts", after(other_scale)),
         ("write_state_in_place", "clipped", after(written_first)),
         ("add_up_in_place", "in pieces", after(scaled(aten.addmm_.default, last=True))),
+        ("compute_pieces_in_place", "in pieces", after(scaled(aten.mul_.Tensor, last=True))),
         ("fuse_square_sums", "clipped", after(counted_often)),
         ("fuse_updates", "clipped", after(other_decay)),
         ("communicate_between_layers", "clipped", after(written_first)),
@@ -410,24 +411,26 @@ BESIDE_THE_PASS = {
     "step": (),
     "accumulate": (
         "compute_logits_in_pieces", "copy_views", "offload_states", "update_early", "add_up_in_place",
-        "fuse_square_sums", "fuse_updates",
+        "compute_pieces_in_place", "fuse_square_sums", "fuse_updates",
     ),
     "evaluate": (
         "compare_with_classes", "compute_logits_in_pieces", "copy_views", "draw_by_global_row",
         "recompute_in_backward", "offload_to_host", "offload_states", "update_early",
         "write_state_in_place",
-        "add_up_in_place", "fuse_square_sums", "fuse_updates", "communicate_between_layers",
+        "add_up_in_place", "compute_pieces_in_place", "fuse_square_sums", "fuse_updates",
+        "communicate_between_layers",
     ),
     "gradients": (
         "compute_logits_in_pieces", "draw_by_global_row", "offload_states", "update_early",
         "write_state_in_place",
-        "add_up_in_place", "fuse_square_sums", "fuse_updates", "communicate_between_layers",
+        "add_up_in_place", "compute_pieces_in_place", "fuse_square_sums", "fuse_updates",
+        "communicate_between_layers",
     ),
     "update": (
         "spell_out_log_softmax", "spell_out_norms", "copy_views", "draw_by_global_row", "place_values",
         "compare_with_classes", "compute_logits_in_pieces", "recompute_in_backward", "offload_to_host",
         "merge_small_collectives", "bind_to_rank", "move_to_target", "choose_attention_kernels",
-        "name_groups", "add_up_in_place",
+        "name_groups", "add_up_in_place", "compute_pieces_in_place",
     ),
 }  # fmt: skip
 

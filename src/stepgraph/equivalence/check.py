@@ -224,7 +224,8 @@ class _Checker:
                 if not self.report.ok:
                     return
                 name = step.name
-                ranks = [driver.through((step,), each, groups={}, fuses=True) for each in ranks]
+                for fuses in (True, False) if "fuses" in step.takes else (True,):
+                    ranks = [driver.through((step,), p, groups={}, fuses=fuses) for p in ranks]
                 after = self.values.execute(ranks, in_place=True)
                 self._compare(name, step.preserves, program, last, after)
                 last = after

@@ -2,8 +2,9 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from stepgraph.analysis.blocks import find_blocks
 from stepgraph.cost.device import Device
@@ -12,7 +13,7 @@ from stepgraph.cost.predict import Trial
 from stepgraph.errors import BudgetError, MemoryPolicyError
 from stepgraph.memory.by_policy import decide_by_policy
 from stepgraph.memory.passes.offload_states import names_of_states, offload_states, states_of
-from stepgraph.memory.pieces import find_pieces
+from stepgraph.memory.pieces import fewer_and_fewer, find_pieces, most_pieces, said
 from stepgraph.memory.presets import FULL, NONE, budget_of, parse_policy
 from stepgraph.memory.solver.blocks import Blocks
 from stepgraph.memory.solver.frontiers import best_of, spread
@@ -109,9 +110,11 @@ class Means:
         if pieces and len(program.graph.nodes) > MANY:
             whole = self.search(program, gather_again).profile
             if whole.is_deep:
-                known = [(_many(dict(key)), s.profile) for key, s in self._searches.items() if key]
+                known = [
+                    (most_pieces(dict(key)), s.profile) for key, s in self._searches.items() if key
+                ]
                 if len(known) > 1:  # of most and of fewest pieces
-                    return between(simulate, _many(pieces), *known[:2])
+                    return between(simulate, most_pieces(pieces), *known[:2])
                 divided = known[0][1] if known else whole
                 return divided.with_head(simulate, both=not known)
         return Profile(program, gather_again, simulate, self.device, self.fused)
@@ -177,9 +180,8 @@ def frontier(program: Program, gather_again: bool, means: Means) -> tuple[Fronti
     points = means.search(program, gather_again).frontier()
     if not (pieces := find_pieces(program, means.limit)):
         return points
-    said = _said(pieces)
     divided = means.search(program, gather_again, pieces).frontier()
-    divided = [replace(point, keeps=f"{point.keeps}{said}") for point in divided]
+    divided = [replace(point, keeps=point.keeps + said(pieces)) for point in divided]
     return spread(best_of([*points, *divided]))
 
 
@@ -211,14 +213,14 @@ def _divided(program: Program, kept: MemoryDecision, means: Means, logits: str) 
         return kept
     found.append(tried(enough))
     if _fits(found[-1], budget):
-        for fewer in [*_fewer_and_fewer(enough)][1:]:
+        for fewer in [*fewer_and_fewer(enough)][1:]:
             last, now = found[-1], tried(fewer)
             if not _fits(now, budget) or now[1].seconds * _SLOWER > last[1].seconds:
                 break
             found.append(now)
     if len(found) == 2:  # fewer are no faster
         finer = [find_pieces(program, budget // part) for part in (2, 4)]
-        found += map(tried, {_many(some): some for some in finer if some != enough}.values())
+        found += map(tried, {most_pieces(some): some for some in finer if some != enough}.values())
     if fitting := [one for one in found if _fits(one, budget)]:
         most = _SLOWER * min(trial.seconds for _, trial in fitting)
         found = [one for one in fitting if one[1].seconds <= most]
@@ -226,7 +228,7 @@ def _divided(program: Program, kept: MemoryDecision, means: Means, logits: str) 
     if decision.pieces is None:
         return kept
     peak, of = show_bytes(trial.memory.peak()), show_bytes(budget)
-    reason = f"memory {kept.policy}{_said(decision.pieces)}: {peak} of {of}"
+    reason = f"memory {kept.policy}{said(decision.pieces)}: {peak} of {of}"
     return replace(decision, reason=reason)
 
 
@@ -273,8 +275,15 @@ def _kept(program: Program, policy: str, gather_again: bool, means: Means) -> Me
     short = len(program.graph.nodes) <= MANY  # else a search takes less than several trials
     if short and pieces and (kept := _all_kept(*asked, pieces)):
         return kept
-    ways = _ways(program, gather_again, means, budget, pieces)
-    searches = {means.search(program, gather_again, way): way for way in ways}
+    searches: dict[Search, Mapping[str, int] | None] = {}
+    enough = inf  # seconds, if all is recomputed, in pieces with which what is fastest fits
+    for way, seconds in _ways(program, gather_again, means, budget, pieces):
+        if seconds * _SLOWER > enough:
+            continue
+        search = means.search(program, gather_again, way)
+        searches[search] = way
+        if way and search.candidates[0].peak <= budget:
+            enough = min(enough, seconds)
     found = fastest([*searches], budget)
     if found is None and (most := find_pieces(program, 0)) != pieces:
         searches[means.search(program, gather_again, most)] = most
@@ -289,7 +298,7 @@ def _kept(program: Program, policy: str, gather_again: bool, means: Means) -> Me
         divided, trial = _fewest(program, replace(kept, pieces=divided), means, budget, trial)
     means.found = trial
     reason = (
-        f"memory {policy}: {search.describe(mix)}{_said(divided)}; "
+        f"memory {policy}: {search.describe(mix)}{said(divided)}; "
         f"{show_bytes(trial.memory.peak())} of {show_bytes(budget)}, and {trial.seconds * 1e3:.4g} ms"
     )
     return replace(kept, reason=reason, pieces=divided)
@@ -297,57 +306,39 @@ def _kept(program: Program, policy: str, gather_again: bool, means: Means) -> Me
 
 def _ways(
     program: Program, gather_again: bool, means: Means, budget: int, pieces: Mapping[str, int]
-) -> tuple[Mapping[str, int] | None, ...]:
-    """Logits whole and in pieces, in fewer and fewer.
+) -> list[tuple[Mapping[str, int] | None, float]]:
+    """Logits whole and in fewer and fewer pieces; seconds that a step under ``full`` takes, 0: not known.
 
     Of a deep step all of them, the fewest second: others are between. Else, as a search takes long,
-    those with which recomputing everything may fit, and finer ones where whole logits may not.
+    those with which recomputing everything may fit, whole ones first; finer ones where those may not.
     """
     if not pieces:
-        return (None,)
-    ways = [*_fewer_and_fewer(pieces), None]
+        return [(None, 0.0)]
+    ways = [*fewer_and_fewer(pieces), None]
     if len(program.graph.nodes) > MANY and means.search(program, gather_again).profile.is_deep:
         most, *fewer, whole = ways
-        return (whole, most, *fewer[-1:], *fewer[:-1])
+        return [(way, 0.0) for way in (whole, most, *fewer[-1:], *fewer[:-1])]
     full = decide_by_policy(program, FULL, gather_again)
-
-    def may_fit(way: Mapping[str, int] | None) -> bool:
-        peak = means.simulate(program, replace(full, pieces=way)).memory.peak()
-        return peak <= _ROOM * budget
-
-    fitting = [*itertools.takewhile(may_fit, ways)] or [pieces]
+    trials = ((way, means.simulate(program, replace(full, pieces=way))) for way in ways)
+    fitting = itertools.takewhile(lambda one: one[1].memory.peak() <= _ROOM * budget, trials)
+    found = [(way, trial.seconds) for way, trial in fitting][::-1] or [(pieces, 0.0)]
     finer = find_pieces(program, budget // 4)
-    return (*fitting,) if None in fitting or finer == pieces else (*fitting, finer)
-
-
-def _fewer_and_fewer(pieces: Mapping[str, int]) -> Iterator[Mapping[str, int]]:
-    """Pieces, half as many, and so on, to two."""
-    yield pieces
-    while _many(pieces) > 2:
-        pieces = {name: max(many // 2, 2) for name, many in pieces.items()}
-        yield pieces
-
-
-def _many(pieces: Mapping[str, int]) -> int:
-    return max(pieces.values())
+    if found[0][0] is not None and finer != pieces:
+        found.append((finer, means.simulate(program, replace(full, pieces=finer)).seconds))
+    return found
 
 
 def _fewest(
     program: Program, decision: MemoryDecision, means: Means, budget: int, trial: Trial
 ) -> tuple[Mapping[str, int], Trial]:
     """As few pieces as fit and hardly take longer, and what the Program takes with them."""
-    pieces, *more = _fewer_and_fewer(decision.pieces or {})
+    pieces, *more = fewer_and_fewer(decision.pieces or {})
     for fewer in more:
         other = means.simulate(program, replace(decision, pieces=fewer))
         if other.memory.peak() > budget or other.seconds > _SLOWER * trial.seconds:
             break
         pieces, trial = fewer, other
     return pieces, trial
-
-
-def _said(pieces: Mapping[str, int] | None) -> str:
-    """``, lm_head/mm in 32 pieces``."""
-    return "".join(f", {name} in {many} pieces" for name, many in (pieces or {}).items())
 
 
 def _all_kept(
@@ -375,10 +366,13 @@ def _all_kept(
         return None
     if pieces:
         pieces, trial = _fewest(program, decision, means, budget, trial)
-        if _many(pieces) > 2 or trial.seconds > _SLOWER * means.simulate(program, whole).seconds:
+        if (
+            most_pieces(pieces) > 2
+            or trial.seconds > _SLOWER * means.simulate(program, whole).seconds
+        ):
             return None
     means.found = trial
-    kept, peak = f"all is kept{_said(pieces)}", trial.memory.peak()
+    kept, peak = f"all is kept{said(pieces)}", trial.memory.peak()
     reason = f"memory {policy}: none; {kept}, in {show_bytes(peak)} of {show_bytes(budget)}"
     return replace(decision, reason=reason, pieces=pieces)
 

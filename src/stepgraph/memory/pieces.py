@@ -4,6 +4,8 @@ More pieces cost time: each reads the head's weight again, and products of fewer
 busy. So they are as few as leave a piece a small part of what a rank may take.
 """
 
+from collections.abc import Iterator, Mapping
+
 from stepgraph.analysis.row_regions import Region, find_regions
 from stepgraph.cost.work import size_in_bytes
 from stepgraph.operators.views import viewed
@@ -28,6 +30,24 @@ def find_pieces(program: Program, budget: int) -> dict[str, int]:
         if pieces > 1:
             found[meta(region.product)["name"]] = min(pieces, region.rows)
     return found
+
+
+def fewer_and_fewer(pieces: Mapping[str, int]) -> Iterator[Mapping[str, int]]:
+    """Pieces, half as many, and so on, to two."""
+    yield pieces
+    while most_pieces(pieces) > 2:
+        pieces = {name: max(many // 2, 2) for name, many in pieces.items()}
+        yield pieces
+
+
+def most_pieces(pieces: Mapping[str, int]) -> int:
+    """Of any product."""
+    return max(pieces.values())
+
+
+def said(pieces: Mapping[str, int] | None) -> str:
+    """``, lm_head/mm in 32 pieces``."""
+    return "".join(f", {name} in {many} pieces" for name, many in (pieces or {}).items())
 
 
 def held_bytes(region: Region) -> int:

@@ -312,6 +312,20 @@ def test_a_state_written_too_early_is_found_at_write_state_in_place():
     assert report.first_difference == "write_state_in_place"
 
 
+@pytest.mark.parametrize("name", ["fuse_updates", "compute_pieces_in_place"])
+def test_what_undoes_itself_the_second_time_is_found_the_first(name):
+    """Passes that ask whether a lowering fuses are applied for both answers."""
+    other = {aten.tanh.default: aten.sin.default, aten.sin.default: aten.tanh.default}
+
+    def broken(program, fuses):
+        for node in program.operations():
+            node.target = other.get(node.target, node.target)
+        return program
+
+    report = check(replaced={name: broken})
+    assert report.first_difference == name
+
+
 def test_a_pass_that_preserves_bits_is_held_to_them():
     def broken(program):
         return _scale_a_gradient(drop_identities(program), 1 + 1e-6)

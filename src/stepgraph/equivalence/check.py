@@ -226,9 +226,9 @@ class _Checker:
                 name = step.name
                 for fuses in (True, False) if "fuses" in step.takes else (True,):
                     ranks = [driver.through((step,), p, groups={}, fuses=fuses) for p in ranks]
-                after = self.values.execute(ranks, in_place=True)
-                self._compare(name, step.preserves, program, last, after)
-                last = after
+                    after = self.values.execute(ranks, in_place=True)
+                    self._compare(name, step.preserves, program, last, after)
+                    last = after
             chosen = (decide_lowering(bound[0], name, self.target).name for name in lowerings)
             for name in dict.fromkeys(chosen):
                 if self.report.ok:

@@ -277,7 +277,7 @@ def _kept(program: Program, policy: str, gather_again: bool, means: Means) -> Me
         return kept
     searches: dict[Search, Mapping[str, int] | None] = {}
     enough = inf  # seconds, if all is recomputed, in pieces with which what is fastest fits
-    for way, seconds in _ways(program, gather_again, means, budget, pieces):
+    for way, seconds in (ways := _ways(program, gather_again, means, budget, pieces)):
         if seconds * _SLOWER > enough:
             continue
         search = means.search(program, gather_again, way)
@@ -285,9 +285,11 @@ def _kept(program: Program, policy: str, gather_again: bool, means: Means) -> Me
         if way and search.candidates[0].peak <= budget:
             enough = min(enough, seconds)
     found = fastest([*searches], budget)
-    if found is None and (most := find_pieces(program, 0)) != pieces:
-        searches[means.search(program, gather_again, most)] = most
-        found = fastest([*searches], budget)
+    if found is None:
+        every = [*(way for way, _ in ways), find_pieces(program, 0) or None]
+        if any(means.search(program, gather_again, way) not in searches for way in every):
+            searches = {means.search(program, gather_again, way): way for way in every}
+            found = fastest([*searches], budget)
     if found is None:
         search = min(searches, key=Search.smallest)
         raise _too_small(search, budget, search.smallest(), policy)

@@ -336,6 +336,19 @@ def test_where_one_of_two_has_room_it_is_the_one_that_is_hidden_better():
     assert improve(problem, [1, 0, 1, 0, 0, 0]) == [0, 1, 0, 1, 0, 0]
 
 
+def test_what_is_exchanged_may_be_impossible_until_what_reads_it_follows():
+    only, weights = np.where(np.eye(3) > 0, 0.0, np.inf), []
+    for name in "ab":
+        weights.append(Block(name, np.zeros(3), np.array([4.0, 1.0, 1.0])))
+    readers = [Block("of a", np.array([1.0, 0, 5])), Block("of b", np.array([0.0, 9, 9]))]
+    links = [
+        Link("read", weight, np.arange(3), [Reader(reader, np.arange(3))], only, 0 * np.eye(3))
+        for weight, reader in zip(weights, readers, strict=True)
+    ]
+    problem = Problem([*weights, *readers], links, memory_limit=5.0)
+    assert improve(problem, [0, 1, 0, 1]) == [1, 0, 1, 0]
+
+
 def test_the_scale_of_costs_does_not_matter():
     """Microseconds, or weeks: an answer is as exact."""
     for factor in (1e-9, 1e6):

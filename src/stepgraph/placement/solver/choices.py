@@ -8,11 +8,12 @@ wanted, and a matrix what every change costs. A change is paid once however many
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, islice
 
 import numpy as np
 
 FORWARD, BACKWARD = 0, 1
+_EXCHANGES = 5000  # between two blocks, times links: what is looked at
 # Those that one of them wants something in; what is recomputed does in both.
 Phases = tuple[int, ...]
 
@@ -204,7 +205,7 @@ def improve(problem: Problem, chosen: Sequence[int]) -> list[int]:
             best = next(now.fitting(block, np.where(more < -least, more, np.inf)), None)
             if best is not None:
                 now, moved = now.moved(block, best), True
-        for one, other in twins:
+        for one, other in () if moved else twins:
             if now.option[one] == now.option[other]:
                 continue
             exchanged = now.exchanged(one, other)
@@ -215,14 +216,15 @@ def improve(problem: Problem, chosen: Sequence[int]) -> list[int]:
 
 def _twins(problem: Problem) -> list[tuple[Block, Block]]:
     """Blocks with the same options where memory is limited: both may want what only one has room for."""
-    if problem.memory_limit is None:
+    if problem.memory_limit is None or problem.running_cost:
         return []
     kept = [block for block in problem.blocks if block.memory is not None and len(block.cost) > 1]
-    return [
+    found = (
         (one, other)
         for one, other in combinations(kept, 2)
         if np.array_equal(one.cost, other.cost) and np.array_equal(one.memory, other.memory)
-    ]
+    )
+    return [*islice(found, _EXCHANGES // max(1, len(problem.links)))]
 
 
 class _Chosen:
@@ -255,6 +257,11 @@ class _Chosen:
 
     def more(self, block: Block) -> np.ndarray:
         """What the whole would cost more under each option of a block, the others as they are."""
+        whole = self._whole(block)
+        return whole - whole[self.option[block]]
+
+    def _whole(self, block: Block) -> np.ndarray:
+        """What of the whole depends on a block, under each of its options."""
         cost = block.cost.astype(float)
         beside = np.zeros((len(cost), len(self._beside)))
         if block.later is not None:
@@ -264,8 +271,7 @@ class _Chosen:
             cost, beside = cost + (changed - runs), beside + longer
         here = self.option[block]
         rest = self._beside - beside[here]
-        whole = cost + np.maximum((rest + beside).max(axis=1), 0.0)
-        return whole - whole[here]
+        return cost + np.maximum((rest + beside).max(axis=1), 0.0)
 
     def fitting(self, block: Block, more: np.ndarray) -> Iterator[int]:
         """Options whose cost is finite and that fit, the cheapest first."""
@@ -288,13 +294,12 @@ class _Chosen:
         options = self.option[one], self.option[other]
         now = self.moved(one, options[1]).moved(other, options[0])
         touching = self._touching
-        near = (_neighbours(one, touching[one]) | _neighbours(other, touching[other])) - {
-            one,
-            other,
-        }
+        near = _neighbours(one, touching[one]) | _neighbours(other, touching[other])
         for block in self.problem.blocks:
-            if block in near and (more := now.more(block)).min() < 0:
-                now = now.moved(block, int(more.argmin()))
+            if block in near - {one, other}:
+                whole = now._whole(block)  # infinite, where it has not followed yet
+                if whole.min() < whole[now.option[block]]:
+                    now = now.moved(block, int(whole.argmin()))
         return now
 
     def moved(self, block: Block, option: int) -> "_Chosen":

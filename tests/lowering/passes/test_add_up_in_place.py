@@ -5,7 +5,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.cost.memory import memory_timeline
 from stepgraph.cost.work import node_flops
 from stepgraph.equivalence.lowered import run_lowered
 from stepgraph.errors import InvariantError
@@ -18,13 +17,12 @@ from stepgraph.program.invariants import check_invariants
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import FORWARD, is_write
 from stepgraph.program.text import program_text
+from tests.lowering.passes.in_place import HEADS, MESHES, alive_at, written
 from tests.memory.heads import WIDTH, WORDS, divided, placed
 from tests.sampling import sampled
 from tests.support import assert_bitwise, assert_golden_text, assert_summation, bound
 
 aten = torch.ops.aten
-HEADS = ("plain", "tied", "smoothed", "capped", "z-loss", "own", "focal", "taught")
-MESHES = (("dp=1", "ddp"), ("dp=2", "zero3"), ("dp=2,tp=2", "tp+zero3"))
 
 
 def in_place(head, *on, pieces=3, dtype=None):
@@ -32,10 +30,6 @@ def in_place(head, *on, pieces=3, dtype=None):
     inputs, program = placed(head, *on, dtype=dtype)
     before = bound(divided(program, pieces)[0])
     return inputs, before, [add_up_in_place(each.copy()) for each in before]
-
-
-def written(program):
-    return [node for node in program.operations() if is_write(node)]
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -81,17 +75,6 @@ def test_the_sum_is_there_once(dtype, halves):
 def test_as_much_is_computed():
     _, (before,), (after,) = in_place("plain", pieces=3)
     assert sum(map(node_flops, before.operations())) == sum(map(node_flops, after.operations()))
-
-
-def alive_at(program, node):
-    """Bytes while an operation of that name runs."""
-    line = memory_timeline(program)
-    (at,) = (
-        at
-        for n, at in zip(line.operations, line.at, strict=True)
-        if meta(n)["name"] == meta(node)["name"]
-    )
-    return sum(at.values())
 
 
 def test_bodies_write_into_what_they_are_given():

@@ -5,20 +5,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.cost.memory import memory_timeline
 from stepgraph.lowering.passes.compute_pieces_in_place import compute_pieces_in_place
 from stepgraph.program.build import Builder
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.metadata import meta
-from stepgraph.program.program import FORWARD, is_write
+from stepgraph.program.program import FORWARD
 from stepgraph.program.text import program_text
+from tests.lowering.passes.in_place import HEADS, MESHES, alive_at, written
 from tests.memory.heads import divided, placed
 from tests.sampling import sampled
 from tests.support import assert_bitwise, assert_golden_text, bound
 
 aten = torch.ops.aten
-HEADS = ("plain", "tied", "smoothed", "capped", "z-loss", "own", "focal", "taught")
-MESHES = (("dp=1", "ddp"), ("dp=2", "zero3"), ("dp=2,tp=2", "tp+zero3"))
 
 
 def in_place(head, *on, pieces=3, dtype=None):
@@ -26,10 +24,6 @@ def in_place(head, *on, pieces=3, dtype=None):
     inputs, program = placed(head, *on, dtype=dtype)
     before = bound(divided(program, pieces)[0])
     return inputs, before, [compute_pieces_in_place(each.copy(), fuses=False) for each in before]
-
-
-def written(program):
-    return [node for node in program.operations() if is_write(node)]
 
 
 def gradient_of_labels(program):
@@ -75,15 +69,6 @@ def test_a_piece_is_there_once_less():
     (node, *_) = written(after)
     size = meta(node)["val"].nbytes
     assert alive_at(before, node) - alive_at(after, node) == size
-
-
-def alive_at(program, node):
-    """Bytes while an operation of that name runs."""
-    line = memory_timeline(program)
-    name = meta(node)["name"]
-    rows = zip(line.operations, line.at, strict=True)
-    (at,) = (at for n, at in rows if meta(n)["name"] == name)
-    return sum(at.values())
 
 
 @pytest.mark.parametrize("by", ["another operation", "itself", "a view", "the caller"])

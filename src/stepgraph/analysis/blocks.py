@@ -20,6 +20,7 @@ from stepgraph.cost.work import size_in_bytes
 from stepgraph.program.build import kind_of
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import FORWARD, Program, tensors_of
+from stepgraph.torch_internals.code import inputs_of
 
 _CANDIDATES = 48  # periods tried per stretch: bounds the work by a constant times the graph
 _SHORTEST = 4  # operations in a block
@@ -84,7 +85,7 @@ def possible_edges(start: int, period: int, covered: int) -> Iterator[list[int]]
 def _chained(blocks: list[Block], nodes: list[fx.Node]) -> bool:
     for one, other in itertools.pairwise(blocks):
         made = set(nodes[one.start : one.stop])
-        reads = (node.all_input_nodes for node in nodes[other.start : other.stop])
+        reads = (inputs_of(node) for node in nodes[other.start : other.stop])
         if made.isdisjoint(itertools.chain.from_iterable(reads)):
             return False
     return True

@@ -11,6 +11,7 @@ import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from stepgraph import torch_internals
@@ -22,6 +23,7 @@ from stepgraph.program.collectives import is_collective
 from stepgraph.program.copies import is_on_host
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import BACKWARD, FORWARD, OPTIMIZER, Program, is_write, tensors_of
+from stepgraph.torch_internals.code import inputs_of
 
 CATEGORIES = (
     "parameters", "gradients", "optimizer", "inputs", "activations", "temporaries", "communication",
@@ -165,7 +167,8 @@ class _Lives:
     def _storages_of(self, node: fx.Node) -> tuple[Storage, ...]:
         source = viewed(node)
         if source is None:
-            count = max(len(tensors_of(meta(node).get("val"))), 1)
+            value = meta(node).get("val")
+            count = 1 if isinstance(value, torch.Tensor) else max(len(tensors_of(value)), 1)
             return tuple((node, i) for i in range(count))
         if node.target is operator.getitem and viewed(source) is None:
             made = meta(source).get("val")
@@ -178,7 +181,7 @@ class _Lives:
     def _reads(self, node: fx.Node, piece: int, until: int) -> None:
         """An operation in a piece reads what that does not compute for itself."""
         anew = self.registers.anew
-        for source in node.all_input_nodes:
+        for source in inputs_of(node):
             for storage in self.storages[source]:
                 made = storage[0]
                 if not anew or (piece, made) not in anew or piece == piece_of(made):

@@ -15,11 +15,13 @@ from torch import fx
 
 from stepgraph import torch_internals
 from stepgraph.cost.traffic import fuses, is_reduction, over_rows
+from stepgraph.cost.work import size_in_bytes
 from stepgraph.operators import table as operators
 from stepgraph.operators.table import CONSTANT, LOOP, ROWS
 from stepgraph.operators.views import storage_roots
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program, is_write, tensors_of
+from stepgraph.torch_internals.code import inputs_of
 from stepgraph.torch_internals.storages import shared_arguments
 
 aten = torch.ops.aten
@@ -83,7 +85,7 @@ def piece_of(node: fx.Node) -> int:
     return meta(node).get("piece", 0)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class _Made:
     """A value where one piece makes it: at the position of its operation, or of the first that reads it."""
 
@@ -105,7 +107,9 @@ class _Values:
         self.position = {node: i for i, node in enumerate(operations)}
         # Those that compute something: a view does not.
         nodes = [node for node in operations if root[node] is node or is_write(node)]
-        read = {node: _unique(map(root.__getitem__, node.all_input_nodes)) for node in nodes}
+        read = {node: _unique(map(root.__getitem__, inputs_of(node))) for node in nodes}
+        self.fuses = {node: fuses(node) for node in nodes}
+        self.inlined = {node: _is_inlined(node) for node in nodes}
         self.made = self._made(nodes, read)
         self.order = sorted(
             self.made.values(), key=lambda one: (one.at, not one.anew, self.position[one.node])
@@ -132,7 +136,7 @@ class _Values:
         # How many kernels of their own, or sums over columns, stand before each operation.
         self.alone = [0]
         for node in operations:
-            own = node in first and (not fuses(node) or _is_of_columns(node))
+            own = node in first and (not self.fuses[node] or _is_of_columns(node))
             self.alone.append(self.alone[-1] + own)
         self.last: dict[_Value, int] = {}  # position of the last kernel that reads it
         self.read_in: dict[_Value, set[int]] = {}  # between which kernels of their own
@@ -163,8 +167,8 @@ class _Values:
         depth: dict[_Made, int] = {}
         for one in reversed(self.order):
             here, end = one.at, self.last.get(one)
-            inlined = end is not None and _is_inlined(one.node) and one not in kept
-            if inlined and all(fuses(reader.node) for reader in self.readers[one]):
+            inlined = end is not None and self.inlined[one.node] and one not in kept
+            if inlined and all(self.fuses[reader.node] for reader in self.readers[one]):
                 below = 1 + max(depth.get(reader, 0) for reader in self.readers[one])
                 nearby = self.alone[here] + _NEARBY
                 elsewhere = {place for place in self.read_in[one] if place > nearby}
@@ -238,7 +242,9 @@ class _Values:
         for source in sources:
             if source in self.until:
                 sources += self.sources[source]
-            readers = [r for r in self.readers[source] if r.piece == one.piece and fuses(r.node)]
+            readers = [
+                r for r in self.readers[source] if r.piece == one.piece and self.fuses[r.node]
+            ]
             found |= {self.until.get(reader, reader.at) for reader in readers}
         near = self.alone[one.at]
         return {at for at in found if abs(self.alone[at] - near) <= _NEARBY}
@@ -253,7 +259,7 @@ class _Values:
                 one in self.until
                 or one.anew
                 or is_write(node)
-                or not fuses(node)
+                or not self.fuses[node]
                 or not _bytes(node)
             ):
                 continue
@@ -270,7 +276,7 @@ class _Values:
     def _fits(self, source: fx.Node, node: fx.Node) -> bool:
         """Whether one compiled piece surely makes both, and as large as each other."""
         near = self.alone[self.position[source]] == self.alone[self.position[node]]
-        return near and fuses(source) and not _joins(source) and _bytes(source) == _bytes(node)
+        return near and self.fuses[source] and not _joins(source) and _bytes(source) == _bytes(node)
 
     def _read(self, one: _Made) -> list[_Made]:
         """What the kernel of an operation reads of others' results in memory."""
@@ -316,5 +322,5 @@ def computed_on_host(node: fx.Node) -> bool:
 
 def _bytes(node: fx.Node) -> int:
     """Of a value that is one tensor."""
-    made = tensors_of(meta(node).get("val"))
-    return made[0].nbytes if len(made) == 1 else 0
+    value = meta(node).get("val")
+    return size_in_bytes(value) if len(tensors_of(value)) == 1 else 0

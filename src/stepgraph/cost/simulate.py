@@ -10,15 +10,14 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from stepgraph import torch_internals
 from stepgraph.cost.collectives import collective_of, collective_seconds, links
 from stepgraph.cost.device import Device
 from stepgraph.cost.work import operation_seconds, remembered, runs_no_kernel, size_in_bytes
-from stepgraph.operators.views import is_view
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.copies import COPY_WAITS, TO_HOST_INTO, is_copy
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import PHASES, Program
+from stepgraph.torch_internals.code import inputs_of
 
 COMPUTE, COMMUNICATION, COPIES = "compute", "communication", "copies"
 
@@ -153,12 +152,11 @@ def simulate(
     for node in program.operations():
         phase = meta(node)["phase"]
         before = compute
-        reads_now = not runs_no_kernel(node) or is_collective(node) or node.target in COPY_WAITS
-        read = [flight for source in node.all_input_nodes for flight in pending.get(source, ())]
-        if read and reads_now:
-            compute = max(compute, *map(wires.end_of, read))
-        elif read and (node.target is torch_internals.WAIT or is_view(node)):
-            pending[node] = read
+        if read := [flight for source in inputs_of(node) for flight in pending.get(source, ())]:
+            if not runs_no_kernel(node) or is_collective(node) or node.target in COPY_WAITS:
+                compute = max(compute, *map(wires.end_of, read))
+            else:  # a wait, or a view: who reads it waits
+                pending[node] = read
         line.exposed_seconds += compute - before
         if is_collective(node):
             kind, size, mesh_dim = collective_of(node)
@@ -178,7 +176,7 @@ def simulate(
             seconds, flops = work(node)
             took = seconds * crowding
             line.compute_seconds += took
-            line.flops += flops if reads_now else 0.0
+            line.flops += flops
             if took:
                 line.events.append(Event(node, COMPUTE, compute, took))
             compute += took

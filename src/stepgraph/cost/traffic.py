@@ -6,6 +6,7 @@ does it to first order: neighbours that loop over the same number of elements, w
 """
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
@@ -69,6 +70,10 @@ class _Groups:
         self.of_rows: set[fx.Node] = set()  # one number a row of the loop
         self.readers: dict[fx.Node, int] = {}
         self.fuses = {node: fuses(node) for node in program.operations()}
+        self.free: set[fx.Node] = set()  # views, and values made of numbers alone
+        # The arguments of each operation, and the operations that made the memory these lie in.
+        self.arguments: dict[fx.Node, list[fx.Node]] = {}
+        self.sources: dict[fx.Node, list[fx.Node]] = {}
         self.results = [self._whole(node) for node in program.results]
 
     def assign(self) -> None:
@@ -76,30 +81,31 @@ class _Groups:
         operations = list(self.program.operations())
         for node in operations:
             self._join(node)
-        written = self._written(operations)
+        kernel = {node: self._find(group) for node, group in self.group.items()}
+        written = self._written(operations, kernel)
         read: set[tuple[int, fx.Node]] = set()
         started: set[int] = set()
         for node in operations:
-            arguments = tensor_arguments(node)
-            if self._is_free(node):
+            arguments = self.arguments[node]
+            if node in self.free:
                 _set(node, (False,) * len(arguments), False, False)
                 continue
-            group = meta(node)["kernel"] = self._find(self.group[node])
+            group = meta(node)["kernel"] = kernel[node]
             reads = []
-            for position, argument in enumerate(arguments):
+            pairs = zip(arguments, self.sources[node], strict=True)
+            for position, (argument, source) in enumerate(pairs):
                 value = self._whole(argument)
-                outside = not self._made_in(value, group) and not _is_target(node, position)
+                outside = kernel.get(source) != group and not _is_target(node, position)
                 reads.append(outside and (group, value) not in read and not _is_constant(value))
                 read.add((group, value))
             _set(node, tuple(reads), node in written, group not in started)
             started.add(group)
 
-    def _is_free(self, node: fx.Node) -> bool:
-        return self.shown.get(node) is not None or _is_constant(node)
-
     def _join(self, node: fx.Node) -> None:
-        sources = [self._producer(argument) for argument in tensor_arguments(node)]
-        if self._is_free(node):
+        arguments = self.arguments[node] = tensor_arguments(node)
+        sources = self.sources[node] = [*map(self._producer, arguments)]
+        if self.shown.get(node) is not None or _is_constant(node):
+            self.free.add(node)
             self.level[node] = max((self.level.get(s, 0) for s in sources), default=0)
             return
         self._find_loop(node, sources)
@@ -165,22 +171,15 @@ class _Groups:
             group = self.parent[group]
         return group
 
-    def _made_in(self, value: fx.Node, group: int) -> bool:
-        source = self._producer(value)
-        return source in self.group and self._find(self.group[source]) == group
-
-    def _written(self, operations: list[fx.Node]) -> set[fx.Node]:
-        """Operations whose value something outside their group, or the caller, reads."""
+    def _written(self, operations: list[fx.Node], kernel: Mapping[fx.Node, int]) -> set[fx.Node]:
+        """Operations whose value something outside their kernel, or the caller, reads."""
         written = {self._producer(node) for node in self.results}
         for node in operations:
             if self.shown.get(node) is not None:
                 continue
-            for position, argument in enumerate(tensor_arguments(node)):
-                source = self._producer(argument)
-                if source not in self.group or _is_target(node, position):
-                    continue
-                inside = node in self.group and self._made_in(source, self._find(self.group[node]))
-                if not inside:
+            own = kernel.get(node)
+            for position, source in enumerate(self.sources[node]):
+                if kernel.get(source, own) != own and not _is_target(node, position):
                     written.add(source)
         return written
 

@@ -25,6 +25,7 @@ from stepgraph.program.copies import WAITS
 from stepgraph.program.metadata import meta
 from stepgraph.program.names import operation_name
 from stepgraph.program.program import tensor_arguments, tensors_of
+from stepgraph.torch_internals import fake_mode_of
 
 aten = torch.ops.aten
 
@@ -99,9 +100,15 @@ def node_flops(node: fx.Node) -> float:
 
 def size_in_bytes(value: object) -> int:
     """Of a value, or of all tensors in a tuple."""
-    if isinstance(value, torch.Tensor):  # asked for each value by every pass
-        return value.numel() * value.element_size()
-    return sum(map(size_in_bytes, tensors_of(value)))
+    try:
+        return value._stepgraph_bytes  # type: ignore[attr-defined]  # asked for by every pass
+    except AttributeError:
+        if not isinstance(value, torch.Tensor):
+            return sum(map(size_in_bytes, tensors_of(value)))
+    size = value.numel() * value.element_size()
+    if fake_mode_of([value]) is not None:  # it stays so, and is nobody else's
+        value._stepgraph_bytes = size  # type: ignore[attr-defined]
+    return size
 
 
 def workspace(node: fx.Node) -> int:
@@ -191,7 +198,8 @@ def remembered(
         call = id(node.target), freeze(node.args), freeze(node.kwargs), made
         key = *call, tags.get("traffic"), tags.get("starts"), tags.get("dispatched")
         if (found := known.get(key)) is None:
-            found = known[key] = seconds(node, device), node_flops(node)
+            flops = 0.0 if runs_no_kernel(node) else node_flops(node)
+            found = known[key] = seconds(node, device), flops
         return found
 
     return work

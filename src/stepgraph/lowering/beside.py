@@ -18,6 +18,7 @@ from stepgraph.program import roles
 from stepgraph.program.collectives import communicates
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import OPTIMIZER, Program, is_write, tensors_of
+from stepgraph.torch_internals.code import inputs_of
 
 aten = torch.ops.aten
 
@@ -53,7 +54,7 @@ def find_beside(program: Program, operations: list[fx.Node], root: Roots) -> set
         return is_of_a_collective(source) or (source in beside and source in ends)
 
     for node in operations:
-        if node in ends and (communicates(node) or any(map(arrived, node.all_input_nodes))):
+        if node in ends and (communicates(node) or any(map(arrived, inputs_of(node)))):
             beside.add(node)
     for node in reversed(operations):  # what only such operations read
         read_by = readers.get(node, set())
@@ -82,7 +83,7 @@ def _made_of_state(program: Program, operations: list[fx.Node], root: Roots) -> 
     inputs = zip(program.inputs, program.placeholders, strict=False)
     found = {node for role, node in inputs if isinstance(role, _STATE)}
     for node in operations:
-        sources = [root[source] for source in node.all_input_nodes]
+        sources = [root[source] for source in inputs_of(node)]
         if sources and all(source in found for source in sources):
             found.add(node)
     return found
@@ -103,7 +104,7 @@ def _readers(operations: list[fx.Node], root: Roots) -> dict[fx.Node, set[fx.Nod
     """The operations that read a value or a view of it."""
     found: dict[fx.Node, set[fx.Node]] = {}
     for node in operations:
-        for source in node.all_input_nodes:
+        for source in inputs_of(node):
             found.setdefault(root[source], set()).add(node)
     return found
 

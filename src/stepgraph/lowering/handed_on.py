@@ -17,6 +17,7 @@ from stepgraph.program.collectives import is_collective
 from stepgraph.program.copies import WAITS, is_copy
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program, is_write, runnable
+from stepgraph.torch_internals.code import inputs_of
 from stepgraph.torch_internals.operators import TO_COPY
 from stepgraph.torch_internals.storages import share_memory, shared_arguments
 
@@ -44,7 +45,8 @@ def roots_of(program: Program) -> dict[fx.Node, fx.Node]:
     """:func:`root_of` every node; itself where it is no view."""
     root: dict[fx.Node, fx.Node] = {}
     for node in program.graph.nodes:
-        root[node] = root[viewed(node)] if floats(node) else node  # type: ignore[index]
+        source = viewed(node)
+        root[node] = root[source] if source is not None and floats(node) else node
     return root
 
 
@@ -103,7 +105,7 @@ def computed_anew(
     readers: dict[fx.Node, set[int]] = {}
     for node in operations:
         here = piece_of[node]
-        for source in map(root_of, node.all_input_nodes):
+        for source in map(root_of, inputs_of(node)):
             held = source if piece_of.get(source) == here else memory(source, piece_of)
             if piece_of.get(held) != here:
                 reads[here].add(held)
@@ -115,7 +117,7 @@ def computed_anew(
     def chain(node: fx.Node, piece: int, depth: int) -> list[fx.Node] | None:
         """What a piece has to compute for a value, from what it reads; None: it cannot."""
         found = [node]
-        for source in map(root_of, node.all_input_nodes):
+        for source in map(root_of, inputs_of(node)):
             if source in written:
                 return None
             if source in reads[piece]:

@@ -235,8 +235,11 @@ def _letter(node: fx.Node) -> tuple:
 
 
 def _constant(argument: Any) -> Any:
-    if argument is None or isinstance(argument, fx.Node):
+    kind = type(argument)
+    if argument is None or kind is fx.Node:
         return None
+    if kind is int or kind is bool or kind is str:
+        return kind, argument  # the kind, because 1 == True
     if isinstance(argument, (tuple, list)):
         return tuple(map(_constant, argument))
     return repr(argument)

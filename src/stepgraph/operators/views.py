@@ -57,8 +57,9 @@ def viewed(node: fx.Node) -> fx.Node | None:
         return node.args[0] if target is operator.getitem else None  # type: ignore[return-value]
     if not aliased:
         return None
+    args = node.args
     for position in aliased:
-        value = node.args[position] if position < len(node.args) else None
+        value = args[position] if position < len(args) else None
         if isinstance(value, fx.Node):
             return value if target is not _RESHAPE or _is_view_in_fact(node, value) else None
     out = node.kwargs.get("out")

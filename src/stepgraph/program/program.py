@@ -17,7 +17,7 @@ from stepgraph.program.metadata import meta
 from stepgraph.program.names import BACKWARD, FORWARD, OPTIMIZER, name_operations
 from stepgraph.program.roles import Grad, Input, Output
 from stepgraph.program.text import program_text
-from stepgraph.torch_internals.code import copy_node, graph_module
+from stepgraph.torch_internals.code import copy_graph, graph_module, inputs_of
 
 PHASES = (FORWARD, BACKWARD, OPTIMIZER)
 
@@ -123,10 +123,7 @@ class Program:
 
     def copy(self) -> Program:
         """An independent copy: passes may rewrite it in place."""
-        graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
-        for node in self.graph.nodes:
-            new[node] = copy_node(graph, node, new.__getitem__)
-        module = graph_module(self.module, graph)
+        module = graph_module(self.module, copy_graph(self.graph))
         return replace(
             self,
             module=module,
@@ -146,11 +143,9 @@ class Program:
     def drop_dead(self) -> None:
         """Drops operations without effect."""
         for node in reversed(list(self.graph.nodes)):
-            if (
-                node.op in ("call_function", "get_attr")
-                and not node.users
-                and not _has_effect(node)
-            ):
+            if node.users or node.op not in ("call_function", "get_attr"):
+                continue
+            if not _has_effect(node):
                 self.graph.erase_node(node)
 
     def __str__(self) -> str:
@@ -170,8 +165,7 @@ def is_write(node: fx.Node) -> bool:
 
 def _has_effect(node: fx.Node) -> bool:
     """Whether a node matters without readers: it writes, or waits for a write."""
-    sources = node.all_input_nodes
-    return is_write(node) or any(is_write(source) for source in sources)
+    return is_write(node) or any(map(is_write, inputs_of(node)))
 
 
 def runnable(target: Any) -> Any:

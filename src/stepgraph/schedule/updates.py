@@ -14,6 +14,7 @@ from stepgraph.planning.decisions import Table
 from stepgraph.program.collectives import is_collective
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import OPTIMIZER, Program
+from stepgraph.torch_internals.code import inputs_of
 
 
 def find_updates(program: Program) -> Table[str, str]:
@@ -37,7 +38,7 @@ def _awaited(operations: list[fx.Node], position: dict[fx.Node, int]) -> dict[fx
     following = dict(itertools.pairwise(collectives))
     place: dict[fx.Node, int] = {}
     for node in operations:
-        source = node.all_input_nodes[0] if node.all_input_nodes else None
+        source = next(iter(inputs_of(node)), None)
         if node.target is torch_internals.WAIT:
             place[node] = position[following.get(source, node)]  # type: ignore[arg-type]
         elif node.target in PARTS_OF_A_RESULT and source in place:

@@ -12,6 +12,7 @@ from stepgraph.lowering.repeats import Layers, Reader
 from stepgraph.operators.views import storage_roots
 from stepgraph.program.program import Program, is_write
 from stepgraph.program.record import program_pass
+from stepgraph.torch_internals.code import inputs_of
 
 _ROUNDS = 3  # where something has gone, layers may be divided in other places
 
@@ -99,7 +100,7 @@ class _Order:
         return found
 
     def _read(self, node: fx.Node) -> set[fx.Node]:
-        reads = {self.root[source] for source in node.all_input_nodes}
+        reads = {self.root[source] for source in inputs_of(node)}
         if node.target is torch_internals.WAIT:  # until then it reads what it sends
             reads |= {self.root[s] for start in node.all_input_nodes for s in start.all_input_nodes}
         return reads
@@ -181,7 +182,7 @@ class _Moves:
         placed: set[fx.Node] = set()
 
         def put(node: fx.Node) -> None:
-            for source in (*node.all_input_nodes, node):
+            for source in (*inputs_of(node), node):
                 if source.op == "call_function" and source not in placed:
                     placed.add(source)
                     if source is not node:

@@ -19,6 +19,7 @@ from stepgraph.program.metadata import meta
 from stepgraph.program.program import Program, tensors_of
 from stepgraph.program.record import program_pass
 from stepgraph.torch_internals import operators as private
+from stepgraph.torch_internals.code import inputs_of
 
 aten = torch.ops.aten
 
@@ -34,7 +35,9 @@ def move_to_target(program: Program, target: Target) -> Program:
     where the device is there, and else, in a plan, stay where they are.
     """
     host = torch_internals.host_device().type
-    values = (tensors_of(meta(node).get("val")) for node in program.graph.nodes)
+    on_host = {node for role, node, _ in program.input_rows if isinstance(role, roles.HostSeed)}
+    on_host |= {*filter(is_on_host, program.graph.nodes)}
+    values = (tensors_of(meta(n).get("val")) for n in program.graph.nodes if n not in on_host)
     devices = {tensor.device.type for found in values for tensor in found}
     if devices <= {target.device_type}:
         return program
@@ -56,8 +59,6 @@ def move_to_target(program: Program, target: Target) -> Program:
         return there
 
     others: set[fx.Node] = set()  # those whose results have another type there, or other strides
-    on_host = {node for role, node, _ in program.input_rows if isinstance(role, roles.HostSeed)}
-    on_host |= {*filter(is_on_host, program.graph.nodes)}
     for node in program.graph.nodes:
         if node in on_host:
             continue
@@ -94,7 +95,7 @@ def _is_the_same(node: fx.Node, others: set[fx.Node]) -> bool:
     # Of an expand of a length of 1 torch does not always say the same stride.
     shows = viewed(node) is not None and node.target is not aten.expand.default
     alike = known.elementwise or known.copies or shows or node.target in PRODUCTS
-    return alike and others.isdisjoint(node.all_input_nodes)
+    return alike and others.isdisjoint(inputs_of(node))
 
 
 def _kinds(value: Any) -> list[Any]:

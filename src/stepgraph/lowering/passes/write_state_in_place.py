@@ -12,6 +12,7 @@ from stepgraph.program.metadata import meta, set_meta
 from stepgraph.program.names import name_operations
 from stepgraph.program.program import FORWARD, OPTIMIZER, Program
 from stepgraph.program.record import program_pass
+from stepgraph.torch_internals.code import inputs_of
 
 aten = torch.ops.aten
 
@@ -34,7 +35,7 @@ def write_state_in_place(program: Program) -> Program:
     order = list(program.graph.nodes)
     last_read: dict[fx.Node, int] = {}
     for node in program.operations():
-        for source in node.all_input_nodes:
+        for source in inputs_of(node):
             last_read[root[source]] = position[node]
     kept = []
     for role, node, value in program.output_rows:

@@ -7,7 +7,7 @@ from stepgraph.planning.decisions import MemoryDecision
 from stepgraph.program.metadata import meta, set_meta
 from stepgraph.program.program import BACKWARD, FORWARD, Program
 from stepgraph.program.record import program_pass
-from stepgraph.torch_internals.code import copy_node
+from stepgraph.torch_internals.code import copy_node, inputs_of
 
 _OF_THE_ORIGINAL = {"name", "checkpoint", "region_policy", "sequence"}
 
@@ -27,10 +27,10 @@ def recompute_in_backward(program: Program, decision: MemoryDecision) -> Program
     }
     copies: dict[fx.Node, fx.Node] = {}
     for node in list(program.operations(BACKWARD)):
-        for source in node.all_input_nodes:
-            if source in dropped:
+        if missing := [source for source in inputs_of(node) if source in dropped]:
+            for source in missing:
                 _copy_before(program.graph, source, node, dropped, copies)
-        node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda a: copies.get(a, a))
+            node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda a: copies.get(a, a))
     for note in decision.notes:
         program.note(note)
     return program.finish()
@@ -47,7 +47,7 @@ def _copy_before(
     stack = [value]
     while stack:
         node = stack[-1]
-        needed = [s for s in node.all_input_nodes if s in dropped and s not in copies]
+        needed = [s for s in inputs_of(node) if s in dropped and s not in copies]
         if node in copies:
             stack.pop()
         elif needed:

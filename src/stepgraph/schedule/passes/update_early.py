@@ -21,6 +21,7 @@ from stepgraph.program.copies import TO_DEVICE, WAIT_COPY, is_on_host
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import OPTIMIZER, Program
 from stepgraph.program.record import program_pass
+from stepgraph.torch_internals.code import inputs_of
 
 
 @program_pass(
@@ -45,7 +46,7 @@ def update_early(program: Program, decision: ScheduleDecision) -> Program:
     not_before = _last_readers(program, position)
     updates = [node for node in operations if meta(node)["phase"] == OPTIMIZER]
     for node in updates:
-        after = [place.get(source, -1) for source in node.all_input_nodes]
+        after = [place.get(source, -1) for source in inputs_of(node)]
         early = max([*after, not_before.get(node, -1)], default=-1)
         place[node] = max(early, position[node]) if is_collective(node) else early
     for node in reversed(updates):  # what reads no gradient (decayed moments): where it is read
@@ -70,7 +71,7 @@ def _last_readers(program: Program, position: dict[fx.Node, int]) -> dict[fx.Nod
     last: dict[fx.Node, int] = {}
     for node, place in position.items():
         if meta(node)["phase"] != OPTIMIZER:
-            last |= dict.fromkeys((root[source] for source in node.all_input_nodes), place)
+            last |= dict.fromkeys((root[source] for source in inputs_of(node)), place)
     inputs = {role: node for role, node, _ in program.input_rows}
     return {
         node: last.get(inputs[written], -1)

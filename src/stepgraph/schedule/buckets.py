@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -64,8 +65,27 @@ def _power_of_two(size: float) -> int:
 
 @dataclass
 class _Bucket:
+    """Collectives in order, and their bytes.
+
+    ``read``: where the first of their readers stands; ``there``: the last of what stands before them.
+    """
+
     members: list[fx.Node] = field(default_factory=list)
     size: int = 0
+    read: float = math.inf
+    there: float = -1
+
+    def add(self, node: fx.Node, position: Mapping[fx.Node, float]) -> bool:
+        """Puts a collective in, where all can still run as one; whether they can."""
+        first = position[self.members[0] if self.members else node]
+        read = min(self.read, _first_reader(node, position))
+        there = max(self.there, position[_anchored(node.args[0])])
+        if self.members and read <= position[node] and there >= first:
+            return False
+        self.members.append(node)
+        self.size += moved_bytes(node)
+        self.read, self.there = read, there
+        return True
 
 
 def find_buckets(program: Program, sizes: Sizes) -> tuple[tuple[str, ...], ...]:
@@ -98,17 +118,15 @@ def find_buckets(program: Program, sizes: Sizes) -> tuple[tuple[str, ...], ...]:
         most = sizes.most(target)
         torn = [layer.get(_within(one)) == layer.get(_within(two)) for one, two in pairwise(nodes)]
         room = _room_at_layers(nodes, [0, *torn, 0], most, large[target, phase])
-        bucket = None
+        found.append(bucket := _Bucket())
         for node in nodes:
-            size = moved_bytes(node)
-            wanted = room.get(node, size)
-            if bucket is None or bucket.size + wanted > most or not _fits(bucket, node, position):
-                bucket = _Bucket()
-                found.append(bucket)
-            bucket.members.append(node)
-            bucket.size += size
-    members = sorted((bucket.members for bucket in found), key=lambda nodes: position[nodes[-1]])
-    return tuple(tuple(meta(n)["name"] for n in nodes) for nodes in members if len(nodes) > 1)
+            wanted = room.get(node, moved_bytes(node))
+            if bucket.size + wanted > most or not bucket.add(node, position):
+                found.append(bucket := _Bucket())
+                bucket.add(node, position)
+    several = [bucket.members for bucket in found if len(bucket.members) > 1]
+    several.sort(key=lambda nodes: position[nodes[-1]])
+    return tuple(tuple(meta(node)["name"] for node in nodes) for nodes in several)
 
 
 def _within(collective: fx.Node) -> fx.Node:
@@ -173,7 +191,7 @@ def positions(program: Program) -> dict[fx.Node, float]:
     return {node: i for i, node in enumerate(program.graph.nodes)}
 
 
-def _first_reader(node: fx.Node, position: dict[fx.Node, float]) -> float:
+def _first_reader(node: fx.Node, position: Mapping[fx.Node, float]) -> float:
     """Where the result of a collective is first read, past its wait and its copies."""
     (wait,) = node.users
     readers = {user for made in [wait, *copied_behind(node)] for user in made.users}
@@ -181,13 +199,13 @@ def _first_reader(node: fx.Node, position: dict[fx.Node, float]) -> float:
     return min(read, default=len(position))
 
 
-def can_run_last(members: list[fx.Node], position: dict[fx.Node, float]) -> bool:
+def can_run_last(members: list[fx.Node], position: Mapping[fx.Node, float]) -> bool:
     """Whether all can run where the last one stands: nobody reads any of them before."""
     last = position[members[-1]]
     return all(_first_reader(member, position) > last for member in members)
 
 
-def can_run_first(members: list[fx.Node], position: dict[fx.Node, float]) -> bool:
+def can_run_first(members: list[fx.Node], position: Mapping[fx.Node, float]) -> bool:
     """Whether all can run where the first one stands: their inputs are there, or can be."""
     first = position[members[0]]
     return all(position[_anchored(member.args[0])] < first for member in members)
@@ -226,8 +244,3 @@ def only_copies(node: fx.Node) -> bool:
     return node.op == "call_function" and (
         node.target in _COPIES or (is_view(node) and node.target is not torch_internals.WAIT)
     )
-
-
-def _fits(bucket: _Bucket, node: fx.Node, position: dict[fx.Node, float]) -> bool:
-    members = [*bucket.members, node]
-    return can_run_last(members, position) or can_run_first(members, position)

@@ -1,6 +1,7 @@
 """Graph modules whose code is generated when it is to run: passes only rewrite their graphs.
 
-fx generates and compiles it for every new module, and never forgets the text.
+fx generates and compiles it for every new module, and never forgets the text. And what passes ask of every
+node of a graph, which fx answers slowly.
 """
 
 import operator

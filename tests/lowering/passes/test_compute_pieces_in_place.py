@@ -6,6 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph.lowering.passes.compute_pieces_in_place import compute_pieces_in_place
+from stepgraph.lowering.passes.move_to_target import move_to_target
+from stepgraph.planning.target import Target
 from stepgraph.program.build import Builder
 from stepgraph.program.driver import PassDriver
 from stepgraph.program.metadata import meta
@@ -13,6 +15,7 @@ from stepgraph.program.program import FORWARD
 from stepgraph.program.text import program_text
 from tests.lowering.passes.in_place import HEADS, MESHES, alive_at, written
 from tests.memory.heads import divided, placed
+from tests.propagation import differences
 from tests.sampling import sampled
 from tests.support import assert_bitwise, assert_golden_text, bound
 
@@ -125,3 +128,14 @@ def test_a_program_without_pieces_is_left_alone():
     (before,) = bound(program)
     after = PassDriver().run(compute_pieces_in_place, before.copy(), fuses=False)
     assert program_text(after, "one") == program_text(before, "one")
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("head", HEADS)
+def test_on_a_gpu_as_much_is_written_in_place(head, dtype):
+    """Propagated on fake tensors, not run."""
+    _, before, on_host = in_place(head, "dp=2", "zero3", dtype=dtype)
+    moved = move_to_target(before[0].copy(), Target("cuda", 2, True, 2**20))
+    after = compute_pieces_in_place(moved, fuses=False)
+    assert len(written(after)) == len(written(on_host[0]))
+    assert differences(after, "cuda") == []

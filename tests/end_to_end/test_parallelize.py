@@ -374,3 +374,41 @@ def test_a_checkpoint_around_the_module_draws_its_masks_again(reentrant):
     wanted = gradient(False, False)
     for after in (False, True):
         assert torch.equal(gradient(True, after), wanted)
+
+
+class Bag(nn.Module):
+    """Of an operator that no rule can divide, rows of the batch and a mean over them."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.EmbeddingBag(12, 6), nn.Linear(6, 9)
+
+    def forward(self, x):
+        h = self.out(self.table((x.abs() * 5).long().clamp(max=11)))
+        return h, h.mean(0)
+
+
+def train_bag():
+    rank = int(os.environ["RANK"])
+    torch.manual_seed(0)
+    x = torch.randn(14, 8)
+    model = stepgraph.parallelize(Bag(), mesh="dp=2", example=(x,), plan="zero3", lowering="eager")
+    h, mean = model(x.chunk(2)[rank])
+    ((h * (rank + 1)).square().sum() + mean.sum()).backward()
+    gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    return h.detach(), mean.detach(), gradients
+
+
+def test_a_rank_gets_its_rows_of_what_every_rank_computes():
+    found = launch(train_bag, ranks=2)
+    torch.manual_seed(0)
+    x = torch.randn(14, 8)
+    model = Bag()
+    h, mean = model(x)
+    own = [h.chunk(2)[rank] * (rank + 1) for rank in range(2)]
+    (sum(one.square().sum() for one in own) / 2 + mean.sum()).backward()
+    for rank, (rows_found, mean_found, gradients) in enumerate(found):
+        torch.testing.assert_close(rows_found, h.chunk(2)[rank].detach())
+        torch.testing.assert_close(mean_found, mean.detach())
+        for name, value in gradients.items():
+            torch.testing.assert_close(value, model.get_parameter(name).grad, msg=name)

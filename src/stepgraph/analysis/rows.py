@@ -3,11 +3,13 @@
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 from torch.distributed.tensor import Shard
 
+from stepgraph.operators.views import REARRANGES
 from stepgraph.program import roles
 from stepgraph.program.metadata import meta
 from stepgraph.program.program import FORWARD, Program, Value
@@ -34,6 +36,31 @@ def drawn_for_rows(program: Program, drawn: fx.Node, rows: int | None = None) ->
     batch = {rows, *(value.shape[0] for value in inputs)}
     dims = [dim for dim, size in enumerate(meta(drawn)["val"].shape) if size in batch]
     return Shard(dims[0]) if dims else None
+
+
+def surely_rows(program: Program, result: fx.Node, rows: int | None = None) -> bool:
+    """Whether a result that is whole has a row for each of the batch: nothing else is as long as that.
+
+    Not a dimension of a parameter, nor another one of the batch, nor a number that an operation was given,
+    but for the shape in which one shows its argument.
+    """
+    shape, behind = tuple(meta(result)["val"].shape), {*_behind(result)}
+    read = [(role, value) for role, node, value in program.input_rows if node in behind]
+    batch = {value.shape[0] for role, value in read if is_batched(role, value, rows)}
+    if not shape or batch != {shape[0]}:
+        return False
+    others = (value.shape[is_batched(role, value, rows) :] for role, value in read)
+    if any(shape[0] in sizes for sizes in others):
+        return False
+    given = (_numbers(node) for node in behind if node.target not in REARRANGES)
+    return all(shape[0] not in numbers for numbers in given)
+
+
+def _numbers(node: fx.Node) -> list[Any]:
+    """All that an operation was given that is no value, and what lists of such hold."""
+    given = [*node.args, *node.kwargs.values()]
+    given += [one for listed in given if isinstance(listed, (list, tuple)) for one in listed]
+    return [one for one in given if isinstance(one, (int, float)) and not isinstance(one, bool)]
 
 
 def of_one_shape(drawn: fx.Node, before: Collection[fx.Node] = ()) -> Iterator[fx.Node]:
@@ -111,9 +138,7 @@ def _plain(node: fx.Node) -> list[float]:
     """The numbers that an operation of single elements, or one that picks or counts some, is given."""
     if torch.Tag.pointwise not in _tags(node) and _packet(node) not in _TAKING_PLACES:
         return []
-    given = [*node.args, *node.kwargs.values()]
-    given += [a for sizes in given if isinstance(sizes, (list, tuple)) for a in sizes]
-    return [a for a in given if isinstance(a, (int, float)) and not isinstance(a, bool)]
+    return _numbers(node)
 
 
 def _is_square(node: fx.Node, number: float) -> bool:

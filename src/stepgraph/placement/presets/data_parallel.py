@@ -17,6 +17,7 @@ from torch import fx
 from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from stepgraph.analysis.rows import surely_rows
 from stepgraph.operators.entries import Strategy
 from stepgraph.operators.flex import FLEXES
 from stepgraph.operators.sharding import Rules
@@ -104,13 +105,19 @@ def data_parallel(unit: int, storage: Storage, taken: frozenset = frozenset()) -
             return walk.now[node][0] or REPLICATE
         return updated(node, tuple(value.shape))
 
+    def returned(walk: Walk, node: fx.Node) -> Placement:
+        """This rank's rows, if the result has any; also where every rank has computed all of them."""
+        placement = as_sharded(walk, node)
+        rows = placement is REPLICATE and surely_rows(walk.program, node, unit)
+        return Shard(0) if rows else placement
+
     return Kind(
         stored,
         updated,
         crossing,
         _cost,
         _is_work_on_the_batch,
-        returned=as_sharded,  # this rank's rows, if the result has any
+        returned=returned,
         gathers=True,
         reduces_each=storage.accumulate_sharded,
     )

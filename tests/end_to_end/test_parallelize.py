@@ -16,7 +16,7 @@ import stepgraph
 from stepgraph.capture.module import default_loss
 from stepgraph.capture.step import Source
 from stepgraph.cli.launcher import launch
-from stepgraph.errors import StrictError, UsageError
+from stepgraph.errors import LaunchError, StrictError, UsageError
 from stepgraph.pipeline import capture_of, make
 from stepgraph.placement.presets.named import for_own_update
 from stepgraph.planning.plan import preset_plan
@@ -412,3 +412,43 @@ def test_a_rank_gets_its_rows_of_what_every_rank_computes():
         torch.testing.assert_close(mean_found, mean.detach())
         for name, value in gradients.items():
             torch.testing.assert_close(value, model.get_parameter(name).grad, msg=name)
+
+
+class Spectral(nn.Module):
+    """A complex weight of some frequencies."""
+
+    def __init__(self, frequencies):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(frequencies, dtype=torch.complex64))
+
+    def forward(self, x):
+        return torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=x.shape[-1])
+
+
+def train_spectral(frequencies, plan):
+    torch.manual_seed(0)
+    x = torch.randn(8, 2 * frequencies - 2)
+    model = Spectral(frequencies)
+    if plan:
+        example = (x,)
+        model = stepgraph.parallelize(
+            model, mesh="dp=2", example=example, plan=plan, lowering="eager"
+        )
+        x = x.chunk(2)[int(os.environ["RANK"])]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.weight.full_tensor().detach() if plan else model.weight.detach()
+
+
+@pytest.mark.parametrize("frequencies, plan", [(6, "zero3"), (5, "ddp")])
+def test_a_complex_parameter_is_trained(frequencies, plan):
+    (found, _) = launch(train_spectral, frequencies, plan, ranks=2)
+    torch.testing.assert_close(found, train_spectral(frequencies, ""))
+
+
+def test_a_complex_parameter_that_torch_would_not_train_is_an_error():
+    with pytest.raises(LaunchError, match="the complex parameter 'weight'"):
+        launch(train_spectral, 5, "zero3", ranks=2)

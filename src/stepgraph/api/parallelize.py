@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from stepgraph import torch_internals
 from stepgraph.api import arguments
@@ -108,8 +109,24 @@ def parallelize(
         check_whole_backward()
     forward = ParallelForward(compiler, seed, compiled_autograd)
     forward.compile(example)
+    _check_complex(model)
     model.forward = forward  # type: ignore[method-assign]
     return model
+
+
+def _check_complex(model: nn.Module) -> None:
+    """Raises UsageError for a parameter that the user's optimizer would leave as it is, in silence."""
+    for name, parameter in model.named_parameters():
+        if not (isinstance(parameter, DTensor) and parameter.is_complex()):
+            continue
+        for place, ranks in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
+            if isinstance(place, Shard) and parameter.shape[place.dim] % ranks:
+                raise UsageError(
+                    f"the complex parameter {name!r} {tuple(parameter.shape)} does not divide over "
+                    f"{ranks} ranks",
+                    why="torch's Adam and its like do not write to such a DTensor (torch 2.13)",
+                    do="plan='ddp', a length that divides, or stepgraph.Engine, which updates by itself",
+                )
 
 
 def _call_forward(model: nn.Module, batch: Any) -> Any:

@@ -44,7 +44,8 @@ def surely_rows(program: Program, result: fx.Node, rows: int | None = None) -> b
     Not a dimension of a parameter, nor another one of the batch, nor a number that an operation was given,
     but for the shape in which one shows its argument.
     """
-    shape, behind = tuple(meta(result)["val"].shape), {*_behind(result)}
+    shape = tuple(meta(result)["val"].shape)
+    behind = {*_behind(result)} if shape else set[fx.Node]()
     read = [(role, value) for role, node, value in program.input_rows if node in behind]
     batch = {value.shape[0] for role, value in read if is_batched(role, value, rows)}
     if not shape or batch != {shape[0]}:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from stepgraph import leading
-from stepgraph.contest import predicted
+from stepgraph.contest import Foreseen, predicted
+from stepgraph.cost.short_steps import Said
+from stepgraph.errors import BudgetError
 from stepgraph.leading import leader, placed
 from stepgraph.pipeline import make
 from stepgraph.placement.solver.room import Room
+from stepgraph.runtime.ranks import parse_mesh
 from tests.sampling import sampled
 from tests.support import tower
 from tests.test_contest import contest_of, planner_of
@@ -57,3 +62,50 @@ def test_nothing_is_said_of_a_step_that_is_not_deep():
     own, best = leader(contest, Room())
     assert best is None and own.decisions.keys() == contest.programs.keys()
     assert own == placed(contest.programs, contest.plan)
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "peak", "least_ms", "exact", "name"),
+    [
+        (0.995, 1.1, 0.993, False, "auto"),
+        (0.995, 0.9, 0.993, False, "ddp"),
+        (0.995, 1.1, 0.995, True, "ddp"),
+        (1.001, 0.9, 0.999, False, "auto"),
+        (1.02, 0.9, 0.995, False, "auto"),
+        (1.02, 0.9, 0.9, False, None),
+    ],
+    ids=["about_as_fast", "leaner_too", "sure", "own_leads", "own_surely", "may_be_faster"],
+)
+def test_of_what_cannot_be_told_apart_the_solvers_answer_leads_where_it_holds_less(
+    step_ms, peak, least_ms, exact, name
+):
+    """A preset as a multiple of the solver's answer."""
+    planner = planner_of(Wide(16), torch.ones(8, 16), device="h100")
+    contest, own, _ = contest_of(planner, "dp=4")
+    one = replace(own.predicted, step_ms=1000.0, peak_bytes=1e6)
+    other = replace(one, step_ms=1000 * step_ms, peak_bytes=1e6 * peak)
+    preset = Foreseen("ddp", Said(other, 1000 * least_ms, exact))
+    plan = placed(contest.programs, contest.plan)
+    best = leading._leads(plan, Said(one, 1000.0, True), [preset], contest)
+    assert (best and best.name) == name
+    if best is not None:
+        assert best.made.plan.decisions.keys() == plan.decisions.keys()
+
+
+def test_what_leads_and_does_not_fit_is_not_made_either(monkeypatch):
+    monkeypatch.setattr(leading, "MANY", 0)
+    made = []
+
+    def noted(programs, plan, *args, **kwargs):
+        made.append(plan.memory)
+        return make(programs, plan, *args, **kwargs)
+
+    monkeypatch.setattr("stepgraph.api.planner.make", noted)
+    with torch.device("meta"):
+        planner = planner_of(Wide(4096), torch.empty(65536, 4096), device="h100")
+    whole = planner.plan(parse_mesh("dp=4"), "auto", "full")
+    made.clear()
+    with pytest.raises(BudgetError) as found:
+        planner.plan(parse_mesh("dp=4"), "auto", memory_budget=whole.peak // 8)
+    assert "full" not in made and "auto" in made
+    assert (found.value.smallest or 0) > whole.peak // 8

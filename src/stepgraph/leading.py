@@ -2,7 +2,8 @@
 
 Where the layers of a deep step repeat, two steps of few layers say what it takes under the solver's answer
 and under presets; what leads is the placement that a search begins with, and what that finds is simulated
-whole. Where short steps do not say surely which answer leads, nothing is said here.
+whole. Where answers that short steps cannot tell apart may differ by more than a solver's gap, nothing is
+said here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -98,7 +99,7 @@ def _beaten(own: Said, gap: float, others: Sequence[Foreseen], budget: int) -> b
 
 
 def _leads(plan: Plan, own: Said, others: Sequence[Foreseen], contest: Contest) -> Entrant | None:
-    """The best, with its placements; None where another may be better, or it cannot be placed."""
+    """The best, with its placements; None where another may be clearly better, or it cannot be placed."""
     said = {AUTO: own, **{other.name: other.said for other in others if other.said}}
     if len(said) <= len(others):
         return None
@@ -107,9 +108,14 @@ def _leads(plan: Plan, own: Said, others: Sequence[Foreseen], contest: Contest) 
         for name, one in said.items()
     ]
     best, *rest = in_rank(entrants, contest.budget)
-    least = (said[e.name].least_ms for e in rest if not said[e.name].exact)
-    if not said[best.name].exact or min(least, default=inf) < best.predicted.step_ms:
+    time = best.predicted.step_ms
+    least = min((said[e.name].least_ms for e in rest if not said[e.name].exact), default=inf)
+    if least < time * (1 - _CLOSE):
         return None
+    if not said[best.name].exact or least < time:  # about as fast: who holds less has more to gain
+        solver = entrants[0].predicted
+        if solver.step_ms * (1 - _CLOSE) < time and solver.peak_bytes < best.predicted.peak_bytes:
+            return entrants[0]
     if best is not entrants[0] and not _place(best, contest):
         return None
     return taken(entrants, contest.budget)

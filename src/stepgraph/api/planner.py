@@ -310,8 +310,9 @@ class Planner:
             try:
                 where = plan
                 if only_placed:
-                    where, found = self._leader(contest, budget, room)
-                    if found is not None:
+                    where, leads = leader(contest, room)
+                    found = leads and attempt_of(leads.made, budget, leads.predicted)
+                    if found and (found.fits or limits.after(_held(where), found.peak) is None):
                         return found
                 keep = not once or plan.request.searches
                 made = make(
@@ -333,7 +334,7 @@ class Planner:
             attempt = attempt_of(made, budget, predicted)
             if best is None or attempt.fits or not best.fits:
                 best = attempt
-            held = max(decided.placement.held_bytes for decided in made.plan.decisions.values())
+            held = _held(made.plan)
             limit = limits.after(held, attempt.peak) if plan.request.searches else None
             if limit is None:
                 break
@@ -342,13 +343,6 @@ class Planner:
             assert too_small is not None
             raise too_small
         return self._best_of(best, contest, budget)
-
-    def _leader(self, contest: Contest, budget: int, room: Room) -> tuple[Plan, Attempt | None]:
-        """A solver's placements, and those that short steps say lead, where they fit."""
-        own, best = leader(contest, room)
-        if best is None or best.predicted.peak_bytes > budget:
-            return own, None
-        return own, attempt_of(best.made, budget, best.predicted)
 
     def _best_of(self, own: Attempt, contest: Contest, budget: int) -> Attempt:
         """A solver's answer, or that of a preset which is simulated beside it."""
@@ -361,6 +355,11 @@ class Planner:
         if best is solved:
             return replace(own, plan=best.made.plan)
         return attempt_of(best.made, budget, best.predicted)
+
+
+def _held(plan: Plan) -> float:
+    """Bytes that a rank holds, as a solver counts them."""
+    return max(decided.placement.held_bytes for decided in plan.decisions.values())
 
 
 def host_batch(example: Any, micro_batches: int = 1) -> BatchSpec:

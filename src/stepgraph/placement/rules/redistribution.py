@@ -48,22 +48,33 @@ def redistribute_over(
         shape: its global shape.
     """
     for axis, target in steps(have, want):
-        mesh_dim, ranks = mesh.dims[axis]
-        old = have[axis]
+        value = _change(emit, value, shape, have, axis, target, mesh)
         have = (*have[:axis], target, *have[axis + 1 :])
-        if ranks == 1:  # the one rank's part is the whole, whatever the placement says
-            continue
-        before = (*have[:axis], Replicate(), *have[axis + 1 :])
-        size = local_shape(shape, before, mesh)[old.dim] if isinstance(old, Shard) else 0
-        others = [
-            (p, n) for i, (p, n) in enumerate(zip(before, mesh.sizes, strict=True)) if i != axis
-        ]
-        held = [
-            InnerShard(p.dim, blocks_held(p, others)) if isinstance(p, InnerShard) else p
-            for p in (old, target)
-        ]
-        value = redistribute(emit, value, *held, mesh_dim, ranks, size)
     return value
+
+
+def _change(
+    emit: Callable[..., Any],
+    value: Any,
+    shape: Sequence[int],
+    have: Placements,
+    axis: int,
+    target: Placement,
+    mesh: MeshShape,
+) -> Any:
+    """One step of :func:`redistribute_over`."""
+    mesh_dim, ranks = mesh.dims[axis]
+    if ranks == 1:  # the one rank's part is the whole, whatever the placement says
+        return value
+    old = have[axis]
+    before = (*have[:axis], Replicate(), *have[axis + 1 :])
+    size = local_shape(shape, before, mesh)[old.dim] if isinstance(old, Shard) else 0
+    others = [(p, n) for i, (p, n) in enumerate(zip(before, mesh.sizes, strict=True)) if i != axis]
+    held = [
+        InnerShard(p.dim, blocks_held(p, others)) if isinstance(p, InnerShard) else p
+        for p in (old, target)
+    ]
+    return redistribute(emit, value, *held, mesh_dim, ranks, size)
 
 
 @functools.lru_cache(maxsize=100_000)
@@ -193,6 +204,20 @@ class Cost:
         return self.once + self.again
 
 
+@dataclass(frozen=True)
+class _Emitted:
+    """An operation of a change of placement.
+
+    ``bytes``: of its result. ``wires``: seconds inside nodes and between, none of a copy; None: a view.
+    """
+
+    target: Any
+    seconds: float
+    bytes: int
+    temporary: int
+    wires: tuple[float, float] | None
+
+
 class Moves:
     """What changes of placement cost, by shape, type and placements.
 
@@ -204,6 +229,7 @@ class Moves:
         self.mesh, self.device = mesh, device
         self.groups: Mapping[str, Group] = links(mesh, device)
         self._known: dict[Any, Cost] = {}
+        self._steps: dict[Any, tuple[_Part, tuple[_Emitted, ...]]] = {}
         self._copies: dict[tuple[int, torch.dtype], float] = {}
 
     def cost(
@@ -246,38 +272,60 @@ class Moves:
         once = again = 0.0
         kept = temporary = 0
         wires = last = (0.0, 0.0)
+        own = local_shape(shape, have, self.mesh)
+        part = _Part(own, local_strides(shape, strides, own), dtype.itemsize)
+        for axis, target in steps(have, want):
+            part, emitted = self._step(part, shape, dtype, have, axis, target, merged)
+            have = (*have[:axis], target, *have[axis + 1 :])
+            for one in emitted:
+                temporary = max(temporary, one.temporary)
+                last = last if one.wires is None else one.wires
+                if one.target in KINDS:
+                    wires = (wires[0] + last[0], wires[1] + last[1])
+                gathered = again > 0 and one.target not in KINDS
+                if one.target is torch_internals.ALL_GATHER or gathered:
+                    again += one.seconds
+                else:  # it is kept, and what came before is not asked for again
+                    once, again, kept = once + again + one.seconds, 0.0, one.bytes
+        return Cost(once, again, kept if once else 0, temporary, wires, last)
+
+    def _step(
+        self,
+        part: _Part,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        have: Placements,
+        axis: int,
+        target: Placement,
+        merged: bool,
+    ) -> tuple[_Part, tuple[_Emitted, ...]]:
+        """What one step makes of a rank's part, and what it emits; many changes have the same ones."""
+        key = part, shape, dtype, have, axis, target, merged
+        if (found := self._steps.get(key)) is not None:
+            return found
+        emitted: list[_Emitted] = []
 
         def emit(target: Any, node: Any, *args: Any, **kwargs: Any) -> Any:
-            nonlocal once, again, kept, temporary, wires, last
             before = meta(node)["val"]
             after = _result(target, before, args)
-            seconds = 0.0
-            if target in KINDS or target in _COPIES:
-                temporary = max(temporary, before.bytes + after.bytes)
+            moved, seconds, wires = before.bytes + after.bytes, 0.0, None
             if target in KINDS:
-                size = max(before.bytes, after.bytes)
-                group = self.groups[args[-1]]
+                size, group = max(before.bytes, after.bytes), self.groups[args[-1]]
                 if merged:
                     seconds = merged_seconds(KINDS[target], size, group, self.device)
                 else:
                     seconds = float(collective_seconds(KINDS[target], size, group))
-                last = (0.0, seconds) if group.crosses else (seconds, 0.0)
-                wires = (wires[0] + last[0], wires[1] + last[1])
+                wires = (0.0, seconds) if group.crosses else (seconds, 0.0)
             elif target in _COPIES:
-                last = (0.0, 0.0)
-                seconds = self._copied(before.bytes + after.bytes, dtype)
-            gathered = again > 0 and target not in KINDS
-            if target is torch_internals.ALL_GATHER or gathered:
-                again += seconds
-            else:  # it is kept, and what came before is not asked for again
-                once, again, kept = once + again + seconds, 0.0, after.bytes
+                seconds, wires = self._copied(moved, dtype), (0.0, 0.0)
+            temporary = 0 if wires is None else moved
+            emitted.append(_Emitted(target, seconds, after.bytes, temporary, wires))
             return SimpleNamespace(meta={"val": after})  # a node without a graph
 
-        own = local_shape(shape, have, self.mesh)
-        part = _Part(own, local_strides(shape, strides, own), dtype.itemsize)
         start = SimpleNamespace(meta={"val": part})
-        redistribute_over(emit, start, shape, have, want, self.mesh)
-        return Cost(once, again, kept if once else 0, temporary, wires, last)
+        end = _change(emit, start, shape, have, axis, target, self.mesh)
+        found = self._steps[key] = meta(end)["val"], tuple(emitted)
+        return found
 
     def _copied(self, size: int, dtype: torch.dtype) -> float:
         """Seconds of a copy that reads and writes so many bytes."""

@@ -14,6 +14,7 @@ from torch import nn
 from stepgraph import torch_internals
 from stepgraph.capture.module import BatchSpec, LossFunction, default_loss
 from stepgraph.capture.optimizer import group_numbers
+from stepgraph.capture.outside_tensors import outside_tensors
 from stepgraph.capture.step import Captured, Source
 from stepgraph.capture.update import MAX_GRAD_NORM
 from stepgraph.capture.update_rules import FIRST_STEP
@@ -163,8 +164,8 @@ class OneProcessRun:
 
     def _compile(self, piece: LocalBatch) -> None:
         spec: BatchSpec = global_spec(piece, 1, 1)
+        source = Source(self.model, self.loss, spec, self.optimizer)
         if self.captured is None:
-            source = Source(self.model, self.loss, spec, self.optimizer)
             reduces = reduces_each_micro_batch(self.plan.placement, self.mesh)
             self.captured = capture_of(source, self.plan.request.step, self.driver).step(reduces)
         target = usual_target(next(self.model.parameters()).device.type)
@@ -174,6 +175,8 @@ class OneProcessRun:
             roles.Param(name): p.detach() for name, p in self.model.named_parameters()
         }
         tensors |= {roles.Buffer(name): b for name, b in self.model.named_buffers()}
+        outside = outside_tensors(source.loss, self.model)
+        tensors |= {roles.Outside(one.name): one.found.detach() for one in outside}
         for program in self.programs.values():
             for role, value in zip(program.inputs, program.input_values, strict=True):
                 if isinstance(role, (roles.UserInput, roles.Seed)) or role in self._state:

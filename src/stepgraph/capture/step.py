@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from stepgraph.analysis.loss_normalisation import by_rows, find_normalisation, inexact
 from stepgraph.capture.counters import SharedCounters
+from stepgraph.capture.first_call import set_up
 from stepgraph.capture.module import BatchSpec, LossFunction, capture
 from stepgraph.capture.optimizer import functionalize_optimizer
 from stepgraph.capture.outside_tensors import about_outside
@@ -16,7 +18,7 @@ from stepgraph.capture.python_values import PythonValues
 from stepgraph.capture.regions import written_in_regions
 from stepgraph.capture.update import given_gradients, parameters_without_gradient
 from stepgraph.capture.update_rules import FunctionalOptimizer
-from stepgraph.errors import CaptureError
+from stepgraph.errors import CaptureError, GraphBreakError
 from stepgraph.planning.decisions import Normalisation
 from stepgraph.planning.request import StepSettings
 from stepgraph.program import roles
@@ -179,7 +181,8 @@ class Capture:
         self, name: str, batch: BatchSpec | None = None, **how: Any
     ) -> tuple[Program, Any, PythonValues]:
         source = self.source
-        program, tree, values = capture(
+        capturing = partial(
+            capture,
             source.model,
             source.loss,
             batch or source.batch,
@@ -189,6 +192,12 @@ class Capture:
             compares=source.compares,
             **how,
         )
+        try:
+            program, tree, values = capturing()
+        except GraphBreakError as error:
+            if not set_up(source.model, error.where):
+                raise
+            program, tree, values = capturing()
         program.name = name
         return program, tree, values
 

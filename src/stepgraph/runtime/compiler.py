@@ -123,6 +123,7 @@ class Compiler:
             compiled = self._counted(name, key, reason, lambda: self._compile(name, batch))
         except SameProgram as found:
             compiled = replace(found.compiled, values=found.values)
+        key = (batch.key, *self._model_as(name, self._checked()))  # capturing may put in hooks
         known.setdefault(key, []).append(compiled)
         return self._chosen(compiled, name, key)
 

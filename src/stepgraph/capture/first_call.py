@@ -30,7 +30,7 @@ def set_up(model: nn.Module, where: str | None) -> bool:
     for module in model.modules():
         can_record = getattr(module, "_can_record_outputs", None) is not None
         # It goes into the models inside of it, too, and would do so twice.
-        if can_record and not any(hasattr(part, _INSTALLED) for part in module.modules()):
+        if can_record and not any(getattr(part, _INSTALLED, False) for part in module.modules()):
             install(module)
             done = True
     return done

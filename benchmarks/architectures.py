@@ -364,9 +364,9 @@ MODELS: dict[str, Made] = {
 
 
 def without_dropout(config: Any) -> None:
-    """Also in the configs inside of one."""
+    """Nor other noise; also in the configs inside of one."""
     for name, value in list(vars(config).items()):
-        if "drop" in name and isinstance(value, float):
+        if ("drop" in name or "jitter" in name) and isinstance(value, float):
             setattr(config, name, 0.0)
         elif isinstance(value, transformers.PretrainedConfig):
             without_dropout(value)

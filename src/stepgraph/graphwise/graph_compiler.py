@@ -50,6 +50,7 @@ from stepgraph.program.program import Program
 from stepgraph.runtime.watch import Watch
 from stepgraph.schedule import apply as schedule
 from stepgraph.torch_internals import graphs as dynamo
+from stepgraph.torch_internals.bases import return_bases
 from stepgraph.torch_internals.python_values import numbers_given
 
 OTHER_INPUTS = (
@@ -111,6 +112,7 @@ class GraphCompiler:
         sources = dynamo.input_sources(graph)
         for note in canonicalise(graph):
             self.note(note)
+        added = return_bases(graph)
 
         # What is compiled outlives this object, in dynamo's cache: it holds the settings alone.
         own, target, watch = weakref.ref(self), self.target, self.watch
@@ -154,6 +156,8 @@ class GraphCompiler:
             graph, examples, partition, lower, alone, decomposition_table()
         )
         dynamo.forget_modules(graph)
+        if added:
+            compiled = _without_last(compiled, added)
         adds = any(sums.loss or sums.totals for sums in made)
         results = {i: how for sums in made for i, how in sums.results.items() if i < OTHERS}
         written = {i: how for sums in made for i, how in sums.written.items()}
@@ -237,3 +241,13 @@ class GraphCompiler:
         """Adds a line to the report, once."""
         if text not in self.notes:
             self.notes.append(text)
+
+
+def _without_last(function: Callable, count: int) -> Callable:
+    """The same without its last results."""
+
+    @functools.wraps(function)
+    def call(*inputs: Any) -> Any:
+        return function(*inputs)[:-count]
+
+    return call

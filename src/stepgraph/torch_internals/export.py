@@ -9,6 +9,7 @@ import torch._dynamo.config as _dynamo_config
 import torch._dynamo.functional_export as _functional_export
 from torch import fx, nn
 from torch._dynamo.output_graph import OutputGraph
+from torch.distributions import Distribution
 
 from stepgraph.torch_internals import (
     assigned_buffers,
@@ -54,6 +55,7 @@ def export_graph(module: nn.Module, args: tuple) -> Exported:
         python_values.listening() as heard,
         flex.differentiable_on_host(),
         _gradients_within(),
+        _unchecked_distributions(),
         assigned_buffers.written_in_place() as assigned,
         numpy_values.captured(),
         namespaces.found_where_they_are(),
@@ -87,6 +89,20 @@ def _keeping_compiled_code() -> Iterator[None]:
         yield
     finally:
         torch._dynamo.reset = reset
+
+
+@contextlib.contextmanager
+def _unchecked_distributions() -> Iterator[None]:
+    """Arguments of distributions are not checked, as under ``torch.compile``, which leaves it at that.
+
+    Checks are branches on data, of which every distribution would be a graph break.
+    """
+    checked = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(checked)
 
 
 @contextlib.contextmanager

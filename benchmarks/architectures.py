@@ -424,6 +424,7 @@ def train(name: str, dtype: torch.dtype) -> dict[str, dict[str, float]]:
             "parameters": max(
                 ((parameters[key] - value).abs().max() / max(1.0, value.abs().max())).item()
                 for key, value in wanted.items()
+                if key in parameters  # others are not read at all
             ),
         }
         for plan, (losses, parameters) in runs.items()

@@ -1,15 +1,16 @@
-"""Results of one of dynamo's graphs that show a tensor which is none."""
+"""Results of a graph that are views: of what is none, and of what has a gradient where they have none."""
 
 from __future__ import annotations
 
 import copy
+import os
 
 import pytest
 import torch
 from torch import nn
 
 import stepgraph
-from stepgraph.torch_internals.bases import return_bases
+from stepgraph.cli.launcher import launch
 
 
 class Broken(nn.Module):
@@ -33,6 +34,21 @@ class Broken(nn.Module):
                 one, other = mean.view(2, 2), mean.expand(x.shape[0], 4)[:, :2]
             case "alone":
                 one, other = h[:, :2], h[:, 2:] * 2
+            case "no_gradient":
+                with torch.no_grad():
+                    one = h[:, :2]
+                other = h
+            case "neither":
+                with torch.no_grad():
+                    one, other = h[:, :2], h[:, 2:]
+            case "some":
+                with torch.no_grad():
+                    one = h[:, :2]
+                other = h[:, 2:]
+            case "decorated":
+                one, other = without_gradient(h), h[:, 1:]
+            case "detached":
+                one, other = h[:, :2].detach(), h[:, 1:]
             case "twice":
                 one = other = h[:, :2]
         torch._dynamo.graph_break()
@@ -51,7 +67,13 @@ class Written(Broken):
         return self.last(one).sum() + other.square().sum()
 
 
-WAYS = ["slices", "chunks", "overlap", "expanded", "alone", "twice"]
+@torch.no_grad()
+def without_gradient(h):
+    return h[:, :2]
+
+
+WAYS = ["slices", "chunks", "overlap", "expanded", "alone", "twice", "no_gradient", "neither"]
+WAYS += ["some", "decorated", "detached"]
 
 
 def steps(model, step):
@@ -88,20 +110,37 @@ def test_graph_by_graph_it_trains_as_in_plain_pytorch(build, plan):
         torch.testing.assert_close(trained, value.detach(), msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize(
-    ("how", "added"), [("slices", 1), ("overlap", 1), ("expanded", 1), ("alone", 0), ("twice", 0)]
-)
-def test_only_what_several_results_show_is_returned_too(how, added):
-    graphs = []
+def test_two_ranks_train_as_one_does():
+    for how, (losses, expected) in launch(
+        of_two_ranks, ["slices", "overlap", "chunks", "some"], ranks=2
+    )[0].items():
+        assert losses == pytest.approx(expected, rel=1e-5), how
 
-    def noted(graph, examples):
-        before = len(graph.graph.output_node().args[0])
-        graphs.append((return_bases(graph), before, len(graph.graph.output_node().args[0])))
-        return lambda *inputs: graph.forward(*inputs)[:before]
 
-    model = Broken(how)
-    torch.compile(model, backend=noted)(torch.randn(4, 8))
-    torch._dynamo.reset()
-    first, *rest = graphs
-    assert first[0] == added and first[2] == first[1] + added
-    assert all(one[0] == 0 for one in rest)
+def of_two_ranks(ways):
+    """Losses of two ranks, each with half of the rows, and of plain PyTorch on all of them."""
+    found = {}
+    for how in ways:
+        torch.manual_seed(0)
+        model, x = Broken(how), torch.randn(4, 8)
+        plain = copy.deepcopy(model)
+        engine = stepgraph.Engine(
+            model,
+            loss=lambda model, batch: model(batch) / len(batch),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+            mesh="dp=2",
+            plan="zero3",
+            lowering="eager",
+        )
+        mine = x.chunk(2)[int(os.environ["RANK"])]
+        losses = [engine.step(mine).item() for _ in range(3)]
+        assert engine.graph_by_graph() is not None
+        optimizer, expected = torch.optim.SGD(plain.parameters(), lr=0.01), []
+        for _ in losses:
+            optimizer.zero_grad()
+            loss = plain(x) / len(x)
+            loss.backward()
+            optimizer.step()
+            expected.append(loss.item())
+        found[how] = losses, expected
+    return found

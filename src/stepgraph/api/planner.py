@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -312,7 +313,8 @@ class Planner:
                 if only_placed:
                     where, leads = leader(contest, room)
                     found = leads and attempt_of(leads.made, budget, leads.predicted)
-                    if found and (found.fits or limits.after(_held(where), found.peak) is None):
+                    less = found and copy(limits).after(_held(where), found.peak)
+                    if found and (found.fits or (less is None and best is None)):
                         return found
                 keep = not once or plan.request.searches
                 made = make(

@@ -22,7 +22,7 @@ from stepgraph.capture.canonical import canonicalise
 from stepgraph.capture.decompositions import decomposition_table
 from stepgraph.capture.mixed_types import check_types
 from stepgraph.errors import CaptureError
-from stepgraph.graphwise.graph import OTHERS, GraphProgram
+from stepgraph.graphwise.graph import GraphProgram
 from stepgraph.graphwise.known import Known
 from stepgraph.graphwise.lower import lower_graph
 from stepgraph.lowering.decide import decide_for_graph as decide_lowering
@@ -50,7 +50,7 @@ from stepgraph.program.program import Program
 from stepgraph.runtime.watch import Watch
 from stepgraph.schedule import apply as schedule
 from stepgraph.torch_internals import graphs as dynamo
-from stepgraph.torch_internals.bases import return_bases
+from stepgraph.torch_internals.bases import detach_views, with_bases
 from stepgraph.torch_internals.python_values import numbers_given
 
 OTHER_INPUTS = (
@@ -110,9 +110,9 @@ class GraphCompiler:
                 do="write after the step, into the parameter itself, or into a buffer",
             )
         sources = dynamo.input_sources(graph)
+        detach_views(graph)
         for note in canonicalise(graph):
             self.note(note)
-        added = return_bases(graph)
 
         # What is compiled outlives this object, in dynamo's cache: it holds the settings alone.
         own, target, watch = weakref.ref(self), self.target, self.watch
@@ -152,14 +152,16 @@ class GraphCompiler:
             rewrite(inference, len(inference.graph.output_node().args[0]))  # type: ignore[arg-type]
             return lower(inference, inputs)
 
-        compiled = dynamo.differentiate_and_compile(
-            graph, examples, partition, lower, alone, decomposition_table()
-        )
+        def compile_it() -> Callable:
+            return dynamo.differentiate_and_compile(
+                graph, examples, partition, lower, alone, decomposition_table()
+            )
+
+        compiled = with_bases(graph, compile_it)
         dynamo.forget_modules(graph)
-        if added:
-            compiled = _without_last(compiled, added)
         adds = any(sums.loss or sums.totals for sums in made)
-        results = {i: how for sums in made for i, how in sums.results.items() if i < OTHERS}
+        returned = len(graph.graph.output_node().args[0])  # type: ignore[arg-type]
+        results = {i: how for sums in made for i, how in sums.results.items() if i < returned}
         written = {i: how for sums in made for i, how in sums.written.items()}
         if not (adds or results or written):
             return compiled
@@ -241,13 +243,3 @@ class GraphCompiler:
         """Adds a line to the report, once."""
         if text not in self.notes:
             self.notes.append(text)
-
-
-def _without_last(function: Callable, count: int) -> Callable:
-    """The same without its last results."""
-
-    @functools.wraps(function)
-    def call(*inputs: Any) -> Any:
-        return function(*inputs)[:-count]
-
-    return call

@@ -9,7 +9,7 @@ import torch._dynamo.config as _dynamo_config
 import torch._dynamo.functional_export as _functional_export
 from torch import fx, nn
 from torch._dynamo.output_graph import OutputGraph
-from torch.distributions import Distribution
+from torch.distributions import Distribution, kl
 
 from stepgraph.torch_internals import (
     assigned_buffers,
@@ -95,8 +95,11 @@ def _keeping_compiled_code() -> Iterator[None]:
 def _unchecked_distributions() -> Iterator[None]:
     """Arguments of distributions are not checked, as under ``torch.compile``, which leaves it at that.
 
-    Checks are branches on data, of which every distribution would be a graph break.
+    Checks are branches on data, of which every distribution would be a graph break. And what computes a
+    divergence is looked up the first time in a way that dynamo cannot follow: it is known before.
     """
+    for pair, divergence in kl._KL_REGISTRY.items():
+        kl._KL_MEMOIZE.setdefault(pair, divergence)
     checked = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:

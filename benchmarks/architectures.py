@@ -381,6 +381,9 @@ def bring(name: str, dtype: torch.dtype) -> tuple[nn.Module, Batch]:
     without_dropout(config)
     config.use_cache = False
     model = model_class(config).train().to(dtype)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):  # of a size that no config says
+            module.p = 0.0
     batch = {
         key: value.to(dtype) if torch.is_tensor(value) and value.is_floating_point() else value
         for key, value in batch_of().items()

@@ -152,12 +152,9 @@ class GraphCompiler:
             rewrite(inference, len(inference.graph.output_node().args[0]))  # type: ignore[arg-type]
             return lower(inference, inputs)
 
-        def compile_it() -> Callable:
-            return dynamo.differentiate_and_compile(
-                graph, examples, partition, lower, alone, decomposition_table()
-            )
-
-        compiled = with_bases(graph, compile_it)
+        parts = partition, lower, alone, decomposition_table()
+        compiling = functools.partial(dynamo.differentiate_and_compile, graph, examples, *parts)
+        compiled = with_bases(graph, compiling)
         dynamo.forget_modules(graph)
         adds = any(sums.loss or sums.totals for sums in made)
         returned = len(graph.graph.output_node().args[0])  # type: ignore[arg-type]

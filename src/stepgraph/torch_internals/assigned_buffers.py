@@ -17,6 +17,7 @@ from torch._dynamo.variables.base import ValueMutationExisting, VariableTracker
 from torch._dynamo.variables.tensor import TensorVariable
 
 from stepgraph.torch_internals.sources import is_expression
+from stepgraph.torch_internals.storages import memory_of
 
 TABLES = ("._buffers", ".__dict__['_buffers']")  # how dynamo reached a module's
 
@@ -69,7 +70,7 @@ def assigns_behind(captured: fx.GraphModule, source: Any) -> str | None:
 
 
 def _write_assigned(graph: OutputGraph, tx: Any, left: list[str]) -> None:
-    taken = {_storage(node.meta["example_value"]) for node in _inputs_of(graph)}
+    taken = {memory_of(node.meta["example_value"]) for node in _inputs_of(graph)}
     pairs: list[tuple[Any, Any]] = []
     for table in graph.side_effects._get_modified_vars():
         source = getattr(table, "source", None)
@@ -89,16 +90,20 @@ def _write_assigned(graph: OutputGraph, tx: Any, left: list[str]) -> None:
                 continue
             if _is_same(*pair):
                 continue  # it was changed in place
-            if _storage(_value(pair[1])) in taken or _is_shared(graph, source, name):
+            if memory_of(_value(pair[1])) in taken or _is_shared(graph, source, name):
                 left.append(f"{source.name}['{name}']")
                 continue
-            taken.add(_storage(_value(pair[1])))
+            taken.add(memory_of(_value(pair[1])))
             pairs.append(pair)
-    _keep_returned(tx, {_storage(_value(before)) for before, _ in pairs})
+    _keep_returned(tx, {memory_of(_value(before)) for before, _ in pairs})
     for before, after in pairs:
         value = _value(before)
         buffer = next(
-            (n for n in _inputs_of(graph) if _storage(n.meta["example_value"]) == _storage(value)),
+            (
+                n
+                for n in _inputs_of(graph)
+                if memory_of(n.meta["example_value"]) == memory_of(value)
+            ),
             None,
         )
         if buffer is None:
@@ -126,7 +131,7 @@ def _keep_returned(tx: Any, written: set[int]) -> None:
     for leaves in returned[:1] if isinstance(returned, list) else ():
         for index, leaf in enumerate(getattr(leaves, "items", ())):
             tensor = _tensor(leaf)
-            if tensor is not None and _storage(_value(tensor)) in written:
+            if tensor is not None and memory_of(_value(tensor)) in written:
                 leaves.items[index] = tensor.call_method(tx, "clone", [], {})
 
 
@@ -168,8 +173,4 @@ def _alike(before: Any, after: Any) -> bool:
 def _is_same(before: Any, after: Any) -> bool:
     old, new = _value(before), _value(after)
     where = (old.stride(), old.storage_offset()), (new.stride(), new.storage_offset())
-    return _storage(old) == _storage(new) and where[0] == where[1]
-
-
-def _storage(value: torch.Tensor) -> int:
-    return value.untyped_storage()._cdata if value.layout == torch.strided else id(value)
+    return memory_of(old) == memory_of(new) and where[0] == where[1]

@@ -14,6 +14,7 @@ from torch import fx
 
 from stepgraph.errors import CaptureError
 from stepgraph.torch_internals.export import example_value, set_example_value
+from stepgraph.torch_internals.storages import memory_of
 
 _REFUSED = "output aliasing"
 
@@ -91,7 +92,5 @@ def _bases(graph: fx.GraphModule) -> list[fx.Node]:
 
 
 def _memory(value: object) -> int | None:
-    """Which memory a value shows; None: it has none."""
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-        return None
-    return value.untyped_storage()._cdata
+    """Which memory a value shows; None: it is no tensor."""
+    return memory_of(value) if isinstance(value, torch.Tensor) else None

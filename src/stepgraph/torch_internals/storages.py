@@ -14,6 +14,11 @@ reinterpret = _reinterpret_tensor
 assert_layout = assert_size_stride
 
 
+def memory_of(value: torch.Tensor) -> int:
+    """A number of the memory that a tensor shows, or would; of one without strides its own."""
+    return value.untyped_storage()._cdata if value.layout == torch.strided else id(value)
+
+
 def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors show the same memory, or would: meta tensors have none."""
     return one.untyped_storage()._cdata == other.untyped_storage()._cdata

@@ -1,6 +1,7 @@
 """The fastest that fits: as exhaustive search has it, and never worse than a named policy."""
 
 import itertools
+from dataclasses import replace
 from statistics import mean
 from types import SimpleNamespace
 
@@ -168,6 +169,32 @@ def test_how_far_copies_fall_behind_counts_as_often_as_blocks_are_on_a_level():
         other = profile.candidate((0,) * many + (2,) * (80 - many))
         real = other.trial().memory.peak()
         assert off.right(other, hopeful=False)[1] == pytest.approx(real)
+
+
+def test_an_untried_way_to_offload_is_worth_a_trial_for_any_gain():
+    def found(away, estimated):
+        profile = Eighty()
+        profile.is_deep, profile.count = True, 80
+        profile.program = SimpleNamespace(graph=SimpleNamespace(nodes=range(20_000)))
+        first, other = (2,) * 80, (0,) * 80
+        seconds = {first: 1.0, other: 0.9}
+        memory = SimpleNamespace(peak=lambda: 7.5)
+        profile.trial = lambda mix: profile.known.setdefault(
+            mix, SimpleNamespace(seconds=seconds[mix], memory=memory)
+        )
+        candidates = [
+            replace(profile.candidate(first), seconds=0.99, peak=7.5),
+            replace(profile.candidate(other), seconds=estimated, away=away),
+        ]
+        search = SimpleNamespace(
+            profile=profile, candidates=candidates, named=list, fitting=lambda _: [*profile.known]
+        )
+        return search_room.fastest([search], 8)[1]
+
+    offloads = ((0, 1.0),)
+    assert found(offloads, 0.998)[0] == 0  # really faster by a tenth
+    assert found(offloads, 1.002)[0] == 2
+    assert found((), 0.998)[0] == 2  # an estimate of what does not offload is about right
 
 
 def test_without_a_link_nothing_is_offloaded():

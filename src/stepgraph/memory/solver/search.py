@@ -120,6 +120,15 @@ class _Off:
             return all(level in self._behind for level, _ in candidate.away)
         return not self.deep or bool(self._usual)
 
+    def gain(self, candidate: _Candidate) -> float:
+        """Part of a step's time by which it has to be estimated to take less, to be tried.
+
+        Of a deep step estimates are not closer than that; of one that offloads in a way that was not tried
+        they say so little that any gain is worth it.
+        """
+        sure = self.knows(candidate) or not candidate.away
+        return _WORTH if self.deep and sure else SAME
+
     def right(self, candidate: _Candidate, hopeful: bool = True) -> tuple[float, float]:
         """Its seconds and peak, put right; where all blocks are alike, only of a deep step.
 
@@ -314,12 +323,16 @@ def fastest(searches: Sequence[Search], budget: int) -> tuple[Search, Mix] | Non
     deep, nodes = profile.is_deep, len(profile.program.graph.nodes)
     off = _Off(deep, profile.count)
     left = [candidate for search in searches for candidate in search.candidates]
-    limit, enough = inf, _WORTH if deep else SAME
+    limit = inf
     trials = max(_FEWEST, _OPERATIONS // nodes) if deep else _TRIALS
     away = max(1, trials // 2)  # of those; what else can be done has its turn as well
     while trials:
         righted = ((*off.right(candidate), candidate) for candidate in left)
-        fits = [row for row in righted if row[1] <= budget and row[0] < limit * (1 - enough)]
+        fits = [
+            (seconds, peak, one)
+            for seconds, peak, one in righted
+            if peak <= budget and seconds < limit * (1 - off.gain(one))
+        ]
         if deep and away <= 0:
             fits = [row for row in fits if not row[2].away] or fits
         best = min(fits, key=lambda row: (*row[:2], row[2].early, row[2].mix), default=None)
@@ -339,7 +352,7 @@ def fastest(searches: Sequence[Search], budget: int) -> tuple[Search, Mix] | Non
         seconds, peak = candidate.seconds, candidate.peak
         if deep:
             seconds, peak = off.right(candidate, hopeful=False)
-        worth = seconds < limit * (1 - enough) or not off.knows(candidate)
+        worth = seconds < limit * (1 - off.gain(candidate)) or not off.knows(candidate)
         if peak <= budget * (1 + SAME) and worth:
             trial = candidate.trial()
             off.learn(candidate, trial)

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from stepgraph.cli import main as cli
-from stepgraph.cli import train, training
+from stepgraph.cli import plan, train, training
 from stepgraph.cli.training import Summary, TrainOptions
 from stepgraph.equivalence import check
 from stepgraph.errors import BatchError, CaptureError, LaunchError
@@ -205,6 +205,15 @@ def test_a_run_with_a_checkpoint_that_is_stopped_too_early_leaves_with_its_code(
         result = run("train", "--model", "llama-tiny", *options)
         assert result.exit_code == code
         assert "stopped at once; what was complete in" in result.stderr
+
+
+def test_ctrl_c_is_one_line_and_the_code_of_the_signal(text, monkeypatch):
+    monkeypatch.setattr(training, "launch", raising(KeyboardInterrupt()))
+    monkeypatch.setattr(plan, "list_jobs", raising(KeyboardInterrupt()))
+    train = ["train", "--model", "llama-tiny", "--text", text, "--ranks", "2"]
+    for command in (train, ["plan", "llama-tiny", "--mesh", "auto", "--ranks", "4"]):
+        result = run(*command)
+        assert result.exit_code == 130 and result.stderr == "stepgraph: stopped\n"
 
 
 def test_json_is_all_of_standard_output(text, launched):

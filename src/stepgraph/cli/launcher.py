@@ -30,6 +30,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from stepgraph.cli.fork_server import has_server
 from stepgraph.errors import LaunchError, StepgraphError
 from stepgraph.runtime.files import whole_file
 from stepgraph.runtime.host_memory import host_memory_bytes
@@ -78,8 +79,6 @@ def launch(
     if ranks == 1:
         return [function(*args)]
     known = set(multiprocessing.active_children())
-    # They start anew, unless this program asked multiprocessing for a server to fork them from.
-    forked = multiprocessing.get_start_method(allow_none=True) == "forkserver"
     with tempfile.TemporaryDirectory(prefix="stepgraph-") as directory:
         config = LaunchConfig(
             min_nodes=1,
@@ -91,7 +90,7 @@ def launch(
             local_addr=LOCALHOST,
             max_restarts=0,
             monitor_interval=MONITOR_SECONDS,
-            start_method="forkserver" if forked else "spawn",
+            start_method="forkserver" if has_server() else "spawn",
             **_PATIENCE,
             logs_specs=DefaultLogsSpecs(log_dir=directory),
             signals_to_handle=signals,

@@ -4,15 +4,16 @@ Exit codes: 0 fine, 1 failed, 2 bad usage; 130 and 143, stopped by SIGINT and SI
 """
 
 import importlib
+import signal
 from typing import Any
 
 import click
 
+from stepgraph.cli.fork_server import start_server
 from stepgraph.cli.options import example
-from stepgraph.cli.rank_server import asks_for_ranks, start_server
 from stepgraph.errors import StepgraphError, UsageError
 
-FAILED, BAD_USAGE = 1, 2
+FAILED, BAD_USAGE, STOPPED = 1, 2, 128 + signal.SIGINT
 COMMANDS = ("train", "plan", "explain", "check", "doctor", "cache")
 
 
@@ -31,8 +32,7 @@ class _Commands(click.Group):
         return getattr(importlib.import_module(f"stepgraph.cli.{cmd_name}"), f"{cmd_name}_command")
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        if args[0] == "train" and asks_for_ranks(args[1:]):
-            start_server(args[1:])
+        start_server(args)
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -43,6 +43,9 @@ class _Commands(click.Group):
             cause = error.__cause__ if isinstance(error.__cause__, UsageError) else error
             click.echo(f"stepgraph: {cause}", err=True)
             ctx.exit(BAD_USAGE if isinstance(cause, UsageError) else FAILED)
+        except KeyboardInterrupt:
+            click.echo("stepgraph: stopped", err=True)
+            ctx.exit(STOPPED)
 
 
 @click.group(

@@ -1,7 +1,6 @@
 """Plans jobs in several processes: the steps of different global batches have nothing in common."""
 
 import contextlib
-import multiprocessing
 import os
 import pickle
 import signal
@@ -10,12 +9,14 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any
 
 from stepgraph.api.planner import Attempt
+from stepgraph.cli.fork_server import has_server
 from stepgraph.cli.plans.jobs import Desk, Here, Job, PlanOptions, Refused, Worker
 from stepgraph.errors import StepgraphError
 from stepgraph.pipeline import Made
@@ -35,13 +36,15 @@ def workers_for(
         yield [Here(options, stage)]
         return
     started = [_start(options) for _ in range(many)]
+    patience = 0.0  # somebody is stopped, or something is wrong
     try:
         yield [_There(ours, stage) for ours, _ in started]
+        patience = _PATIENCE
     finally:
         for ours, _ in started:
             ours.close()  # which a process takes for the end, when it asks for more
         for _, process in started:
-            process.join(_PATIENCE)
+            process.join(patience)
             process.terminate()
             process.join()
 
@@ -53,7 +56,7 @@ def _cores() -> int:
 
 
 def _start(options: PlanOptions) -> tuple[Connection, BaseProcess]:
-    context = multiprocessing.get_context("spawn")
+    context = get_context("forkserver") if has_server() else get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, options), daemon=True)
     # A new process would run the script that runs here, which need not be made for that.

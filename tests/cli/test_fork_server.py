@@ -6,6 +6,7 @@ import sys
 import pytest
 
 import stepgraph
+from stepgraph.cli import fork_server
 from stepgraph.cli.fork_server import has_accelerator, modules_for, start_server
 
 OF_MODELS = "transformers.modeling_utils"
@@ -34,11 +35,14 @@ def test_a_server_is_started_where_ranks_are_asked_for(text, asks, monkeypatch):
         ("--mesh dp=8 --mesh dp=4,tp=2", True), ("--mesh dp=8", False), ("--mesh", False), ("", False),
     ],
 )  # fmt: skip
-def test_and_where_several_meshes_are_planned(text, asks):
+def test_and_where_several_meshes_are_planned(text, asks, monkeypatch):
+    monkeypatch.setattr(fork_server, "cores", lambda: 2)
     found = modules_for(["plan", "llama-tiny", *text.split()])
     assert ("stepgraph.cli.plans.processes" in found) == (OF_MODELS in found) == asks
     assert OF_MODELS not in modules_for(["plan", "mine.models:make", *text.split()])
     assert not modules_for(["explain", *text.split()])
+    monkeypatch.setattr(fork_server, "cores", lambda: 1)  # one process plans them all
+    assert not modules_for(["plan", "llama-tiny", *text.split()])
 
 
 def test_what_is_imported_beforehand_can_be():

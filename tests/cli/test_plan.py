@@ -222,7 +222,7 @@ SMALL = ("--seq", "32", "--batch-per-rank", "1", "--plan", "tp+zero3", "--memory
 def test_processes_plan_what_one_does(monkeypatch):
     asked = ["plan", "llama-tiny", "--mesh", "dp=2,tp=2", "--mesh", "dp=1,tp=4", *SMALL, "--json"]
     monkeypatch.setattr(plan_processes, "MOST", 2)
-    monkeypatch.setattr(plan_processes, "_cores", lambda: 2)
+    monkeypatch.setattr(plan_processes, "cores", lambda: 2)
     several = run(*asked)
     monkeypatch.setattr(plan_processes, "MOST", 1)
     alone = run(*asked)
@@ -236,7 +236,7 @@ SCRIPT = """
 import sys
 from stepgraph.cli import main
 from stepgraph.cli.plans import processes
-processes._cores = lambda: 2
+processes.cores = lambda: 2
 sys.argv = ["stepgraph", "plan", "llama-tiny", "--mesh", "dp=2,tp=2", "--mesh", "dp=4", *OPTIONS]
 main.main()
 """
@@ -271,7 +271,7 @@ def fails():
     [("no_module", "returned a int, not an nn.Module"), ("fails", "this and that")],
 )
 def test_what_a_factory_does_wrong_in_a_process_is_said(monkeypatch, factory, message):
-    monkeypatch.setattr(plan_processes, "_cores", lambda: 2)
+    monkeypatch.setattr(plan_processes, "cores", lambda: 2)
     small = ["--seq", "16", "--batch-per-rank", "1"]
     meshes = ["--mesh", "dp=2,tp=2", "--mesh", "dp=4"]
     result = run("plan", f"tests.cli.test_plan:{factory}", *meshes, *small)

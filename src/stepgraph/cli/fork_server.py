@@ -22,7 +22,7 @@ def modules_for(arguments: Sequence[str]) -> list[str]:
     command, *options = arguments
     if command == "train" and _asks_for_ranks(options):
         found = _OF_RANKS
-    elif command == "plan" and _asks_for_meshes(options):
+    elif command == "plan" and _asks_for_meshes(options) and cores() > 1:
         found = _OF_PLANS
     else:
         return []
@@ -41,6 +41,12 @@ def _asks_for_meshes(options: Sequence[str]) -> bool:
     """Whether ``plan`` may divide its work: meshes have steps of their own."""
     meshes = re.findall(r"--mesh[ =](\S+)", " ".join(options))
     return len(meshes) > 1 or "auto" in meshes
+
+
+def cores() -> int:
+    """Those that this process may use, where the system says so."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def has_accelerator(devices: Path = Path("/dev")) -> bool:

@@ -1,7 +1,6 @@
 """Plans jobs in several processes: the steps of different global batches have nothing in common."""
 
 import contextlib
-import os
 import pickle
 import signal
 import sys
@@ -16,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from stepgraph.api.planner import Attempt
-from stepgraph.cli.fork_server import has_server
+from stepgraph.cli.fork_server import cores, has_server
 from stepgraph.cli.plans.jobs import Desk, Here, Job, PlanOptions, Refused, Worker
 from stepgraph.errors import StepgraphError
 from stepgraph.pipeline import Made
@@ -31,7 +30,7 @@ def workers_for(
     options: PlanOptions, jobs: Sequence[Job], stage: Callable[[str], None]
 ) -> Iterator[Sequence[Worker]]:
     """Who plans some jobs: this process, or others, no more than there are cores and global batches."""
-    many = min(MOST, _cores(), len({job.size for job in jobs}))
+    many = min(MOST, cores(), len({job.size for job in jobs}))
     if many < 2:
         yield [Here(options, stage)]
         return
@@ -47,12 +46,6 @@ def workers_for(
             process.join(patience)
             process.terminate()
             process.join()
-
-
-def _cores() -> int:
-    """Those that this process may use, where the system says so."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def _start(options: PlanOptions) -> tuple[Connection, BaseProcess]:

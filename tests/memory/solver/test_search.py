@@ -13,6 +13,7 @@ from stepgraph.memory.solver import search as search_room
 from stepgraph.pipeline import simulation
 from stepgraph.planning.decisions import MemoryDecision
 from tests.memory.solver.search_support import (
+    DEVICE,
     llama_program,
     llama_search,
     llama_search_without_host,
@@ -107,16 +108,25 @@ def test_with_a_link_to_the_host_little_memory_costs_little_time():
 
 
 @pytest.fixture(scope="module")
-def deep():
-    """Of ten layers, estimated by two and by four of them, where copies to the host fall behind."""
+def ten_layers():
+    return placed(tiny_llama(10, num_key_value_heads=2), token_batch(256, 256), plan_on())
+
+
+def deep_search(program, **asked):
+    """Estimated by two and by four layers."""
     before, profiles.MANY = profiles.MANY, 100
     try:
-        model, batch = tiny_llama(10, num_key_value_heads=2), token_batch(256, 256)
-        search = search_of(placed(model, batch, plan_on()), plan_on())
+        search = search_of(program, plan_on(), **asked)
     finally:
         profiles.MANY = before
     assert search.profile.is_deep and not search.profile.known
     return search
+
+
+@pytest.fixture(scope="module")
+def deep(ten_layers):
+    """Copies to the host fall behind."""
+    return deep_search(ten_layers)
 
 
 def test_what_offloads_of_a_deep_step_is_as_slow_as_it_will_be(deep):
@@ -129,6 +139,17 @@ def test_what_offloads_of_a_deep_step_is_as_slow_as_it_will_be(deep):
     pairs = [*zip(away, trials, strict=True)]
     assert mean(abs(p.peak_bytes / t.memory.peak() - 1) for p, t in pairs) < 0.02
     assert mean(abs(p.step_ms / t.seconds / 1e3 - 1) for p, t in pairs) < 0.01
+
+
+def test_what_a_deep_step_holds_where_two_levels_meet_is_seen_on_a_short_one(ten_layers):
+    search = deep_search(ten_layers, device=replace(DEVICE, host=None))
+    points = search.frontier()
+    assert len(search.profile.known) == 1  # the end of least memory
+    mix_of = {search.describe(one.mix): one.mix for one in search.candidates}
+    trials = [search.profile.trial(mix_of[point.keeps]) for point in points]
+    for point, trial in zip(points, trials, strict=True):
+        assert point.peak_bytes > 0.99 * trial.memory.peak(), point
+        assert point.step_ms == pytest.approx(trial.seconds * 1e3, rel=1e-3), point
 
 
 class Eighty:
@@ -148,7 +169,7 @@ class Eighty:
         return self.known.setdefault(mix, SimpleNamespace(seconds=1.0, memory=memory))
 
     def candidate(self, mix):
-        peak = sum(map((7.4, 7.65, 30.0).__getitem__, mix)) / len(mix)
+        peak = sum(map((7.4, 7.65, 30.0, 90.0).__getitem__, mix)) / len(mix)
         away = tuple((level, mix.count(level) / 80) for level in (0, 1) if level in mix)
         return search_room._Candidate(self, mix, 1.0, peak, tuple(dict.fromkeys(mix)), 0.0, away)
 
@@ -169,6 +190,14 @@ def test_how_far_copies_fall_behind_counts_as_often_as_blocks_are_on_a_level():
         other = profile.candidate((0,) * many + (2,) * (80 - many))
         real = other.trial().memory.peak()
         assert off.right(other, hopeful=False)[1] == pytest.approx(real)
+
+
+def test_a_peak_where_all_blocks_keep_the_same_says_nothing_of_others():
+    profile, off = Eighty(), search_room._Off(True, 80)
+    memory = SimpleNamespace(peak=lambda: 10.0)
+    off.learn(profile.candidate((2,) * 80), SimpleNamespace(seconds=1.5, memory=memory))
+    mix = profile.candidate((2,) * 40 + (3,) * 40)
+    assert off.right(mix, hopeful=False) == (1.5, mix.peak)
 
 
 def test_an_untried_way_to_offload_is_worth_a_trial_for_any_gain():
@@ -195,6 +224,31 @@ def test_an_untried_way_to_offload_is_worth_a_trial_for_any_gain():
     assert found(offloads, 0.998)[0] == 0  # really faster by a tenth
     assert found(offloads, 1.002)[0] == 2
     assert found((), 0.998)[0] == 2  # an estimate of what does not offload is about right
+
+
+def test_in_the_deepest_steps_too_what_offloads_is_tried_once_more():
+    profile = Eighty()
+    profile.is_deep, profile.count = True, 80
+    profile.program = SimpleNamespace(graph=SimpleNamespace(nodes=range(60_000)))
+    most, fewer, none = (0,) * 60 + (2,) * 20, (0,) * 20 + (2,) * 60, (2,) * 80
+    estimated = {most: (0.90, 7.5), fewer: (0.94, 7.0), none: (0.97, 7.0)}
+    taken = {most: (0.92, 8.7), fewer: (0.945, 7.4), none: (0.97, 7.0)}
+
+    def trial(mix):
+        seconds, peak = taken[mix]
+        memory = SimpleNamespace(peak=lambda: peak)
+        return profile.known.setdefault(mix, SimpleNamespace(seconds=seconds, memory=memory))
+
+    def fitting(budget):
+        return [mix for mix, trial in profile.known.items() if trial.memory.peak() <= budget]
+
+    profile.trial = trial
+    candidates = [
+        replace(profile.candidate(mix), seconds=seconds, peak=peak)
+        for mix, (seconds, peak) in estimated.items()
+    ]
+    search = SimpleNamespace(profile=profile, candidates=candidates, named=list, fitting=fitting)
+    assert search_room.fastest([search], 8)[1] == fewer
 
 
 def test_without_a_link_nothing_is_offloaded():

@@ -9,19 +9,20 @@ estimate put right by what it really takes, until none is left that is faster.
 
 import itertools
 import sys
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
 from stepgraph.cost.predict import Trial
 from stepgraph.memory.presets import FULL, NONE
-from stepgraph.memory.solver.frontiers import SAME, best_of, spread
+from stepgraph.memory.solver.frontiers import POINTS, SAME, best_of, spread
 from stepgraph.memory.solver.levels import POLICIES
 from stepgraph.memory.solver.profile import Mix, Profile
 from stepgraph.planning.decisions import FrontierPoint
 
 _TRIALS = 40  # mixes that are simulated for one budget
-# And of a deep step: that have so many operations together, but so many at least.
+# And of a deep step: that have so many operations together, but so many at least for its frontier, and one
+# more for one budget: one of what offloads tells how far copies fall behind, and another is taken.
 _OPERATIONS, _FEWEST = 45_000, 2
 _REHEARSALS = (
     8  # short steps that show what is off where levels meet, before a deep one is simulated
@@ -89,8 +90,7 @@ class _Off:
     def rehearse(self, candidate: _Candidate) -> bool:
         """Whether a short step had to tell how far off an estimate is: of a deep one, of two levels."""
         levels = [*dict.fromkeys(candidate.mix)]
-        known = (candidate.profile, candidate.levels) in self._known
-        seen = known or candidate.levels in self._rehearsed
+        seen = self.tried(candidate) or candidate.levels in self._rehearsed
         if not self.deep or len(levels) != 2 or seen or not self.rehearsals:
             return False
         self.rehearsals -= 1
@@ -110,6 +110,11 @@ class _Off:
                     self._seen[level] = part
                     self._behind[level] = beyond[0] / part, beyond[1] / part
             return
+        # Where gradients wait for those of other layers, a few layers hold more each than many, where all
+        # keep the same; where others keep more, that is not the peak.
+        alike, before = len({*candidate.mix}) == 1, self._usual.get(bool(candidate.away))
+        if self.deep and alike:
+            off = off[0], before[1] if before else 0.0
         self._usual[bool(candidate.away)] = off
         if candidate.levels in self._rehearsed:
             self._beyond[frozenset(candidate.mix)] = beyond
@@ -119,6 +124,10 @@ class _Off:
         if self.deep and candidate.away:
             return all(level in self._behind for level, _ in candidate.away)
         return not self.deep or bool(self._usual)
+
+    def tried(self, candidate: _Candidate) -> bool:
+        """Whether one of its levels was, in their order."""
+        return (candidate.profile, candidate.levels) in self._known
 
     def gain(self, candidate: _Candidate) -> float:
         """Part of a step's time by which it has to be estimated to take less, to be tried.
@@ -137,8 +146,7 @@ class _Off:
                 behind as on one that was. False: nothing is hoped or feared of what was not tried.
         """
         seconds, peak = self._of(candidate, hopeful)
-        tried = (candidate.profile, candidate.levels) in self._known
-        if hopeful and not tried and candidate.levels not in self._rehearsed:
+        if hopeful and not self.tried(candidate) and candidate.levels not in self._rehearsed:
             seconds -= self.hope * candidate.seconds
         return candidate.seconds + seconds, candidate.peak + peak
 
@@ -220,7 +228,8 @@ class Search:
         """Mixes of which none takes less memory and less time, about evenly spaced along the curve.
 
         Each is simulated; of a deep program some are, the end of least memory first, then what offloads:
-        copies fall behind, layer after layer, which short steps do not show.
+        copies fall behind, layer after layer, which short steps do not show. They show what it takes where
+        two levels meet.
         """
         profile = self.profile
         if profile.is_deep:
@@ -233,7 +242,8 @@ class Search:
 
     def _frontier_of_deep(self) -> tuple[FrontierPoint, ...]:
         known, off = self.profile.known, _Off(True, self.profile.count)
-        off.rehearsals = _SMALLEST
+        affordable = _OPERATIONS // len(self.profile.program.graph.nodes)
+        off.rehearsals = POINTS if affordable >= _FEWEST else _SMALLEST
 
         def found() -> dict[FrontierPoint, _Candidate]:
             points = self._known()
@@ -243,18 +253,22 @@ class Search:
                 points.setdefault(one.mix, self._point(one.mix, *taken))
             return {points[one.mix]: one for one in self.candidates}
 
-        def doubtful(points: Mapping[FrontierPoint, _Candidate]) -> Iterator[_Candidate]:
-            for number, point in enumerate(spread(best_of([*points]))):
-                one = points[point]
-                if one.mix not in known and (number == 0 or one.away):
-                    yield one
+        def line() -> list[_Candidate]:
+            points = found()
+            return [points[point] for point in spread(best_of([*points]))]
 
-        affordable = _OPERATIONS // len(self.profile.program.graph.nodes)
+        def doubtful() -> _Candidate | None:
+            first, *others = line()
+            asked = (first, *(one for one in others if one.away))
+            return next((one for one in asked if one.mix not in known), None)
+
         trials = max(_FEWEST, min(2 * _SMALLEST, affordable))
-        while trials and (one := next(doubtful(found()), None)) is not None:
+        while trials and (one := doubtful()) is not None:
             if not off.rehearse(one):
                 trials -= 1
                 off.learn(one, one.trial())
+        while any(off.rehearse(one) for one in line() if not one.away):
+            pass  # others may be on it then
         least = self.smallest()  # nothing was found to take less
         points = found().items()
         return spread(
@@ -324,8 +338,8 @@ def fastest(searches: Sequence[Search], budget: int) -> tuple[Search, Mix] | Non
     off = _Off(deep, profile.count)
     left = [candidate for search in searches for candidate in search.candidates]
     limit = inf
-    trials = max(_FEWEST, _OPERATIONS // nodes) if deep else _TRIALS
-    away = max(1, trials // 2)  # of those; what else can be done has its turn as well
+    trials = max(_FEWEST + 1, _OPERATIONS // nodes) if deep else _TRIALS
+    away = -(-trials // 2)  # of those; what else can be done has its turn as well
     while trials:
         righted = ((*off.right(candidate), candidate) for candidate in left)
         fits = [

@@ -339,7 +339,7 @@ def fastest(searches: Sequence[Search], budget: int) -> tuple[Search, Mix] | Non
     left = [candidate for search in searches for candidate in search.candidates]
     limit = inf
     trials = max(_FEWEST + 1, _OPERATIONS // nodes) if deep else _TRIALS
-    away = -(-trials // 2)  # of those; what else can be done has its turn as well
+    away = max(1, trials // 2)  # of all but the last: what else can be done has its turn as well
     while trials:
         righted = ((*off.right(candidate), candidate) for candidate in left)
         fits = [
@@ -347,7 +347,7 @@ def fastest(searches: Sequence[Search], budget: int) -> tuple[Search, Mix] | Non
             for seconds, peak, one in righted
             if peak <= budget and seconds < limit * (1 - off.gain(one))
         ]
-        if deep and away <= 0:
+        if deep and away <= 0 and trials > 1:
             fits = [row for row in fits if not row[2].away] or fits
         best = min(fits, key=lambda row: (*row[:2], row[2].early, row[2].mix), default=None)
         if best is None:

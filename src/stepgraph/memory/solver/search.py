@@ -54,6 +54,11 @@ class _Candidate:
     early: float
     away: tuple[tuple[int, float], ...]
 
+    @property
+    def alike(self) -> bool:
+        """Whether all blocks keep the same."""
+        return len({*self.mix}) == 1
+
     def trial(self) -> Trial:
         """What it really takes."""
         return self.profile.trial(self.mix)
@@ -112,9 +117,8 @@ class _Off:
             return
         # Where gradients wait for those of other layers, a few layers hold more each than many, where all
         # keep the same; where others keep more, that is not the peak.
-        alike, before = len({*candidate.mix}) == 1, self._usual.get(bool(candidate.away))
-        if self.deep and alike:
-            off = off[0], before[1] if before else 0.0
+        if self.deep and candidate.alike:
+            off = off[0], self._usual.get(False, (0.0, 0.0))[1]
         self._usual[bool(candidate.away)] = off
         if candidate.levels in self._rehearsed:
             self._beyond[frozenset(candidate.mix)] = beyond
@@ -165,8 +169,8 @@ class _Off:
         if rehearsed is not None:
             beyond = self._beyond.get(frozenset(candidate.mix), (0.0, 0.0))
             return rehearsed[0] + beyond[0], rehearsed[1] + beyond[1]
-        alike = not self.deep and len(set(candidate.mix)) == 1
-        return (0.0, 0.0) if alike else self._usual.get(bool(candidate.away), (0.0, 0.0))
+        same = not self.deep and candidate.alike
+        return (0.0, 0.0) if same else self._usual.get(bool(candidate.away), (0.0, 0.0))
 
 
 class Search:
@@ -248,8 +252,8 @@ class Search:
         def found() -> dict[FrontierPoint, _Candidate]:
             points = self._known()
             for one in self.candidates:
-                alike = not one.away and len({*one.mix}) == 1
-                taken = (one.seconds, one.peak) if alike else off.right(one, hopeful=False)
+                sure = one.alike and not one.away
+                taken = (one.seconds, one.peak) if sure else off.right(one, hopeful=False)
                 points.setdefault(one.mix, self._point(one.mix, *taken))
             return {points[one.mix]: one for one in self.candidates}
 

@@ -6,7 +6,8 @@ Each model's step is placed by a preset (bf16 compute, AdamW, an H100 model). At
 smallest peak that can be had to that of keeping everything: the predicted step of the search, and of the
 best named policy whose predicted peak fits, both with logits whole or in pieces as they decide within that
 budget. All are simulated on the program that runs. CPU seconds: of capture, of the frontier, of the
-smallest peak after it, and of each budget's search, the first of which also makes what the others use.
+smallest peak after it, and of each budget's search, the first of which also makes what the others use. What
+points of a frontier say is put beside what the whole step takes, simulated for each (``whole``).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from stepgraph.cost.devices import find_device
 from stepgraph.cost.predict import Trial
 from stepgraph.errors import BudgetError, MemoryPolicyError
 from stepgraph.memory.decide import Means, decide, frontier
+from stepgraph.memory.pieces import find_pieces, said
 from stepgraph.memory.presets import NONE
 from stepgraph.memory.solver.profile import Simulate
 from stepgraph.pipeline import PLACED, form, simulation
@@ -81,7 +83,8 @@ def measure(name: str) -> dict[str, Any]:
         return decision, simulate(program, decision)
 
     row["frontier"] = [asdict(point) for point in frontier(program, again, means)]
-    row["frontier_s"], most = clock.lap(), within(1, NONE)[1].memory.peak()
+    row["frontier_s"], of_frontier = clock.lap(), means
+    most = within(1, NONE)[1].memory.peak()
     try:
         smallest = within(1, AUTO)[1].memory.peak()
     except BudgetError as error:
@@ -106,7 +109,22 @@ def measure(name: str) -> dict[str, Any]:
         row["budgets"].append(one)
         gc.collect()  # what a search leaves is as much as it had
         clock.lap()
+    add_whole(row["frontier"], of_frontier, program, again)
     return row
+
+
+def add_whole(
+    points: list[dict[str, Any]], means: Means, program: Program, gather_again: bool
+) -> None:
+    """Beside what each point of a frontier says, what the whole step takes."""
+    ways = {}
+    for pieces in (None, find_pieces(program, means.device.capacity)):
+        search = means.search(program, gather_again, pieces)
+        for one in search.candidates:
+            ways.setdefault(search.describe(one.mix) + said(pieces), one)
+    for point in points:
+        trial = ways[point["keeps"]].trial()
+        point["whole"] = {"peak_bytes": trial.memory.peak(), "step_ms": trial.seconds * 1e3}
 
 
 class Known:
@@ -143,6 +161,9 @@ def show(row: dict[str, Any]) -> str:
         f"{what} {row[f'{what}_s']:.1f} s" for what in ("capture", "frontier", "smallest")
     )
     lines = [f"{row['model']} on {row['mesh']}, {row['placement']}: {took}"]
+    for what in ("peak_bytes", "step_ms"):
+        ratios = [point[what] / point["whole"][what] for point in row["frontier"]]
+        lines.append(f"  frontier, {what} of the whole's: {min(ratios):.3f} to {max(ratios):.3f}")
     for one in row["budgets"]:
         named = "nothing fits"
         if one["best_named"] is not None:

@@ -10,6 +10,7 @@ import pytest
 from stepgraph.memory.by_policy import decide_by_policy
 from stepgraph.memory.solver import profile as profiles
 from stepgraph.memory.solver import search as search_room
+from stepgraph.memory.solver.off import Candidate, Off
 from stepgraph.pipeline import simulation
 from stepgraph.planning.decisions import MemoryDecision
 from tests.memory.solver.search_support import (
@@ -144,12 +145,20 @@ def test_what_offloads_of_a_deep_step_is_as_slow_as_it_will_be(deep):
 def test_what_a_deep_step_holds_where_two_levels_meet_is_seen_on_a_short_one(ten_layers):
     search = deep_search(ten_layers, device=replace(DEVICE, host=None))
     points = search.frontier()
-    assert len(search.profile.known) == 1  # the end of least memory
+    assert len(search.profile.known) < len(points)
     mix_of = {search.describe(one.mix): one.mix for one in search.candidates}
     trials = [search.profile.trial(mix_of[point.keeps]) for point in points]
     for point, trial in zip(points, trials, strict=True):
         assert point.peak_bytes > 0.99 * trial.memory.peak(), point
         assert point.step_ms == pytest.approx(trial.seconds * 1e3, rel=1e-3), point
+
+
+def test_of_a_deep_step_both_ends_are_simulated(deep):
+    points = deep.frontier()
+    mix_of = {deep.describe(one.mix): one.mix for one in deep.candidates}
+    for point in (points[0], points[-1]):
+        trial = deep.profile.known[mix_of[point.keeps]]
+        assert (point.peak_bytes, point.step_ms) == (trial.memory.peak(), trial.seconds * 1e3)
 
 
 class Eighty:
@@ -171,19 +180,19 @@ class Eighty:
     def candidate(self, mix):
         peak = sum(map((7.4, 7.65, 30.0, 90.0).__getitem__, mix)) / len(mix)
         away = tuple((level, mix.count(level) / 80) for level in (0, 1) if level in mix)
-        return search_room._Candidate(self, mix, 1.0, peak, tuple(dict.fromkeys(mix)), 0.0, away)
+        return Candidate(self, mix, 1.0, peak, tuple(dict.fromkeys(mix)), 0.0, away)
 
 
 def test_that_copies_fall_behind_on_one_level_says_nothing_of_another():
     profile = Eighty()
     mixes = [(0,) * 80, *((0,) * many + (1,) * (80 - many) for many in (79, 78, 77, 76)), (1,) * 80]
     searches = [SimpleNamespace(candidates=[profile.candidate(mix) for mix in mixes])]
-    search_room._simulate_leanest(searches, search_room._Off(True, 80))
+    search_room._simulate_leanest(searches, Off(True, 80))
     assert min(trial.memory.peak() for trial in profile.known.values()) == 7.5
 
 
 def test_how_far_copies_fall_behind_counts_as_often_as_blocks_are_on_a_level():
-    profile, off = Eighty(), search_room._Off(True, 80)
+    profile, off = Eighty(), Off(True, 80)
     learned = profile.candidate((0,) * 60 + (2,) * 20)
     off.learn(learned, learned.trial())
     for many in (80, 40, 8):
@@ -193,11 +202,24 @@ def test_how_far_copies_fall_behind_counts_as_often_as_blocks_are_on_a_level():
 
 
 def test_a_peak_where_all_blocks_keep_the_same_says_nothing_of_others():
-    profile, off = Eighty(), search_room._Off(True, 80)
+    profile, off = Eighty(), Off(True, 80)
     memory = SimpleNamespace(peak=lambda: 10.0)
     off.learn(profile.candidate((2,) * 80), SimpleNamespace(seconds=1.5, memory=memory))
     mix = profile.candidate((2,) * 40 + (3,) * 40)
     assert off.right(mix, hopeful=False) == (1.5, mix.peak)
+
+
+def test_seconds_where_all_blocks_keep_the_same_count_wherever_nothing_offloads():
+    profile, off = Eighty(), Off(True, 80)
+    memory = SimpleNamespace(peak=lambda: 10.0)
+    off.learn(profile.candidate((2,) * 80), SimpleNamespace(seconds=1.5, memory=memory))
+    assert off.say(profile.candidate((3,) * 80)) == (1.5, 90.0)
+    for mix in ((2,) * 40 + (3,) * 40, (3,) * 40 + (2,) * 40):
+        one = profile.candidate(mix)
+        assert off.rehearse(one)
+        assert off.say(one) == (1.5, one.peak)
+    away = profile.candidate((0,) * 80)
+    assert off.say(away) == (away.seconds, away.peak)
 
 
 def test_an_untried_way_to_offload_is_worth_a_trial_for_any_gain():

@@ -9,14 +9,13 @@ estimate put right by what it really takes, until none is left that is faster.
 
 import itertools
 import sys
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from math import inf
 
-from stepgraph.cost.predict import Trial
 from stepgraph.memory.presets import FULL, NONE
 from stepgraph.memory.solver.frontiers import POINTS, SAME, best_of, spread
 from stepgraph.memory.solver.levels import POLICIES
+from stepgraph.memory.solver.off import Candidate, Off
 from stepgraph.memory.solver.profile import Mix, Profile
 from stepgraph.planning.decisions import FrontierPoint
 
@@ -24,153 +23,8 @@ _TRIALS = 40  # mixes that are simulated for one budget
 # And of a deep step: that have so many operations together, but so many at least for its frontier, and one
 # more for one budget: one of what offloads tells how far copies fall behind, and another is taken.
 _OPERATIONS, _FEWEST = 45_000, 2
-_REHEARSALS = (
-    8  # short steps that show what is off where levels meet, before a deep one is simulated
-)
-# Part of its time for which, once something fits, another one is: estimates are not closer than that.
-_WORTH = 0.01
-_HOPE = 0.1  # part of a step's time, over its blocks
 _SMALLEST = 3  # and to find the smallest peak, where none of those fits
 _PERIODS = (2, 3, 4)  # of ``layers:N``
-
-
-_Apart = tuple[float, float]
-"""Seconds and bytes."""
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    """A mix; ``levels``: what those whose estimates are off alike have in common.
-
-    ``early``: bytes of the level of the first blocks; of two that are as fast, the one with less is first.
-    ``away``: levels that offload, and the part of all blocks that is on each.
-    """
-
-    profile: Profile
-    mix: Mix
-    seconds: float
-    peak: float
-    levels: Hashable
-    early: float
-    away: tuple[tuple[int, float], ...]
-
-    @property
-    def alike(self) -> bool:
-        """Whether all blocks keep the same."""
-        return len({*self.mix}) == 1
-
-    def trial(self) -> Trial:
-        """What it really takes."""
-        return self.profile.trial(self.mix)
-
-    def order(self) -> tuple:
-        """The fastest first."""
-        return self.seconds, self.peak, self.early, self.mix
-
-
-class _Off:
-    """By how much estimates are off: of mixes of the same levels by what one of them really took.
-
-    Args:
-        deep: steps whose blocks are alike are estimates as well. Where levels of a mix meet, communication
-            overlaps otherwise than within either: what has not been tried may be faster by this.
-        blocks: how many there are, to which that is shared out.
-
-    Where a short step has shown two levels that meet, it is that, and what a deep step of the same levels
-    took beyond it, in whichever order and with whichever head. In a deep step that offloads, copies fall
-    behind, layer after layer, which short ones do not show: as much as more blocks are on such a level.
-    """
-
-    def __init__(self, deep: bool, blocks: int) -> None:
-        self.deep, self.hope = deep, _HOPE / blocks if deep else 0.0
-        self._known: dict[tuple[Profile, Hashable], _Apart] = {}
-        self._rehearsed: dict[Hashable, _Apart] = {}
-        self._beyond: dict[frozenset[int], _Apart] = {}
-        # By level, were all blocks on it; and of how many of them that was seen.
-        self._behind: dict[int, _Apart] = {}
-        self._seen: dict[int, float] = {}
-        self._usual: dict[bool, _Apart] = {}  # by whether it offloads
-        self.rehearsals = _REHEARSALS
-
-    def rehearse(self, candidate: _Candidate) -> bool:
-        """Whether a short step had to tell how far off an estimate is: of a deep one, of two levels."""
-        levels = [*dict.fromkeys(candidate.mix)]
-        seen = self.tried(candidate) or candidate.levels in self._rehearsed
-        if not self.deep or len(levels) != 2 or seen or not self.rehearsals:
-            return False
-        self.rehearsals -= 1
-        self._rehearsed[candidate.levels] = candidate.profile.rehearsed(*levels)
-        return True
-
-    def learn(self, candidate: _Candidate, trial: Trial) -> None:
-        """What a candidate really takes."""
-        off = trial.seconds - candidate.seconds, trial.memory.peak() - candidate.peak
-        seconds, peak = self._rehearsed.get(candidate.levels, (0.0, 0.0))
-        beyond = off[0] - seconds, off[1] - peak
-        self._known[candidate.profile, candidate.levels] = off
-        if self.deep and candidate.away:
-            if len(candidate.away) == 1:
-                ((level, part),) = candidate.away
-                if part >= self._seen.get(level, 0.0):
-                    self._seen[level] = part
-                    self._behind[level] = beyond[0] / part, beyond[1] / part
-            return
-        # Where gradients wait for those of other layers, a few layers hold more each than many, where all
-        # keep the same; where others keep more, that is not the peak.
-        if self.deep and candidate.alike:
-            off = off[0], self._usual.get(False, (0.0, 0.0))[1]
-        self._usual[bool(candidate.away)] = off
-        if candidate.levels in self._rehearsed:
-            self._beyond[frozenset(candidate.mix)] = beyond
-
-    def knows(self, candidate: _Candidate) -> bool:
-        """Whether anything like it was tried: what offloads tells little of what does not."""
-        if self.deep and candidate.away:
-            return all(level in self._behind for level, _ in candidate.away)
-        return not self.deep or bool(self._usual)
-
-    def tried(self, candidate: _Candidate) -> bool:
-        """Whether one of its levels was, in their order."""
-        return (candidate.profile, candidate.levels) in self._known
-
-    def gain(self, candidate: _Candidate) -> float:
-        """Part of a step's time by which it has to be estimated to take less, to be tried.
-
-        Of a deep step estimates are not closer than that; of one that offloads in a way that was not tried
-        they say so little that any gain is worth it.
-        """
-        sure = self.knows(candidate) or not candidate.away
-        return _WORTH if self.deep and sure else SAME
-
-    def right(self, candidate: _Candidate, hopeful: bool = True) -> tuple[float, float]:
-        """Its seconds and peak, put right; where all blocks are alike, only of a deep step.
-
-        Args:
-            hopeful: a mix of levels that was not tried may be faster; on a level that was not, copies fall
-                behind as on one that was. False: nothing is hoped or feared of what was not tried.
-        """
-        seconds, peak = self._of(candidate, hopeful)
-        if hopeful and not self.tried(candidate) and candidate.levels not in self._rehearsed:
-            seconds -= self.hope * candidate.seconds
-        return candidate.seconds + seconds, candidate.peak + peak
-
-    def _of(self, candidate: _Candidate, hopeful: bool) -> _Apart:
-        rehearsed = self._rehearsed.get(candidate.levels)
-        if self.deep and candidate.away:
-            none = (0.0, 0.0)
-            seconds, peak = rehearsed or none
-            usual = next(reversed(self._behind.values()), none) if hopeful else none
-            for level, part in candidate.away:
-                more = self._behind.get(level, usual)
-                seconds, peak = seconds + part * more[0], peak + part * more[1]
-            return seconds, peak
-        if (known := self._known.get((candidate.profile, candidate.levels))) is not None:
-            return known
-        if rehearsed is not None:
-            beyond = self._beyond.get(frozenset(candidate.mix), (0.0, 0.0))
-            return rehearsed[0] + beyond[0], rehearsed[1] + beyond[1]
-        same = not self.deep and candidate.alike
-        return (0.0, 0.0) if same else self._usual.get(bool(candidate.away), (0.0, 0.0))
 
 
 class Search:
@@ -183,7 +37,7 @@ class Search:
         alike = dict.fromkeys if profile.is_deep else frozenset  # in which order counts, or not
         self.candidates = sorted(
             (
-                _Candidate(
+                Candidate(
                     profile,
                     mix,
                     *estimate,
@@ -193,7 +47,7 @@ class Search:
                 )
                 for mix, estimate in zip(mixes, profile.estimates(mixes), strict=True)
             ),
-            key=_Candidate.order,
+            key=Candidate.order,
         )
 
     def within(self, budget: int) -> tuple[Mix | None, int]:
@@ -211,7 +65,7 @@ class Search:
         known = self.profile.known
         return [mix for mix, trial in known.items() if trial.memory.peak() <= budget]
 
-    def named(self) -> list[_Candidate]:
+    def named(self) -> list[Candidate]:
         """What named policies do."""
         profile = self.profile
         named = {profile.uniform(n) for n, one in enumerate(profile.levels) if one.name in POLICIES}
@@ -231,9 +85,9 @@ class Search:
     def frontier(self) -> tuple[FrontierPoint, ...]:
         """Mixes of which none takes less memory and less time, about evenly spaced along the curve.
 
-        Each is simulated; of a deep program some are, the end of least memory first, then what offloads:
-        copies fall behind, layer after layer, which short steps do not show. They show what it takes where
-        two levels meet.
+        Each is simulated; of a deep program some are: the end of least memory, the other end, then what
+        offloads (copies fall behind, layer after layer, which short steps do not show; they show what it
+        takes where two levels meet), then others. Of the deepest there is no time for the other end.
         """
         profile = self.profile
         if profile.is_deep:
@@ -245,28 +99,29 @@ class Search:
         return spread(best_of([*self._known().values()]))
 
     def _frontier_of_deep(self) -> tuple[FrontierPoint, ...]:
-        known, off = self.profile.known, _Off(True, self.profile.count)
+        known, off = self.profile.known, Off(True, self.profile.count)
         affordable = _OPERATIONS // len(self.profile.program.graph.nodes)
         off.rehearsals = POINTS if affordable >= _FEWEST else _SMALLEST
 
-        def found() -> dict[FrontierPoint, _Candidate]:
+        def found() -> dict[FrontierPoint, Candidate]:
             points = self._known()
             for one in self.candidates:
-                sure = one.alike and not one.away
-                taken = (one.seconds, one.peak) if sure else off.right(one, hopeful=False)
-                points.setdefault(one.mix, self._point(one.mix, *taken))
+                points.setdefault(one.mix, self._point(one.mix, *off.say(one)))
             return {points[one.mix]: one for one in self.candidates}
 
-        def line() -> list[_Candidate]:
+        def line() -> list[Candidate]:
             points = found()
             return [points[point] for point in spread(best_of([*points]))]
 
-        def doubtful() -> _Candidate | None:
+        def doubtful() -> Candidate | None:
             first, *others = line()
-            asked = (first, *(one for one in others if one.away))
+            last = others[-1:] if both else ()
+            away = (one for one in others if one.away)
+            asked = (first, *last, *away, *(reversed(others) if both else ()))
             return next((one for one in asked if one.mix not in known), None)
 
-        trials = max(_FEWEST, min(2 * _SMALLEST, affordable))
+        both = affordable > _FEWEST
+        trials = max(_FEWEST, min(2 * _SMALLEST, affordable)) + both
         while trials and (one := doubtful()) is not None:
             if not off.rehearse(one):
                 trials -= 1
@@ -339,7 +194,7 @@ def fastest(searches: Sequence[Search], budget: int) -> tuple[Search, Mix] | Non
     """
     profile = searches[0].profile
     deep, nodes = profile.is_deep, len(profile.program.graph.nodes)
-    off = _Off(deep, profile.count)
+    off = Off(deep, profile.count)
     left = [candidate for search in searches for candidate in search.candidates]
     limit = inf
     trials = max(_FEWEST + 1, _OPERATIONS // nodes) if deep else _TRIALS
@@ -366,7 +221,7 @@ def fastest(searches: Sequence[Search], budget: int) -> tuple[Search, Mix] | Non
         if trial.memory.peak() <= budget:
             limit = min(limit, trial.seconds)
     # Named policies are no part of what may be left out.
-    for candidate in sorted((c for s in searches for c in s.named()), key=_Candidate.order):
+    for candidate in sorted((c for s in searches for c in s.named()), key=Candidate.order):
         seconds, peak = candidate.seconds, candidate.peak
         if deep:
             seconds, peak = off.right(candidate, hopeful=False)
@@ -386,7 +241,7 @@ def fastest(searches: Sequence[Search], budget: int) -> tuple[Search, Mix] | Non
     return best and (best[2], best[1])
 
 
-def _simulate_leanest(searches: Sequence[Search], off: _Off) -> None:
+def _simulate_leanest(searches: Sequence[Search], off: Off) -> None:
     """Of a deep step, which takes long: what is estimated to take least memory, the estimate put right."""
     candidates = [candidate for search in searches for candidate in search.candidates]
     trials = _SMALLEST
